@@ -1,0 +1,88 @@
+# Everything here needs Python >= 3.11 and make; the first target you run sets up .venv.
+#
+#   make demo         train a small model with four workers, into runs/demo
+#   make test         ruff, the type checker and the tests (minutes)
+#   make test-long    only the tests marked "long"
+#   make lint         ruff and the type checker alone; `make format` mends the layout
+#   make bench        every benchmark
+#   make clean        remove caches and build products; `make distclean` also .venv and runs/demo
+#
+#   PYTHON=python3.12         another interpreter
+#   VENV=/path                another place for the environment
+#   TORCH_INDEX=URL           another build of torch, e.g. https://download.pytorch.org/whl/cpu (small, no CUDA);
+#                             it counts when the environment is made, so `make distclean` first if there is one
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.isles-installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long lint format bench clean distclean
+
+help:
+	@sed -n '1,/^$$/{s/^# \{0,1\}//;p;}' Makefile
+
+setup: $(STAMP)
+
+# Made only when absent. Debian's python3 comes without ensurepip (it sits in python3-venv), so that is said in words.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "isles: no '$(PYTHON)' here. Install Python 3.11 or newer, or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "isles: needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+	       "Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "isles: $(PYTHON) cannot make virtual environments (no ensurepip)." \
+	       "On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	@echo "isles: making $(VENV) with $$($(PYTHON) -V 2>&1)"
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; \
+	  echo "isles: '$(PYTHON) -m venv $(VENV)' failed; the lines above say why" >&2; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "isles: $(VENV) holds a Python older than 3.11; remove it: make distclean" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
+	@echo "isles: installing into $(VENV) (minutes the first time: torch is large)"
+	@$(PIP) install -qq -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,data]'
+	@touch $@
+
+demo: $(STAMP)
+	@rm -rf runs/demo
+	$(BIN)/isles train --out runs/demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+# pytest answers 5 when no test carries the mark; that is no failure.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long || [ $$? -eq 5 ]
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# All of them run, also after one has failed; the target fails if any did.
+bench: $(STAMP)
+	@failed=""; found=""; \
+	for file in benchmarks/[!_]*.py; do \
+	  [ -e "$$file" ] || continue; found=yes; name=$$(basename "$$file" .py); \
+	  echo "== $$name"; $(BIN)/python -m "benchmarks.$$name" || failed="$$failed $$name"; \
+	done; \
+	[ -n "$$found" ] || echo "isles: no benchmarks here yet"; \
+	[ -z "$$failed" ] || { echo "isles: failed:$$failed" >&2; exit 1; }
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find isles tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	rm -rf $(VENV) runs/demo

@@ -1,0 +1,67 @@
+"""Isles: train one language model on poorly connected workers.
+
+    world = isles.init()
+    optimizer = isles.NoLoCo(model, torch.optim.AdamW(model.parameters(), lr=6e-4), world.outer, sync_every=50)
+
+Names are imported on first use, so `import isles` is quick and loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "init": "isles.comm.mesh",
+    "mesh": "isles.comm.mesh",
+    "Mesh": "isles.comm.mesh",
+    "run_local": "isles.comm.local",
+    "run_virtual": "isles.comm.simulated",
+    "Links": "isles.network.links",
+    "Deadlines": "isles.comm.transport",
+    "Group": "isles.comm.group",
+    "PeerLost": "isles.comm.errors",
+    "DeadlinePassed": "isles.comm.errors",
+    "Diverged": "isles.comm.errors",
+    "WorkerFailed": "isles.comm.errors",
+    "ReplicaSync": "isles.replicas.sync",
+    "OuterSync": "isles.replicas.outer",
+    "NoSync": "isles.replicas.none",
+    "DDP": "isles.replicas.ddp",
+    "LocalSGD": "isles.replicas.localsgd",
+    "DiLoCo": "isles.replicas.diloco",
+    "NoLoCo": "isles.replicas.noloco",
+    "METHODS": "isles.replicas",
+    "method": "isles.replicas",
+}
+
+__all__ = ["__version__", *_NAMES]
+
+if TYPE_CHECKING:
+    from isles.comm.errors import DeadlinePassed, Diverged, PeerLost, WorkerFailed
+    from isles.comm.group import Group
+    from isles.comm.local import run_local
+    from isles.comm.mesh import Mesh, init, mesh
+    from isles.comm.simulated import run_virtual
+    from isles.comm.transport import Deadlines
+    from isles.network.links import Links
+    from isles.replicas import METHODS, method
+    from isles.replicas.ddp import DDP
+    from isles.replicas.diloco import DiLoCo
+    from isles.replicas.localsgd import LocalSGD
+    from isles.replicas.noloco import NoLoCo
+    from isles.replicas.none import NoSync
+    from isles.replicas.outer import OuterSync
+    from isles.replicas.sync import ReplicaSync
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'isles' has no attribute {name!r}")
+    return getattr(import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,57 @@
+"""Live progress of a run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+_PLAIN_LINES = 10  # over a whole run, where there is no terminal
+
+
+class Progress:
+    """Fed with lines of metrics.jsonl from all workers; shows the slowest worker's step, mean loss, bytes and time left."""
+
+    def __init__(self, method: str, workers: int, steps: int) -> None:
+        self.steps, self.workers = steps, workers
+        self.latest: dict[int, dict[str, Any]] = {}
+        self.console = Console(stderr=True)
+        self.next_plain = 0
+        self.bar = Bar(
+            TextColumn(f"[bold]{method}[/] {workers} workers"),
+            BarColumn(),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]}  sent {task.fields[sent]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("train", total=steps, loss="-", sent="-")
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def notice(self, text: str) -> None:
+        """Show a remark about the settings."""
+        self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
+
+    def line(self, line: dict[str, Any]) -> None:
+        """Take in one worker's line."""
+        from isles.report.units import format_bytes
+
+        self.latest[line["worker"]] = line
+        if len(self.latest) < self.workers:
+            return
+        step = min(entry["step"] for entry in self.latest.values())
+        loss = sum(entry["loss"] for entry in self.latest.values()) / self.workers
+        sent = format_bytes(sum(entry["bytes_sent"] for entry in self.latest.values()) / self.workers)
+        self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=f"{sent} a worker")
+        if not self.console.is_terminal and (step >= self.next_plain or step == self.steps):
+            self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
+            self.console.print(f"step {step}/{self.steps}  loss {loss:.3f}  sent {sent} a worker", highlight=False)

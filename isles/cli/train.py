@@ -1,0 +1,68 @@
+"""`isles train`: the main job. Starts the workers, shows progress, ends with a table, the bytes, and the report's path."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def train(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")] = None,
+    method: Annotated[str | None, typer.Option(help="none, ddp, localsgd, diloco, noloco, or package.module:Class.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes to start.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
+) -> None:
+    """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
+    from isles.cli.progress import Progress
+    from isles.report import write_report
+    from isles.training.border import read_config
+    from isles.training.launch import launch
+
+    flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
+    resolved = read_config(config, flags, set_ or [])
+    name = resolved.method.replace(":", ".")
+    out = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    with Progress(resolved.method, resolved.world.workers, resolved.run.steps) as progress:
+        summary = launch(resolved, out, progress.line, progress.notice)
+    _print_summary(summary, out, write_report(out))
+
+
+def _print_summary(summary: dict[str, Any], out: Path, page: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for label, value in summary_rows(summary):
+        table.add_row(label, value)
+    console = Console()
+    console.print(table)
+    console.print(f"run     {out}", f"report  {page}", sep="\n", soft_wrap=True, highlight=False)
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the table at the end of a run says."""
+    from isles.report.units import format_bytes, format_seconds
+
+    sent, ddp = summary["bytes_sent_per_worker"], summary["ddp_bytes_per_worker"]
+    rows = [
+        ("validation loss, mean of replicas", f"{summary['val_loss_replicas']:.4f} nats/token"),
+        ("validation loss, consolidated model", f"{summary['val_loss']:.4f} nats/token"),
+        ("  as perplexity", f"{math.exp(summary['val_loss']):.2f}"),
+        ("spread of replicas", f"{summary['replica_std']:.2e}"),
+        ("tokens, all workers", f"{summary['tokens']:,}"),
+        ("sent per worker", format_bytes(sent)),
+        ("data parallel would have sent", format_bytes(ddp) + (f" ({ddp / sent:.1f} x)" if sent else "")),
+        ("compute utilisation", f"{100 * summary['compute_utilisation']:.1f} %"),
+        ("training", format_seconds(summary["train_seconds"])),
+    ]
+    if summary["virtual_seconds"] is not None:
+        rows.append(("virtual clock", format_seconds(summary["virtual_seconds"])))
+    return rows

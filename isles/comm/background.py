@@ -1,0 +1,179 @@
+"""Transfers driven by one background thread: the distributed backend's way of running behind the computation.
+
+A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
+step
+runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the computation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from isles.comm.errors import DeadlinePassed
+from isles.comm.tags import Channel
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Steps, Work
+
+
+class PostedWork:
+    """One message on its way; `finished` is called once, from a waiter thread."""
+
+    def __init__(self, peer: int | None, keep: Any) -> None:
+        self.peer = peer
+        self.error: Exception | None = None
+        self._keep = keep  # the buffer must live until the message is done
+        self._lock = threading.Lock()
+        self._done = False
+        self._watcher: Watch | None = None
+
+    def done(self) -> bool:
+        return self._done
+
+    def finished(self, error: Exception | None = None) -> None:
+        """Mark as done (or failed) and tell the transfer that waits."""
+        with self._lock:
+            self.error, self._done, self._keep = error, True, None
+            watcher = self._watcher
+        if watcher is not None:
+            watcher.one_done()
+
+    def watch(self, watcher: Watch) -> bool:
+        """Have `watcher` told when done. False when it is done already."""
+        with self._lock:
+            if self._done:
+                return False
+            self._watcher = watcher
+            return True
+
+
+class Watch:
+    """Counts the works one yield waits for and wakes its transfer at the last, or at the first failure."""
+
+    def __init__(self, transfer: BackgroundTransfer, works: Sequence[PostedWork]) -> None:
+        self.transfer, self.works = transfer, works
+        self._lock = threading.Lock()
+        self._woken = False
+        self._left = 1  # this constructor's own hold, so that no wake-up comes before all are counted
+        for work in works:
+            with self._lock:
+                self._left += 1
+            if not work.watch(self):
+                self.one_done()
+
+    def released(self) -> bool:
+        """Drop the constructor's hold; True when nothing is left to wait for."""
+        with self._lock:
+            self._left -= 1
+            if self._woken or self._left > 0:
+                return False
+            self._woken = True
+            return True
+
+    def one_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            failed = any(work.error is not None for work in self.works)
+            if self._woken or (self._left > 0 and not failed):
+                return
+            self._woken = True
+        self.transfer.driver.wake(self.transfer)
+
+    def outcome(self) -> Exception | None:
+        return next((work.error for work in self.works if work.error is not None), None)
+
+    def late_peer(self) -> int | None:
+        return next((work.peer for work in self.works if not work.done()), None)
+
+
+class BackgroundTransfer:
+    """A generator under way. See `isles.comm.transport.Transfer`."""
+
+    def __init__(self, driver: Driver, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> None:
+        self.driver, self.channel, self.seconds, self.traffic = driver, channel, deadline, traffic
+        self._steps = steps
+        self._ends_at = time.monotonic() + deadline
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # held while the generator runs, and to abandon it
+        self._watch: Watch | None = None
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def advance(self) -> None:
+        """Step the generator until it has to wait, or ends."""
+        with self._lock:
+            while not self._ended.is_set():
+                error = self._watch.outcome() if self._watch is not None else None
+                try:
+                    waited = self._steps.throw(error) if error is not None else next(self._steps)
+                except StopIteration as end:
+                    self._end(end.value, None)
+                except Exception as failure:  # whatever the protocol raises belongs to whoever waits
+                    self._end(None, failure)
+                else:
+                    works = list(waited) if isinstance(waited, Sequence) else [waited]
+                    self._watch = Watch(self, works)  # type: ignore[arg-type]
+                    if not self._watch.released():
+                        return
+
+    def wait(self) -> Any:
+        """See Transfer.wait."""
+        if not self._ended.is_set():
+            start = time.perf_counter()
+            self._ended.wait(max(self._ends_at - time.monotonic(), 0.0))
+            self.traffic[self.channel].blocked_seconds += time.perf_counter() - start
+            if not self._ended.is_set():
+                self._abandon()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def _abandon(self) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            late = self._watch.late_peer() if self._watch is not None else None
+            self._steps.close()
+            self._end(None, DeadlinePassed(-1 if late is None else late, self.channel, self.seconds))
+
+    def _end(self, result: Any, error: Exception | None) -> None:
+        self._result, self._error = result, error
+        self._ended.set()
+
+
+class Driver:
+    """The thread that steps transfers whose works are done."""
+
+    def __init__(self) -> None:
+        self._ready: SimpleQueue[BackgroundTransfer | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
+        """Begin a transfer in the caller's thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
+            self._thread.start()
+        transfer = BackgroundTransfer(self, steps, channel, deadline, traffic)
+        transfer.advance()
+        return transfer
+
+    def wake(self, transfer: BackgroundTransfer) -> None:
+        """Have the driver thread step `transfer`."""
+        self._ready.put(transfer)
+
+    def close(self) -> None:
+        """Let the thread end after what is ready."""
+        if self._thread is not None:
+            self._ready.put(None)
+            self._thread.join(5.0)
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (transfer := self._ready.get()) is not None:
+            transfer.advance()

@@ -1,0 +1,34 @@
+"""What every codec is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Codec(Protocol):
+    """A pure function from a flat tensor to packed bytes and back."""
+
+    name: str
+    lossless: bool
+    block: int
+    """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        """Length in bytes of `encode` of a tensor with `elements` entries of `dtype`."""
+        ...
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Flat x (n,) -> uint8 (wire_bytes(n),). May be a view of x: do not write to x before the wire is gone."""
+        ...
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """uint8 wire -> flat tensor (elements,) of `dtype`. May be a view of the wire."""
+        ...
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of the contiguous tensor x as flat uint8, without a copy."""
+    return x.reshape(-1).view(torch.uint8)

@@ -1,0 +1,124 @@
+"""The distributed backend: torch.distributed point-to-point messages between real processes.
+
+Guarantees: a killed peer is reported by every transfer that needs it (PeerLost, within seconds); a silent one when the
+transfer's deadline ends (DeadlinePassed); other pairs stay usable after either. Facts about gloo behind the design:
+`waiters.py`.
+
+Messages travel over gloo as uint8 views of CPU memory. With an NCCL group beside it, `native_sum` adds up CUDA
+buffers directly.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isles.comm.background import BackgroundTransfer, Driver, PostedWork
+from isles.comm.errors import PeerLost
+from isles.comm.tags import Channel, Tag, pack
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Steps
+from isles.comm.waiters import Waiters
+
+_NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers
+
+
+class DistributedTransport:
+    """One process of a torch.distributed world; with size 1 it needs no process group."""
+
+    step_seconds = 0.0
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.traffic = Traffic()
+        self._waiters, self._driver = Waiters(), Driver()
+        self._start = time.perf_counter()
+        self._closed = False
+
+    @classmethod
+    def join(cls, store: dist.Store, rank: int, size: int) -> DistributedTransport:
+        """Meet `size` processes over `store` and open gloo connections."""
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER)
+        return cls(rank, size)
+
+    @classmethod
+    def from_environment(cls) -> DistributedTransport:
+        """The world that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one worker
+        without them.
+        """
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return cls()
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_NEVER)
+        return cls(rank, size)
+
+    def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
+        """See Transport.send."""
+        return self._post(peer, data, lambda: dist.isend(data, peer, tag=pack(tag)))
+
+    def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
+        """See Transport.recv."""
+        return self._post(peer, out, lambda: dist.irecv(out, peer, tag=pack(tag)))
+
+    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
+        """See Transport.run."""
+        return self._driver.start(protocol, channel, deadline, self.traffic)
+
+    def now(self) -> float:
+        """Seconds since this transport was made, host clock."""
+        return time.perf_counter() - self._start
+
+    def compute(self, seconds: float) -> None:
+        """Nothing: the host's clock runs by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save: clocks are the host's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """End the threads and the process group. All transfers should have ended; a stuck one is left to the
+        process's exit.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._driver.close()
+        self._waiters.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _post(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
+        assert buffer.dtype == torch.uint8 and buffer.device.type == "cpu", "gloo takes uint8 views of CPU memory"
+        work = PostedWork(peer, buffer)
+        try:
+            message = start()
+        except RuntimeError as error:  # the pair is already closed
+            work.finished(PeerLost(-1 if peer is None else peer, _first_line(error)))
+            return work
+
+        def wait() -> None:
+            try:
+                message.wait()
+                if peer is None:
+                    work.peer = message.source_rank()
+            except RuntimeError as error:
+                work.finished(PeerLost(-1 if peer is None else peer, _first_line(error)))
+            else:
+                work.finished()
+
+        self._waiters.submit(wait)
+        return work
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:160]

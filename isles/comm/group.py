@@ -1,0 +1,155 @@
+"""A group: an ordered set of ranks over a transport, made without sending anything.
+
+Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column,
+an island, the
+survivors. Collectives come in two forms: the generators of `collectives` and `mean` (start them with `start`, they run
+behind the computation) and the blocking verbs here, which are the same generators waited for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm import collectives
+from isles.comm.codecs.base import Codec, as_bytes
+from isles.comm.mean import Stamp, mean
+from isles.comm.tags import Channel, Tag
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Deadlines, Steps, Transfer, Transport, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The address of one collective operation: whose messages, on which channel, in which round.
+
+    Without a round, messages between two ranks are numbered in program order, channel by channel, as MPI does.
+    """
+
+    group: Group
+    channel: Channel
+    round: int | None = None
+    fragment: int = 0
+
+    def send(self, position: int, data: Tensor, phase: int = 0) -> Work:
+        """Hand `data` (any contiguous tensor) to the transport for `position`, counted."""
+        group = self.group
+        peer = group.ranks[position]
+        wire = as_bytes(data)
+        group.traffic.sent(self.channel, wire.numel())
+        return group.transport.send(peer, wire, self._tag(peer, phase, "sent"))
+
+    def recv(self, position: int, out: Tensor, phase: int = 0) -> Work:
+        """Post a receive of the bytes of `out` (any contiguous tensor) from `position`, counted."""
+        group = self.group
+        peer = group.ranks[position]
+        wire = as_bytes(out)
+        group.traffic.received(self.channel, wire.numel())
+        return group.transport.recv(peer, wire, self._tag(peer, phase, "received"))
+
+    def _tag(self, peer: int, phase: int, direction: str) -> Tag:
+        if self.round is not None:
+            return Tag(self.channel, self.round, self.fragment, phase)
+        key = (self.channel, peer, direction)
+        number = self.group.numbers[key]
+        self.group.numbers[key] += 1
+        return Tag(self.channel, number)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """`ranks` of `transport` in this order; `channel` is where its collectives go unless a call names another."""
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    channel: Channel = "outer"
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    numbers: Counter[tuple[Channel, int, str]] = field(default_factory=Counter, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"group ranks {self.ranks}: name every rank once")
+        if self.transport.rank not in self.ranks:
+            raise ValueError(
+                f"rank {self.transport.rank} is not in the group {self.ranks}: make groups that hold their maker"
+            )
+
+    @cached_property
+    def rank(self) -> int:
+        """This worker's position in the group."""
+        return self.ranks.index(self.transport.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @cached_property
+    def others(self) -> list[int]:
+        """Positions of the other members, starting behind this one, so that no member is everyone's first target."""
+        return [(self.rank + shift) % self.size for shift in range(1, self.size)]
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, messages and blocked seconds of this worker (shared by all its groups)."""
+        return self.transport.traffic
+
+    def among(self, positions: Sequence[int], channel: Channel | None = None) -> Group:
+        """The members at `positions`, in that order, as a group. Nothing is sent. Must include this worker."""
+        ranks = tuple(self.ranks[position] for position in positions)
+        return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.numbers)
+
+    def call(self, channel: Channel | None = None, round: int | None = None, fragment: int = 0) -> Call:
+        """An address for the generators of `collectives` and `mean`."""
+        return Call(self, channel or self.channel, round, fragment)
+
+    def start(
+        self, protocol: Steps[Any], channel: Channel | None = None, deadline: float | None = None
+    ) -> Transfer[Any]:
+        """Run a generator behind the computation; `deadline` seconds (default: the channel's)."""
+        channel = channel or self.channel
+        return self.transport.run(protocol, channel, self.deadlines.of(channel) if deadline is None else deadline)
+
+    # The blocking verbs. Default channel: control, so that they never meet a transfer under way.
+
+    def mean(self, buffer: Tensor, codec: Codec, channel: Channel = "control", stamp: Stamp | None = None) -> None:
+        """Replace flat `buffer` (n,) by its mean over the group; the same bits on every member."""
+        self.start(mean(self.call(channel), buffer, codec, stamp), channel).wait()
+
+    def all_gather(self, data: Tensor, channel: Channel = "control") -> list[Tensor]:
+        """Every member's `data` (same shape everywhere) in group order."""
+        return self.start(collectives.all_gather(self.call(channel), data), channel).wait()
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], channel: Channel = "control") -> None:
+        """outgoing[p] goes to position p, incoming[p] is filled from position p (own entry copied)."""
+        self.start(collectives.all_to_all(self.call(channel), outgoing, incoming), channel).wait()
+
+    def exchange(self, position: int, data: Tensor, channel: Channel = "control") -> Tensor:
+        """Swap `data` (same shape on both sides) with one member and return theirs."""
+        return self.start(collectives.exchange(self.call(channel), position, data), channel).wait()
+
+    def broadcast(self, data: Tensor, source: int = 0, channel: Channel = "control") -> None:
+        """Overwrite contiguous `data` with that of position `source`."""
+        self.start(collectives.broadcast(self.call(channel), data, source), channel).wait()
+
+    def barrier(self) -> None:
+        """Return once every member has come here."""
+        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    # The mailbox: messages of any length that a receiver may take from whoever comes first.
+
+    def post(self, position: int, payload: bytes, topic: int = 0) -> Transfer[None]:
+        """Start sending `payload` to `position` under `topic` (0..255). Messages of one sender and topic keep their
+        order.
+        """
+        return self.start(collectives.post(self, position, payload, topic), "control")
+
+    def receive(self, position: int | None = None, topic: int = 0, deadline: float | None = None) -> tuple[int, bytes]:
+        """(position of the sender, payload) of the next message under `topic`, from anyone if `position` is None."""
+        return self.start(collectives.receive(self, position, topic), "control", deadline).wait()

@@ -1,0 +1,214 @@
+"""Worker processes on this machine: forked from a server that has torch loaded, joined over gloo, never left behind.
+
+launcher                     worker r
+hosts the store  <--------   joins, runs `worker(world)`
+waits            <--------   ("done", result) | ("error", exception)
+"close"           -------->  closes its connections only now, when nobody needs them any more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isles.comm import mesh
+from isles.comm.distributed import DistributedTransport
+from isles.comm.errors import CommError, WorkerFailed
+from isles.comm.transport import Deadlines
+
+_GRACE = 5.0  # seconds that workers have to notice a failed one by themselves before they are ended
+
+
+def run_local(
+    worker: Callable[..., Any],
+    workers: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    threads: int = 1,
+    deadlines: Deadlines | None = None,
+    return_errors: bool = False,
+) -> list[Any]:
+    """Run `worker(world, *args)` in `workers` processes over gloo and return their results in rank order.
+
+    worker: a function that a fresh process can import (defined in a module; a script needs its `if __name__ ==
+    "__main__"`).
+    threads: torch threads a worker; 1 keeps results equal to the bit on any machine.
+    Raises the first failure (WorkerFailed for a process that died) unless `return_errors`, which puts failures in the
+    list.
+    """
+    pool = LocalWorkers(worker, workers, args=args, threads=threads, deadlines=deadlines)
+    results = pool.join()
+    if not return_errors:
+        raise_first(results, pool.failures)
+    return results
+
+
+def raise_first(results: Sequence[Any], failures: Sequence[int]) -> None:
+    """Raise the earliest failure that is not merely the loss of another worker."""
+    for rank in sorted(
+        failures, key=lambda rank: isinstance(results[rank], CommError) and not isinstance(results[rank], WorkerFailed)
+    ):
+        raise results[rank]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What a worker process needs to know to join."""
+
+    rank: int
+    size: int
+    port: int
+    threads: int
+    deadlines: Deadlines | None
+
+
+class LocalWorkers:
+    """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind."""
+
+    def __init__(
+        self,
+        worker: Callable[..., Any],
+        workers: int,
+        *,
+        args: Sequence[Any] = (),
+        threads: int = 1,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["isles.comm.local"])
+        # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.failures: list[int] = []  # ranks in the order in which they failed
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(workers):
+            ours, theirs = context.Pipe()
+            seat = _Seat(rank, workers, self._store.port, threads, deadlines)
+            process = context.Process(
+                target=_serve, args=(seat, theirs, worker, tuple(args)), name=f"isles-worker-{rank}"
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def join(self, on_event: Callable[[Any], None] | None = None) -> list[Any]:
+        """Wait for all results; a failed worker's entry is its exception. Ends every process.
+
+        on_event: called here with everything that a worker passes to `world.report`, as it comes.
+        """
+        results: list[Any] = [None] * len(self.processes)
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        ends_at: float | None = None
+        try:
+            while waiting:
+                left = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
+                ready = wait(list(waiting), left)
+                if not ready:
+                    break  # the rest did not notice the failure in time: ended below
+                for pipe in ready:
+                    rank = waiting[pipe]  # type: ignore[index]
+                    kind, value = self._collect(pipe, rank)  # type: ignore[arg-type]
+                    if kind == "event":
+                        if on_event is not None:
+                            on_event(value)
+                        continue
+                    del waiting[pipe]  # type: ignore[arg-type]
+                    results[rank] = value
+                if self.failures and ends_at is None:
+                    ends_at = time.monotonic() + _GRACE
+            for rank in waiting.values():
+                results[rank] = WorkerFailed(rank, "ended by the launcher after another worker failed")
+                self.failures.append(rank)
+        finally:
+            self._end()
+        return results
+
+    def _collect(self, pipe: Connection, rank: int) -> tuple[str, Any]:
+        """The next message of a worker: ("event" | "done" | "error", value)."""
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, OSError):
+            self.processes[rank].join(2.0)
+            kind, value = (
+                "error",
+                WorkerFailed(rank, f"its process ended with exit code {self.processes[rank].exitcode}"),
+            )
+        if kind == "error":
+            self.failures.append(rank)
+        return kind, value
+
+    def _end(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send("close")
+        ends_at = time.monotonic() + (1.0 if self.failures else 10.0)
+        for process in self.processes:
+            process.join(max(ends_at - time.monotonic(), 0.0))
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()  # also ends a stopped process
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    torch.set_num_threads(seat.threads)
+    _stay_on_this_machine()
+    closing = threading.Event()
+    try:
+        store = dist.TCPStore("127.0.0.1", seat.port, None, False, timeout=timedelta(minutes=5))
+        transport = DistributedTransport.join(dist.PrefixStore("isles", store), seat.rank, seat.size)
+        mesh.enter(transport)
+        threading.Thread(target=_watch_launcher, args=(pipe, closing), daemon=True).start()
+        world = replace(mesh.init(deadlines=seat.deadlines), report=lambda event: pipe.send(("event", event)))
+        message = ("done", worker(world, *args))
+    except Exception as error:  # the launcher reports it
+        message = ("error", _portable(error, seat.rank))
+    try:
+        pipe.send(message)
+    except Exception as error:  # a result that cannot travel is the worker's failure, not a reason to hang
+        pipe.send(("error", WorkerFailed(seat.rank, f"its result cannot be sent to the launcher: {error}")))
+    closing.wait()
+    if message[0] == "error":
+        os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
+    transport.close()
+
+
+def _watch_launcher(pipe: Connection, closing: threading.Event) -> None:
+    """End this process when the launcher is gone; `closing` when it says that all are done."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+    closing.set()
+
+
+def _portable(error: Exception, rank: int) -> Exception:
+    """The error itself where the launcher can rebuild it, else its traceback as text."""
+    if isinstance(error, (CommError, ValueError)):
+        return error
+    return WorkerFailed(rank, "".join(traceback.format_exception(error)).rstrip())
+
+
+def _stay_on_this_machine() -> None:
+    """Let gloo use the loopback interface: the host's name need not resolve."""
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())

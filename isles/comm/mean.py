@@ -1,0 +1,212 @@
+"""The mean of a group, written once: the same bits on every member and on every backend.
+
+Two-shot (three members or more), each buffer cut into one shard a member:
+
+    scatter   everyone sends shard p to position p                       encode once
+    reduce    position p decodes, sums in group order, divides
+    gather    position p sends its shard of the mean to everyone         encode once more; p uses its own decoded
+    value too
+
+A pair swaps whole buffers instead: the same bytes, one latency, one encoding. Bytes sent a member: 2 (N-1)/N times the
+encoded buffer, a ring's volume, plus one header a peer. Sums are taken in the buffer's dtype (float32, or float64).
+
+Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is
+two segments
+and the reduction of one hides behind the transfer of the next.
+
+The header (`Stamp`: round, step, hash of the anchor) travels beside the data, so that a member that is elsewhere is
+noticed
+in the same round trip.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isles.comm.codecs.base import Codec
+from isles.comm.errors import Diverged
+from isles.comm.transport import Steps, Work
+
+if TYPE_CHECKING:
+    from isles.comm.group import Call
+
+HEADER_BYTES = 32
+_MAGIC = 0x49534C4553  # "ISLES"
+_SEGMENT = 1 << 22  # elements; 16 MB of float32
+_MAX_SEGMENTS = 60
+_PHASES_A_PART = 2 * _MAX_SEGMENTS + 4  # scatter and gather of every segment, then the header
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Where a member is: its inner step and the 64-bit hash of its anchor (0: not compared)."""
+
+    step: int
+    digest: int = 0
+
+
+def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
+    """`elements` cut into `parts` runs of nearly equal length, each but the last a multiple of `block`."""
+    share = -(-elements // (parts * block)) * block
+    return [(min(part * share, elements), min((part + 1) * share, elements)) for part in range(parts)]
+
+
+def segments(elements: int, block: int) -> list[tuple[int, int]]:
+    """The pipeline's segments: at most 4 Mi elements each, at most 60 of them, at least one."""
+    count = min(max(-(-elements // _SEGMENT), 1), _MAX_SEGMENTS)
+    return cuts(elements, count, block)
+
+
+def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
+    """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
+    total = HEADER_BYTES * (size - 1)
+    for start, stop in segments(elements, codec.block):
+        if size == 2:
+            total += codec.wire_bytes(stop - start, dtype)
+            continue
+        for owner, (first, last) in enumerate(cuts(stop - start, size, codec.block)):
+            wire = codec.wire_bytes(last - first, dtype)
+            total += wire * (size - 1) if owner == position else wire
+    return total
+
+
+def mean(
+    call: Call, buffer: Tensor, codec: Codec, stamp: Stamp | None = None, own: Tensor | None = None, part: int = 0
+) -> Steps[None]:
+    """Replace flat `buffer` (n,) by the mean over the call's group.
+
+    own: if given (n,), filled with this member's contribution as the others decode it.
+    part: tells apart several buffers of one round (0 or 1). Raises Diverged when a member's stamp differs.
+    """
+    headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
+    steps = _Swap if call.group.size == 2 else _TwoShot
+    waiting: _Segment | None = None
+    for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
+        piece = own[start:stop] if own is not None else None
+        segment = steps(call, buffer[start:stop], codec, piece, part * _PHASES_A_PART + 2 * index)
+        if waiting is None:
+            yield from headers.compare()  # the first segment is already on its way behind them
+        else:
+            yield from waiting.finish()
+        waiting = segment
+    assert waiting is not None
+    yield from waiting.finish()
+
+
+class _Headers:
+    """The stamps of all members, swapped beside the data."""
+
+    def __init__(self, call: Call, stamp: Stamp, phase: int) -> None:
+        self.group, self.stamp = call.group, stamp
+        self.turn = -1 if call.round is None else call.round
+        self.theirs = torch.zeros(self.group.size, HEADER_BYTES // 8, dtype=torch.int64)
+        mine = torch.tensor([_MAGIC, self.turn, stamp.step, stamp.digest])
+        self.works = [call.recv(position, self.theirs[position], phase) for position in self.group.others]
+        self.works += [call.send(position, mine, phase) for position in self.group.others]
+
+    def compare(self) -> Steps[None]:
+        """Wait for the headers; raise Diverged for the first that differs."""
+        yield self.works
+        for position in self.group.others:
+            magic, turn, step, digest = self.theirs[position].tolist()
+            peer = self.group.ranks[position]
+            if magic != _MAGIC:
+                raise Diverged(peer, self.stamp.step, "it speaks another version of the protocol")
+            if (turn, step) != (self.turn, self.stamp.step):
+                raise Diverged(
+                    peer, self.stamp.step, f"it is at step {step}, round {turn}; this worker at round {self.turn}"
+                )
+            if digest != self.stamp.digest:
+                raise Diverged(peer, self.stamp.step, f"anchor hash {digest:#x} against {self.stamp.digest:#x} here")
+
+
+class _Segment(ABC):
+    """One segment under way: made when its first messages leave, finished when the mean is in place."""
+
+    def __init__(self, call: Call, buffer: Tensor, codec: Codec, own: Tensor | None, phase: int) -> None:
+        self.call, self.buffer, self.codec, self.own, self.phase = call, buffer, codec, own, phase
+        self.works: list[Work] = []
+        self.inbox: dict[int, Tensor] = {}
+        self.start()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Post the first receives and sends."""
+
+    @abstractmethod
+    def finish(self) -> Steps[None]:
+        """Wait for them, do the rest."""
+
+    def receive(self, position: int, elements: int, phase: int) -> Work:
+        """Post the receive of an encoded run of `elements` entries."""
+        wire = torch.empty(self.codec.wire_bytes(elements, self.buffer.dtype), dtype=torch.uint8)
+        self.inbox[position] = wire
+        return self.call.recv(position, wire, phase)
+
+    def decode(self, wire: Tensor, elements: int) -> Tensor:
+        return self.codec.decode(wire, elements, self.buffer.dtype)
+
+    def reduce(self, wire: Tensor, elements: int) -> Tensor:
+        """Mean of the inbox and the own `wire`, summed in group order."""
+        group = self.call.group
+        wires = [wire if position == group.rank else self.inbox[position] for position in range(group.size)]
+        total = self.decode(wires[0], elements)
+        for other in wires[1:]:
+            total.add_(self.decode(other, elements))
+        return total.div_(group.size)
+
+
+class _Swap(_Segment):
+    def start(self) -> None:
+        elements = self.buffer.numel()
+        self.wire = self.codec.encode(self.buffer)
+        for position in self.call.group.others:
+            self.works.append(self.receive(position, elements, self.phase))
+            self.works.append(self.call.send(position, self.wire, self.phase))
+
+    def finish(self) -> Steps[None]:
+        yield self.works  # the send too: the reduction may write over what the wire is a view of
+        elements = self.buffer.numel()
+        if self.own is not None:
+            self.own.copy_(self.decode(self.wire, elements))
+        self.buffer.copy_(self.reduce(self.wire, elements))
+
+
+class _TwoShot(_Segment):
+    def start(self) -> None:
+        group = self.call.group
+        self.shards = cuts(self.buffer.numel(), group.size, self.codec.block)
+        first, last = self.shards[group.rank]
+        for position in group.others:
+            self.works.append(self.receive(position, last - first, self.phase))
+        for position in group.others:
+            self.works.append(self.call.send(position, self._encode(position), self.phase))
+        self.wire = self._encode(group.rank)
+
+    def _encode(self, position: int) -> Tensor:
+        first, last = self.shards[position]
+        wire = self.codec.encode(self.buffer[first:last])
+        if self.own is not None:
+            self.own[first:last].copy_(self.decode(wire, last - first))
+        return wire
+
+    def finish(self) -> Steps[None]:
+        yield self.works
+        group = self.call.group
+        first, last = self.shards[group.rank]
+        wire = self.codec.encode(self.reduce(self.wire, last - first))
+        works = []
+        for position in group.others:
+            start, stop = self.shards[position]
+            works.append(self.receive(position, stop - start, self.phase + 1))
+        works += [self.call.send(position, wire, self.phase + 1) for position in group.others]
+        self.buffer[first:last].copy_(self.decode(wire, last - first))
+        yield works
+        for position in group.others:
+            start, stop = self.shards[position]
+            self.buffer[start:stop].copy_(self.decode(self.inbox[position], stop - start))

@@ -1,0 +1,106 @@
+"""The ranks of a run arranged on axes: replicas (`outer`), pipeline stages (`stage`), and workers inside an island
+(`inner`).
+
+rank = (outer position * stages + stage position) * inner + inner position, so the workers of an island are neighbours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from isles.comm.distributed import DistributedTransport
+from isles.comm.group import Group
+from isles.comm.tags import Channel
+from isles.comm.transport import Deadlines, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """`world`: all ranks. `outer`: those that hold the same piece of the model as this one. `stage`: the stages of this
+    replica. `inner`: the workers that share this island's data-parallel work."""
+
+    world: Group
+    outer: Group
+    stage: Group
+    inner: Group
+    report: Callable[[object], None] = field(default=lambda event: None, repr=False)
+    """Tell whoever started the workers; nobody listens under torchrun or in a world of one."""
+
+    @property
+    def transport(self) -> Transport:
+        """The backend below all groups."""
+        return self.world.transport
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the world."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.world.size
+
+    def close(self) -> None:
+        """Give back connections and threads."""
+        self.transport.close()
+
+
+def arrange(
+    transport: Transport,
+    *,
+    outer: int | None = None,
+    stage: int = 1,
+    inner: int = 1,
+    deadlines: Deadlines | None = None,
+) -> Mesh:
+    """The mesh of `outer` x `stage` x `inner` workers over `transport`. ValueError when the product is not its size."""
+    outer = transport.size // (stage * inner) if outer is None else outer
+    if outer * stage * inner != transport.size:
+        raise ValueError(
+            f"mesh outer={outer} x stage={stage} x inner={inner} is {outer * stage * inner} workers, the world has "
+            f"{transport.size}: start that many workers or change the mesh"
+        )
+    here_outer, rest = divmod(transport.rank, stage * inner)
+    here_stage, here_inner = divmod(rest, inner)
+
+    def rank(o: int, s: int, i: int) -> int:
+        return (o * stage + s) * inner + i
+
+    def group(ranks: list[int], channel: Channel) -> Group:
+        return world.among(ranks, channel)
+
+    world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines())
+    return Mesh(
+        world=world,
+        outer=group([rank(o, here_stage, here_inner) for o in range(outer)], "outer"),
+        stage=group([rank(here_outer, s, here_inner) for s in range(stage)], "pipeline"),
+        inner=group([rank(here_outer, here_stage, i) for i in range(inner)], "inner"),
+    )
+
+
+_here = threading.local()  # a virtual worker is a thread; a real one is the process's main thread
+
+
+def enter(transport: Transport) -> None:
+    """Make `transport` what `init()` and `mesh()` find in this thread (called by whoever starts workers)."""
+    _here.transport = transport
+
+
+def current() -> Transport:
+    """This worker's transport: the one entered, else the one torchrun's environment describes, else a world of one."""
+    if not hasattr(_here, "transport"):
+        _here.transport = DistributedTransport.from_environment()
+    return _here.transport
+
+
+def init(*, deadlines: Deadlines | None = None) -> Mesh:
+    """The world of this worker, all ranks on `.outer`: torchrun's or Isles' environment, or a single worker."""
+    return arrange(current(), deadlines=deadlines)
+
+
+def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
+    """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
+    return arrange(current(), outer=outer, stage=stage, inner=inner, deadlines=deadlines)

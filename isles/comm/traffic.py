@@ -1,0 +1,59 @@
+"""Counts of what crosses the network, taken where a buffer is handed to the transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from isles.comm.tags import CHANNELS, Channel
+
+
+@dataclass(slots=True)
+class ChannelTraffic:
+    """One channel's totals: bytes and messages in each direction, and seconds the computation stood still for it."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    blocked_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Totals of one worker by channel; shared by every group over the same transport."""
+
+    channels: dict[Channel, ChannelTraffic] = field(
+        default_factory=lambda: {name: ChannelTraffic() for name in CHANNELS}
+    )
+
+    def __getitem__(self, channel: Channel) -> ChannelTraffic:
+        return self.channels[channel]
+
+    def sent(self, channel: Channel, nbytes: int) -> None:
+        """Count one message of `nbytes` handed to the transport."""
+        counts = self.channels[channel]
+        counts.bytes_sent += nbytes
+        counts.messages_sent += 1
+
+    def received(self, channel: Channel, nbytes: int) -> None:
+        """Count one message of `nbytes` that a peer was asked for."""
+        counts = self.channels[channel]
+        counts.bytes_received += nbytes
+        counts.messages_received += 1
+
+    def total(self, field_name: str, *channels: Channel) -> float:
+        """Sum of one field over `channels` (all when none is named)."""
+        return sum(getattr(self.channels[name], field_name) for name in (channels or CHANNELS))
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """JSON-able totals; `load_state_dict` restores them exactly."""
+        return {
+            name: {key: getattr(counts, key) for key in ChannelTraffic.__slots__}
+            for name, counts in self.channels.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Set the totals to those of `state_dict`, in place, so that every group over the transport sees them."""
+        for name, values in state.items():
+            for key, value in values.items():
+                setattr(self.channels[name], key, value)  # type: ignore[literal-required]

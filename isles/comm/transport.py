@@ -1,0 +1,123 @@
+"""What a backend is: two verbs, a clock, and a way to run a multi-phase exchange behind the computation.
+
+Data flow of one exchange:
+
+    protocol (generator, written once above the backends)
+        yields Work | list[Work]        "resume me when these are done"
+        returns its result
+    transport.run(protocol, deadline) -> Transfer      steps it to its first wait at once, the rest behind the
+    computation
+    transfer.wait() -> result            blocks the computation; raises PeerLost, DeadlinePassed, Diverged
+
+Transfers start in program order and their messages leave in that order; any number may be under way.
+Nothing above a transport may assume that `size` is constant: divide by an answer's participants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from isles.comm.tags import Channel, Tag
+from isles.comm.traffic import Traffic
+
+T = TypeVar("T", covariant=True)
+
+
+class Work(Protocol):
+    """One message on its way. It keeps its buffer alive until the message is gone or has arrived."""
+
+    peer: int | None  # the other rank; for a receive from anyone: None until it is done
+
+    def done(self) -> bool:
+        """True once the message is gone (send) or arrived (receive), or once it failed."""
+        ...
+
+
+Steps = Generator[Work | Sequence[Work], None, T]
+"""A protocol: yields the work it waits for and returns its result. A failed work is raised at the yield."""
+
+
+class Transfer(Protocol[T]):
+    """An exchange under way."""
+
+    def wait(self) -> T:
+        """Block until the protocol has ended and return its result, or raise what ended it.
+
+        The time spent here counts as blocked seconds of the transfer's channel. May be called again.
+        """
+        ...
+
+    def done(self) -> bool:
+        """True once `wait` would return at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Longest wait for a peer by channel, seconds, counted from the start of the transfer.
+
+    outer: raise it if workers differ in speed by more than this over one round of `sync_every` steps, or if the link
+    needs
+    longer for a round. eval: raise it if validation takes minutes on the slowest worker. control: raise it if workers
+    start, compile or end minutes apart.
+    """
+
+    control: float = 120.0
+    inner: float = 60.0
+    outer: float = 60.0
+    eval: float = 600.0
+    pipeline: float = 75.0
+
+    def of(self, channel: Channel) -> float:
+        """The deadline of `channel`, seconds."""
+        return getattr(self, channel)
+
+
+class Transport(Protocol):
+    """One worker's end of a backend. Buffers are flat contiguous uint8 CPU tensors (views are welcome)."""
+
+    rank: int
+    size: int
+    traffic: Traffic
+    step_seconds: float
+    """Seconds one inner step is charged with (virtual); 0.0 where the host's clock measures (distributed)."""
+
+    def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
+        """Start sending `data`; returns at once and holds the data until it is gone. Do not write to it before."""
+        ...
+
+    def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
+        """Post a receive of exactly `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the
+        sender).
+        """
+        ...
+
+    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
+        """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
+        ...
+
+    def now(self) -> float:
+        """Seconds since this worker's start, on the backend's clock."""
+        ...
+
+    def compute(self, seconds: float) -> None:
+        """Charge `seconds` of computation (virtual: times the worker's speed and jitter; distributed: nothing, it is
+        measured).
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able clock and message numbers (virtual), for a checkpoint taken while no transfer is under way."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads and connections. Safe to call twice."""
+        ...

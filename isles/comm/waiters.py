@@ -1,0 +1,52 @@
+"""Threads that wait, so that nobody else has to.
+
+torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
+with
+a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
+limit, and
+deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a dead peer harms nobody and dies with the
+process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+
+class Waiters:
+    """A pool that never queues: a job gets an idle thread, or a new one."""
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` (which must not raise) on a thread of its own."""
+        with self._lock:
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), name="isles-waiter", daemon=True).start()
+        inbox.put(job)
+
+    def close(self) -> None:
+        """Let idle threads end; busy ones end after their job."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for inbox in idle:
+            inbox.put(None)
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+        torch.set_num_threads(1)
+        while (job := inbox.get()) is not None:
+            job()
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle.append(inbox)

@@ -1,0 +1,70 @@
+"""The `[data]` section: which text, which tokenizer, and how sequences are dealt to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Split = Literal["iid", "by_file"]
+BatchMode = Literal["per_worker", "global"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read and how it is dealt out. Every impossible value raises a ValueError of one line.
+
+    path: text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files; "" means the source of the
+        running Python's standard library.
+    tokenizer: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder that holds one.
+    text_key: the column of JSONL, Parquet and dataset rows that holds the text.
+    split: "iid" deals one shuffled sequence of windows to the workers in turn; "by_file" gives each worker documents of
+        its own (neighbours in path order, so the workers' texts differ).
+    batch_mode: whether `batch_size` counts the sequences of one worker or of all workers together.
+    batch_size: sequences a step.
+    validation_fraction: share of the tokens kept out of training, in [0, 1); 0 means no validation.
+    validation_sequences: sequences that one validation pass reads, evenly spaced over the validation tokens.
+    cache: folder in which tokenised corpora are kept and memory-mapped by every process; "" tokenises in memory.
+    """
+
+    path: str = ""
+    tokenizer: str = "bytes"
+    text_key: str = "text"
+    split: Split = "iid"
+    batch_mode: BatchMode = "per_worker"
+    batch_size: int = 16
+    validation_fraction: float = 0.05
+    validation_sequences: int = 128
+    cache: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("path", "tokenizer", "text_key", "cache"):
+            value = getattr(self, key)
+            if not isinstance(value, str):
+                raise ValueError(f"data.{key} = {value!r} is not a string; put it in quotes")
+        if not self.tokenizer:
+            raise ValueError('data.tokenizer is empty; use "bytes" or the path of a tokenizer.json')
+        if not self.text_key:
+            raise ValueError('data.text_key is empty; name the column that holds the text, as in "text"')
+        for key, choices in (("split", get_args(Split)), ("batch_mode", get_args(BatchMode))):
+            value = getattr(self, key)
+            if value not in choices:
+                raise ValueError(f"data.{key} = {value!r} is not known; use {' or '.join(map(repr, choices))}")
+        for key in ("batch_size", "validation_sequences"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"data.{key} = {value!r} is not a number of sequences; use an integer of at least 1")
+        fraction = self.validation_fraction
+        if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 <= fraction < 1:
+            raise ValueError(f"data.validation_fraction = {fraction!r} is not in [0, 1); use for example 0.05")
+
+    def batch_size_per_worker(self, workers: int) -> int:
+        """Sequences that each of `workers` reads a step; ValueError where a global batch does not divide."""
+        if self.batch_mode == "per_worker":
+            return self.batch_size
+        if self.batch_size % workers:
+            nearest = max(1, round(self.batch_size / workers)) * workers
+            raise ValueError(
+                f'data.batch_size = {self.batch_size} is the batch of all workers (data.batch_mode = "global") and '
+                f"does not divide by {workers} workers; use {nearest}"
+            )
+        return self.batch_size // workers

@@ -1,0 +1,66 @@
+"""The corpus: tokenised training and validation text, shared by every worker of a process and never changed."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .tokenizer import Tokenizer
+
+SplitBy = Literal["document", "position"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenStream:
+    """Documents laid end to end.
+
+    tokens: (T,), the smallest unsigned type that holds the vocabulary; in memory or memory-mapped; read-only.
+    bounds: (D + 1,) int64; document d is tokens[bounds[d] : bounds[d + 1]], never empty.
+    files: the files that were read; file_of: (D,), the index into `files` of each document.
+    """
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    files: tuple[str, ...]
+    file_of: np.ndarray
+
+    def __post_init__(self) -> None:
+        for array in (self.tokens, self.bounds, self.file_of):
+            array.setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def documents(self) -> int:
+        return len(self.file_of)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Corpus:
+    """Tokenised text in two disjoint parts. One object serves any number of loaders.
+
+    name: what was read ("standard library", or the path). split_by: whether whole documents or their ends were kept out
+    of training. sha256: hex digest of the tokens and document bounds of both parts, so equal exactly when a run would
+    see the same data.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    train: TokenStream
+    validation: TokenStream
+    split_by: SplitBy
+    sha256: str
+
+
+def content_sha256(train: TokenStream, validation: TokenStream) -> str:
+    """Hex digest over the tokens and the document bounds of both parts, little-endian whatever the machine."""
+    digest = hashlib.sha256()
+    for stream in (train, validation):
+        for array in (stream.bounds, stream.tokens):
+            digest.update(f"{array.dtype.name} {len(array)}\n".encode())
+            digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()

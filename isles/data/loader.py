@@ -1,0 +1,177 @@
+"""The loader: one worker's endless, resumable sequence of batches.
+
+A sequence is a window of `context` targets: context + 1 tokens, of which the last is also the first of the next window.
+Windows do not overlap otherwise; the tokens after the last whole window of a stream are not read.
+
+Each epoch permutes the N windows, and epochs follow one another without a gap: with n sequences consumed by all workers
+so far, row i of worker w of W reads (split "iid")
+
+    position p = n + i W + w;    window = order(epoch = p // N)[p mod N];    n grows by b W a step.
+
+So the union over the workers at a step is the batch of one worker with batch b W at the same step, for ever; every
+epoch reads every window exactly once; and a batch at an epoch's end is filled from the next epoch (rolled over, never
+dropped or short). With "by_file" each worker has windows of its own and p = n / W + i, over its own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .config import DataConfig
+from .corpus import Corpus
+from .order import epoch_order
+from .shares import document_shares
+
+_LAYOUT = ("split", "workers", "batch_size")  # what decides who reads what, given the corpus and the seed
+
+
+class Loader:
+    """One worker's batches of `corpus`: an iterator that never ends.
+
+    Holds no tokens of its own; loaders over one corpus also share the epoch's order, so hundreds of them are cheap.
+
+    corpus: shared. config: `split`, `batch_mode`, `batch_size`, `validation_sequences` are read here.
+    context: targets a sequence. worker, workers: which share of the batches. seed: of the epoch orders.
+
+    batch_size: sequences that this worker reads a step (after `batch_mode`).
+    sequences: windows in this worker's epoch (of all workers together with "iid").
+    consumed: sequences read so far by all workers together.
+
+    ValueError: an impossible worker, context or seed; a global batch that does not divide; too little text for one
+    sequence; fewer documents than workers with "by_file".
+    """
+
+    def __init__(
+        self, corpus: Corpus, config: DataConfig, *, context: int, worker: int = 0, workers: int = 1, seed: int = 0
+    ) -> None:
+        if context < 1:
+            raise ValueError(f"context = {context} is not a number of tokens; use at least 1")
+        if not 0 <= worker < workers:
+            raise ValueError(f"worker = {worker} is not one of {workers} workers; use 0 to {workers - 1}")
+        if seed < 0:
+            raise ValueError(f"seed = {seed} is negative; use 0 or more")
+        self.corpus = corpus
+        self.context = context
+        self.worker = worker
+        self.workers = workers
+        self.seed = seed
+        self.split = config.split
+        self.batch_size = config.batch_size_per_worker(workers)
+        self.consumed = 0
+        tokens = corpus.train.tokens
+        if config.split == "by_file":
+            offsets = document_shares(corpus.train.bounds, workers)
+            tokens = tokens[offsets[worker] : offsets[worker + 1]]
+        if len(tokens) <= context:
+            of = "training" if config.split == "iid" else f"the share of worker {worker} in training"
+            raise ValueError(
+                f"data.path: {of} has {len(tokens)} tokens, fewer than context + 1 = {context + 1}; give more text "
+                "or a shorter context"
+            )
+        self._windows = _windows(tokens, context)
+        self._validation = self._fixed_validation(config.validation_sequences)
+        self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
+
+    @property
+    def sequences(self) -> int:
+        return len(self._windows)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        """The next batch: (batch_size, context + 1) int64; inputs are [:, :-1], targets [:, 1:]."""
+        rows = np.arange(self.batch_size)
+        if self.split == "iid":
+            positions = self.consumed + rows * self.workers + self.worker
+        else:
+            positions = self.consumed // self.workers + rows
+        epochs, offsets = np.divmod(positions, self.sequences)
+        windows = np.empty(self.batch_size, dtype=np.int64)
+        orders = {}
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            orders[epoch] = order = self._order(epoch)
+            here = epochs == epoch
+            windows[here] = order[offsets[here]]
+        self._orders = orders
+        self.consumed += self.batch_size * self.workers
+        return _batch(self._windows, windows)
+
+    def validation_batches(self) -> Iterator[torch.Tensor]:
+        """The batches of one validation pass: (rows, context + 1) int64, the last one perhaps with fewer rows.
+
+        The same sequences in the same order for every worker, seed and number of workers: `validation_sequences`
+        windows evenly spaced over the validation tokens, or all of them where there are fewer. Weigh a batch by its
+        rows: with a global batch size the number of workers decides how the sequences are cut into batches.
+        ValueError where nothing was kept for validation.
+        """
+        if self._validation is None:
+            raise ValueError("data.validation_fraction = 0 keeps no text for validation; use for example 0.05")
+        windows, chosen = self._validation
+        for start in range(0, len(chosen), self.batch_size):
+            yield _batch(windows, chosen[start : start + self.batch_size])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands, ready for JSON. It is the same for every worker, so a run needs to keep only one."""
+        return {
+            "corpus_sha256": self.corpus.sha256,
+            "seed": self.seed,
+            "context": self.context,
+            "split": self.split,
+            "workers": self.workers,
+            "batch_size": self.batch_size,
+            "consumed": self.consumed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, reshard: bool = False) -> None:
+        """Continue where `state` was taken: the next batch is the one that would have come next.
+
+        reshard: also accept another number of workers or batch size. With "iid" reading goes on at the same place of
+        the same order, so the epoch still reads every sequence once; with "by_file" shares are drawn anew, so some
+        documents are read again early. ValueError: a state of another corpus, seed, context or layout.
+        """
+        mine = self.state_dict()
+        if not isinstance(state, dict) or set(state) != set(mine):
+            raise ValueError(f"the loader state does not have the keys {', '.join(mine)}; was it saved by a loader?")
+        for key, value in mine.items():
+            if key == "consumed" or state[key] == value or (reshard and key in _LAYOUT and key != "split"):
+                continue
+            mend = "resume with the same one" if key not in _LAYOUT else "resume with the same one, or reshard"
+            raise ValueError(f"the loader state has {key} = {state[key]!r} but this run has {value!r}; {mend}")
+        consumed = state["consumed"]
+        if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
+            raise ValueError(f"the loader state has consumed = {consumed!r}; it must be a whole number of sequences")
+        self.consumed = consumed
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch in self._orders:
+            return self._orders[epoch]
+        share = self.worker if self.split == "by_file" else 0
+        return epoch_order(self.sequences, seed=self.seed, epoch=epoch, share=share)
+
+    def _fixed_validation(self, sequences: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(all validation windows, indices of those that are read); None where the corpus keeps nothing apart."""
+        tokens = self.corpus.validation.tokens
+        if len(tokens) == 0:
+            return None
+        if len(tokens) <= self.context:  # said now and not after the first thousand steps
+            raise ValueError(
+                f"data.validation_fraction keeps {len(tokens)} tokens for validation, fewer than "
+                f"context + 1 = {self.context + 1}; raise it or give more text"
+            )
+        windows = _windows(tokens, self.context)
+        count = min(sequences, len(windows))
+        return windows, np.arange(count) * len(windows) // count
+
+
+def _windows(tokens: np.ndarray, context: int) -> np.ndarray:
+    """(N, context + 1) view of (T,) tokens without a copy, N = (T - 1) // context."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context]
+
+
+def _batch(windows: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(windows[rows].astype(np.int64))

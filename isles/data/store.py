@@ -1,0 +1,81 @@
+"""A corpus on disk: one `.npy` an array, memory-mapped on opening, and a manifest in JSON.
+
+Processes that start together may each make the corpus; each writes a folder of its own and the first to move it into
+place wins, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from .corpus import Corpus, TokenStream
+from .tokenizer import Tokenizer
+
+FORMAT = 1  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
+_PARTS = ("train", "validation")
+_ARRAYS = ("tokens", "bounds", "file_of")
+
+
+def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
+    """Write `corpus` to `folder` and return it opened from there, so that its memory is the shared mapping."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(f"data.cache: {folder.parent} cannot be written ({error.strerror}); give another") from None
+    try:
+        for part in _PARTS:
+            for array in _ARRAYS:
+                np.save(building / f"{part}-{array}.npy", getattr(getattr(corpus, part), array), allow_pickle=False)
+        manifest = {
+            "format": FORMAT,
+            "name": corpus.name,
+            "split_by": corpus.split_by,
+            "sha256": corpus.sha256,
+            "files": corpus.train.files,
+        }
+        (building / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        building.chmod(0o755)  # mkdtemp makes it private, but the cache may be shared by the users of a machine
+        try:
+            building.rename(folder)
+        except OSError:
+            if not (folder / "manifest.json").is_file():
+                raise
+            # Another process was first; its corpus is the same.
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    stored = open_corpus(folder, corpus.tokenizer)
+    assert stored is not None
+    return stored
+
+
+def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
+    """The corpus in `folder`, memory-mapped; None where there is none, ValueError where it cannot be read."""
+    if not folder.exists():
+        return None
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']} instead of {FORMAT}")
+        parts = {part: _open_stream(folder, part, tuple(manifest["files"])) for part in _PARTS}
+        return Corpus(
+            name=manifest["name"],
+            tokenizer=tokenizer,
+            train=parts["train"],
+            validation=parts["validation"],
+            split_by=manifest["split_by"],
+            sha256=manifest["sha256"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"data.cache: {folder} is damaged ({error}); delete that folder") from None
+
+
+def _open_stream(folder: Path, part: str, files: tuple[str, ...]) -> TokenStream:
+    arrays = {array: np.load(folder / f"{part}-{array}.npy", mmap_mode="r", allow_pickle=False) for array in _ARRAYS}
+    # A plain view: indexing the memmap class costs several times more.
+    return TokenStream(files=files, **{name: np.asarray(array) for name, array in arrays.items()})

@@ -1,0 +1,162 @@
+"""A Llama-style decoder: pre-norm blocks of rotary causal attention and a gated SiLU MLP; no biases, no dropout.
+
+    x <- x + attention(norm(x));   x <- x + mlp(norm(x));   logits = head(norm(x))
+
+Tensor names end in their axes (the torchtitan habit):
+B batch, T sequence (tokens), D d_model, H heads, C head width (D = H C), F ffn, V vocabulary.
+`qkv_BTN` has N = 3D (queries, keys and values side by side), `qk_BTNC` N = 2H.
+
+Initialisation, from `seed` alone: every matrix is drawn from N(0, s^2), where s = 1/sqrt(fan-in) for matrices that read
+the normed residual stream, s = 1/sqrt(2 L fan-in) for the two of a block that write to it (so that the stream's variance
+does not grow with depth), and s = 1/sqrt(D) for the embedding; norm gains start at 1. Each parameter has a generator of its own, seeded
+from (seed, name) and drawn on the CPU in float32. So the global generators are never touched, every device and dtype
+starts from the same numbers, and a pipeline stage that holds some of the blocks can draw just its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .rotary import Rotary
+from .sizes import Shape
+
+NORM_EPS = 1e-5
+
+
+class Output(NamedTuple):
+    """What a training forward gives: the mean next-token cross-entropy in nats (a scalar), and the logits (B, T, V)."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; queries, keys and values come from one product."""
+
+    def __init__(self, shape: Shape, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = _linear(shape.d_model, 3 * shape.d_model, device, dtype)
+        self.out = _linear(shape.d_model, shape.d_model, device, dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        B, T, D = x_BTD.shape
+        H = self.heads
+        qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, D // H)
+        qk_BTNC, v_BTHC = qkv_BTNC.split((2 * H, H), dim=2)
+        q_BTHC, k_BTHC = rotary(qk_BTNC).chunk(2, dim=2)
+        mixed_BHTC = F.scaled_dot_product_attention(
+            q_BTHC.transpose(1, 2), k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), is_causal=True
+        )
+        return self.out(mixed_BHTC.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: Shape, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.gate = _linear(shape.d_model, shape.ffn, device, dtype)
+        self.up = _linear(shape.d_model, shape.ffn, device, dtype)
+        self.down = _linear(shape.ffn, shape.d_model, device, dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nn.Module):
+    """One layer: attention, then MLP, each on the normed stream and added to it."""
+
+    def __init__(self, shape: Shape, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.d_model, eps=NORM_EPS, device=device, dtype=dtype)
+        self.attention = Attention(shape, device, dtype)
+        self.mlp_norm = nn.RMSNorm(shape.d_model, eps=NORM_EPS, device=device, dtype=dtype)
+        self.mlp = MLP(shape, device, dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """The whole model: embed, blocks, norm, head. To cut it in depth, run those four in turn; `rotary` has no weights.
+
+    Raises ValueError where a sequence is longer than the context.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        device = torch.device("cpu" if device is None else device)
+        self.shape = shape
+        self.embed = nn.utils.skip_init(nn.Embedding, shape.vocab, shape.d_model, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(shape, device, dtype) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.d_model, eps=NORM_EPS, device=device, dtype=dtype)
+        self.head = _linear(shape.d_model, shape.vocab, device, dtype)
+        if shape.tie_embeddings:
+            self.head.weight = self.embed.weight
+        self.rotary = Rotary(shape.head_dim, shape.context, device=device, dtype=dtype)
+        initialise(self, shape, seed)
+
+    def forward(self, tokens: Tensor) -> Output:
+        """Loss and logits of windows `tokens` (B, T+1), int64: each of the first T tokens predicts the one after it."""
+        logits_BTV = self.logits(tokens[:, :-1])
+        return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Scores (B, T, V) for the token after each of `tokens_BT`, int64; what generation calls."""
+        if tokens_BT.shape[1] > self.shape.context:
+            raise ValueError(
+                f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.context = {self.shape.context}; "
+                "cut it, or train with a longer context"
+            )
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self.rotary)
+        return self.head(self.norm(x_BTD))
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats over B T predictions, in float32 or wider whatever the logits' format."""
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+    return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
+
+
+def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
+    """Draw every parameter of `module`, a decoder or a part with the decoder's parameter names; see the module docstring."""
+    for name, parameter in module.named_parameters():  # a tied matrix comes once, as embed.weight
+        if parameter.is_meta:
+            continue
+        with torch.no_grad():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+            draw = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.copy_(draw.normal_(std=_init_std(name, parameter.shape[1], shape.layers), generator=generator))
+
+
+def _init_std(name: str, fan_in: int, layers: int) -> float:
+    writes_to_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    return (fan_in * (2 * layers if writes_to_stream else 1)) ** -0.5
+
+
+def _linear(inputs: int, outputs: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Linear:
+    """A matrix with nothing in it yet: torch's own initialisation would draw from the global generator."""
+    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype)

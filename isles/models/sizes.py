@@ -1,0 +1,165 @@
+"""Named shapes of the decoder, and exact counts of their parameters and FLOPs. Pure arithmetic: torch is not imported.
+
+Symbols: d = d_model, F = ffn, L = layers, V = vocab, T = sequence length in tokens.
+
+    parameters    = L (4 d^2 + 3 d F + 2 d) + d + V d (1 if tied else 2)
+    forward FLOPs = 2 [ L (4 d^2 + 3 d F) + V d ] + 4 L d T      for one token in a sequence of T
+    with backward = 3 x forward
+
+A multiply-add is two FLOPs. 4 L d T is attention (scores and weighted values) over the whole T x T square, the usual
+convention although the mask makes half of it useless. The head costs V d multiply-adds, tied or not; looking up an
+embedding costs none. What recomputation adds (flash attention's backward pass, checkpointing) is not model work and is
+not counted.
+
+Sizes of the papers, and how their labels compare with our counts:
+
+- "35M" ... "4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden dim" is the FFN
+  width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two matrices. Ours
+  is gated and has three, so at the same width each layer holds 16 d^2: "35M" counts 35.3M in the paper's way and
+  41.6M here. For the paper's parameter count rather than its width, set `model.ffn` to two thirds.
+- "noloco-small", "-medium", "-large": NoLoCo (arXiv 2506.10911), labelled 125M, 1.3B and 6.8B there. The labels leave
+  out most of the 128000-word vocabulary; ours is Llama's gated MLP at the printed width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+__all__ = [
+    "SIZES",
+    "Shape",
+    "embedding_parameters",
+    "flops_per_token",
+    "non_embedding_parameters",
+    "parameters",
+    "shape_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The numbers that fix a decoder; every impossible one raises a ValueError that names its `model.` key.
+
+    d_model: width of the residual stream. layers: blocks. heads: attention heads, each d_model / heads wide (even, for
+    the rotary embedding turns pairs). ffn: inner width of the gated MLP. vocab: token ids. context: the longest
+    sequence in tokens. tie_embeddings: the head shares the embedding's matrix.
+    """
+
+    d_model: int
+    layers: int
+    heads: int
+    ffn: int
+    vocab: int
+    context: int
+    tie_embeddings: bool
+
+    def __post_init__(self) -> None:
+        for key in ("d_model", "layers", "heads", "ffn", "vocab", "context"):
+            value = getattr(self, key)
+            if not _is_whole(value) or value < 1:
+                raise ValueError(f"model.{key} = {value!r} is impossible; use a whole number of at least 1")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"model.tie_embeddings = {self.tie_embeddings!r} is not known; use true or false")
+        if self.d_model % 2:
+            raise ValueError(f"model.d_model = {self.d_model} is odd; use {self.d_model + 1}, as heads have an even width")
+        if self.d_model % self.heads or self.head_dim % 2:
+            legal = [n for n in range(1, self.d_model // 2 + 1) if self.d_model % (2 * n) == 0]
+            nearest = min(legal, key=lambda n: abs(n - self.heads))
+            raise ValueError(
+                f"model.heads = {self.heads} does not cut model.d_model = {self.d_model} into heads of an even width; "
+                f"use heads = {nearest}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.heads
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bytes_level(d_model: int, layers: int, heads: int, ffn: int, context: int) -> Shape:
+    return Shape(
+        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=256, context=context, tie_embeddings=True
+    )
+
+
+def _eager(ffn: int, layers: int, heads: int) -> Shape:
+    return Shape(
+        d_model=64 * heads, layers=layers, heads=heads, ffn=ffn, vocab=32_000, context=1024, tie_embeddings=True
+    )
+
+
+def _noloco(d_model: int, layers: int, heads: int, ffn: int) -> Shape:
+    return Shape(
+        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=128_000, context=1024, tie_embeddings=False
+    )
+
+
+SIZES: dict[str, Shape] = {
+    # Ours, over bytes. "0.13M" is the embedded default: see docs for what else was measured.
+    "0.13M": _bytes_level(64, 2, 2, 192, 128),
+    "0.5M": _bytes_level(128, 3, 4, 256, 256),
+    "2M": _bytes_level(192, 4, 6, 576, 256),
+    "10M": _bytes_level(384, 6, 6, 896, 512),
+    # Eager Updates: "hidden dim", layers, heads.
+    "35M": _eager(2048, 6, 8),
+    "100M": _eager(3072, 9, 12),
+    "200M": _eager(4096, 12, 16),
+    "300M": _eager(5120, 15, 20),
+    "500M": _eager(6144, 18, 24),
+    "1B": _eager(8192, 24, 32),
+    "4B": _eager(12_288, 36, 48),
+    # NoLoCo, table 1: hidden, layers, heads, FFN.
+    "noloco-small": _noloco(768, 12, 16, 3072),
+    "noloco-medium": _noloco(2048, 24, 32, 8192),
+    "noloco-large": _noloco(4096, 32, 32, 16_384),
+}
+
+
+def shape_of(size: str) -> Shape:
+    """The shape called `size`; ValueError with the closest name and all names where there is none."""
+    if isinstance(size, str) and size in SIZES:
+        return SIZES[size]
+    by_fold = {name.casefold(): name for name in SIZES}
+    close = get_close_matches(str(size).casefold(), by_fold, n=1)
+    hint = f"did you mean {by_fold[close[0]]!r}? " if close else ""
+    raise ValueError(f"model.size = {size!r} is not known: {hint}choose one of {', '.join(SIZES)}")
+
+
+def _matmul_weights(shape: Shape) -> int:
+    """Weights of the matrices in the blocks: qkv and output projection 4 d^2, gate, up and down 3 d F."""
+    return shape.layers * (4 * shape.d_model**2 + 3 * shape.d_model * shape.ffn)
+
+
+def non_embedding_parameters(shape: Shape) -> int:
+    """Trainable numbers in the blocks and the final norm: everything but the embedding and the head."""
+    norms = (2 * shape.layers + 1) * shape.d_model
+    return _matmul_weights(shape) + norms
+
+
+def embedding_parameters(shape: Shape) -> int:
+    """Trainable numbers in the embedding and the head, a tied matrix counted once."""
+    return shape.vocab * shape.d_model * (1 if shape.tie_embeddings else 2)
+
+
+def parameters(shape: Shape) -> int:
+    """All trainable numbers of the decoder, tied ones counted once."""
+    return non_embedding_parameters(shape) + embedding_parameters(shape)
+
+
+def flops_per_token(shape: Shape, *, backward: bool = True, sequence: int | None = None) -> int:
+    """FLOPs that one token costs: forward and backward, or forward alone with backward=False.
+
+    sequence: tokens in the sequence it stands in (the attention term grows with it); None means the whole context.
+    """
+    length = shape.context if sequence is None else sequence
+    if not _is_whole(length) or length < 1:
+        raise ValueError(f"sequence = {sequence!r} is not a number of tokens; use a whole number of at least 1")
+    weights = _matmul_weights(shape) + shape.vocab * shape.d_model
+    forward = 2 * weights + 4 * shape.layers * shape.d_model * length
+    return 3 * forward if backward else forward

@@ -1,0 +1,41 @@
+"""Checks of hyper-parameters that several methods share; each error is one line that names the key and the mend."""
+
+from __future__ import annotations
+
+from isles.comm.codecs import CODECS
+from isles.errors import unknown_name
+
+
+def positive_steps(sync_every: int) -> None:
+    """sync_every >= 1."""
+    if sync_every < 1:
+        raise ValueError(f"sync_every = {sync_every}: choose 1 or more inner steps")
+
+
+def positive_rate(outer_lr: float) -> None:
+    """outer_lr > 0."""
+    if not outer_lr > 0:
+        raise ValueError(f"outer_lr = {outer_lr}: choose a positive rate, such as 0.7")
+
+
+def momentum_in_range(outer_momentum: float) -> None:
+    """0 <= outer_momentum < 1."""
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"outer_momentum = {outer_momentum}: choose 0 <= outer_momentum < 1")
+
+
+def known_codec(key: str, name: str, allowed: tuple[str, ...] = tuple(CODECS)) -> None:
+    """`name` is one of `allowed`."""
+    if name not in allowed:
+        raise ValueError(unknown_name(key, name, allowed))
+
+
+def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
+    """A warning where a run has too few rounds for its outer momentum: below 20 / (1 - momentum)."""
+    needed = 20 / (1 - momentum)
+    if rounds >= needed:
+        return []
+    return [
+        f"outer_momentum = {momentum:g} wants {needed:.0f} rounds or more, this run has {rounds}: "
+        "lower outer_momentum (0.5 suits short runs) or sync_every"
+    ]

@@ -1,0 +1,88 @@
+"""DiLoCo (Douillard et al., 2023, arXiv 2311.08105): an outer Nesterov step on the mean change of H inner steps.
+
+    every H inner steps:    g_i = anchor - theta_i           outer gradient, float32
+                            g   = mean_i g_i
+                            v  <- mu v + g                   v = 0 at the start
+                            anchor <- anchor - lr (g + mu v)
+                            theta_i <- anchor
+
+theta_i: live weights of worker i; lr, mu: outer learning rate and momentum (torch.optim.SGD's form of Nesterov, no
+weight decay, no clipping). Inner
+optimizer states stay local and are never reset. Memory beyond training: anchor and v, 8 bytes a parameter, and 4
+while g travels.
+Round 1 moves the anchor by lr (1 + mu) g, later ones by up to lr / (1 - mu) g: a run needs well over 1 / (1 - mu)
+rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isles.comm.codecs import codec
+from isles.replicas.cadence import EveryH
+from isles.replicas.checks import known_codec, momentum_in_range, positive_rate, positive_steps, rounds_for_momentum
+from isles.replicas.landing import Replace
+from isles.replicas.mixing import Everyone
+from isles.replicas.outer import OuterSync
+from isles.replicas.parts import Answer, Composition, outer_gradient
+from isles.replicas.sync import MethodConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoConfig(MethodConfig):
+    """Defaults of the paper, section 3. codec: form of the outer gradient on the wire (none, fp16, bf16, int8)."""
+
+    sync_every: int = 500
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    codec: str = "none"
+
+    def __post_init__(self) -> None:
+        positive_steps(self.sync_every)
+        positive_rate(self.outer_lr)
+        momentum_in_range(self.outer_momentum)
+        known_codec("codec", self.codec)
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov:
+    """v <- mu v + g;  anchor <- anchor - lr (g + mu v)."""
+
+    lr: float
+    momentum: float
+    vectors: tuple[str, ...] = ("momentum",)
+    shares_anchors: bool = False
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """The outer gradient travels."""
+        outer_gradient(out, live, reference)
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+        """See the class."""
+        g, v = answer.mean, vectors["momentum"]
+        v.mul_(self.momentum).add_(g)
+        anchor.sub_(g.add_(v, alpha=self.momentum), alpha=self.lr)
+
+
+class DiLoCo(OuterSync):
+    """See the module. All workers leave each exchange with equal anchors and weights."""
+
+    Config = DiLoCoConfig
+    config: DiLoCoConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        return Composition(
+            cadence=EveryH(self.config.sync_every),
+            mixing=Everyone(),
+            codec=codec(self.config.codec),
+            rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
+            landing=Replace(),
+        )
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        return super().advise(steps) + rounds_for_momentum(steps // self.config.sync_every, self.config.outer_momentum)

@@ -1,0 +1,51 @@
+"""Who exchanges with whom."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Everyone:
+    """All workers: the answer is the mean over the world."""
+
+    agrees: bool = True
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        """See Mixing.members."""
+        return tuple(range(size))
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGroups:
+    """New random groups of `group_size` every round, drawn by everyone from the same seed (NoLoCo, section 3; no
+    message).
+
+    With a permutation p of the workers and h = size // group_size groups, p[i] goes to group i mod h. The size mod
+    group_size workers left
+    over are alone in that round.
+    """
+
+    group_size: int
+    seed: int
+    agrees: bool = False
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        """See Mixing.members."""
+        return _random_groups(self.group_size, self.seed, round, size)[position]
+
+
+@lru_cache(maxsize=64)
+def _random_groups(group_size: int, seed: int, round: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """The group of every position."""
+    order = list(range(size))
+    random.Random(f"isles groups {seed} {round}").shuffle(order)
+    count = size // group_size
+    groups: list[tuple[int, ...]] = [(position,) for position in range(size)]
+    for index in range(count):
+        together = tuple(sorted(order[index : count * group_size : count]))
+        for position in together:
+            groups[position] = together
+    return tuple(groups)

@@ -1,0 +1,111 @@
+"""The small parts an outer method is composed of, as interfaces. A method's file names its parts and holds its own
+rule.
+
+    cadence   which fragment is sent at step t, and when its answer lands
+    mixing    with whom
+    codec     in what form (`isles.comm.codecs`)
+    rule      what the answer does to the anchor
+    landing   what the anchor does to the live weights
+
+Signs: outer gradient = reference - live, positive values are subtracted. All vectors are flat, float32 (float64 for
+float64 models), and
+the functions work on cache-sized blocks of them, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from isles.comm.codecs import Codec
+
+
+class Cadence(Protocol):
+    """Steps are counted from 1: step t is the t-th inner step, just done."""
+
+    fragments: int
+
+    def sends(self, step: int) -> Sequence[int]:
+        """Fragments that are sent right after inner step `step`."""
+        ...
+
+    def lands(self, sent: int) -> int:
+        """The step after which the answer to what was sent at step `sent` lands (>= sent)."""
+        ...
+
+
+class Mixing(Protocol):
+    """Who exchanges with whom in a round; known in advance to everyone, without a message."""
+
+    agrees: bool
+    """True if all workers receive the same answer, so that their anchors stay equal to the bit."""
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        """Ascending positions of the group of `position` in round 1, 2, ... of a world of `size`; includes
+        `position`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back of one round, as blocks (b,) of the same entries.
+
+    mean: the mean of what the participants sent, as every one of them decoded it; may be written to.
+    anchors: the mean of the participants' anchors, where the rule shares anchors.
+    """
+
+    mean: Tensor
+    anchors: Tensor | None = None
+
+
+class OuterRule(Protocol):
+    """What a round does to the anchor."""
+
+    vectors: tuple[str, ...]
+    """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
+    shares_anchors: bool
+    """True if workers also exchange their anchors."""
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """Write the block that travels into `out`, from the live weights, what they were when they last landed, and
+        the anchor.
+        """
+        ...
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+        """Move the anchor's block, in place."""
+        ...
+
+
+class Landing(Protocol):
+    """What the moved anchor does to the live weights."""
+
+    def land(self, live: list[Tensor], anchor: list[Tensor]) -> None:
+        """Write the live weights, in place, from anchors of the same shapes (the dtypes may differ)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """One choice on each axis: a whole outer method."""
+
+    cadence: Cadence
+    mixing: Mixing
+    codec: Codec
+    rule: OuterRule
+    landing: Landing
+    anchor_codec: Codec | None = None
+    prefetch_anchors: bool = False
+    """Send the anchor right after it moved, for the next round, behind the next inner steps."""
+    on_peer_failure: Literal["raise", "solo"] = "raise"
+    """solo: a round whose partner is lost or late is done alone."""
+
+
+def outer_gradient(out: Tensor, live: Tensor, reference: Tensor) -> None:
+    """out = reference - live: what most rules send."""
+    torch.sub(reference, live, out=out)

@@ -1,0 +1,78 @@
+"""What a run will exchange, said without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from isles.comm.codecs import Codec
+from isles.comm.mean import sent_bytes
+from isles.replicas.parts import Composition, Mixing
+
+
+class Planned(NamedTuple):
+    """One exchange of a run: it starts right after inner step `sent` and its answer lands after inner step `lands`."""
+
+    sent: int
+    lands: int
+    fragment: int
+    what: str
+    groups: tuple[tuple[int, ...], ...]
+    """The groups of positions that exchange with each other; workers that are alone in this round form groups of
+    one.
+    """
+    bytes_sent: tuple[int, ...]
+    """Bytes that each position hands to the transport, headers included."""
+
+
+def planned_rounds(
+    parts: Composition, fragments: Sequence[tuple[int, torch.dtype]], size: int, steps: int
+) -> list[Planned]:
+    """All exchanges of `steps` inner steps among `size` workers; fragments: (elements, dtype) each."""
+    plan = []
+    rounds, landed = [0] * len(fragments), [0] * len(fragments)
+    for step in range(1, steps + 1):
+        for index in parts.cadence.sends(step):
+            rounds[index] += 1
+            elements, dtype = fragments[index]
+            lands = parts.cadence.lands(step)
+            groups = groups_of(parts.mixing, rounds[index], size)
+            if (
+                parts.rule.shares_anchors
+                and parts.anchor_codec is not None
+                and (rounds[index] > 1 or not parts.prefetch_anchors)
+            ):
+                started = landed[index] if parts.prefetch_anchors else step
+                plan.append(_planned(started, lands, index, "anchor", groups, elements, dtype, parts.anchor_codec))
+            plan.append(_planned(step, lands, index, "payload", groups, elements, dtype, parts.codec))
+            landed[index] = lands
+    if parts.prefetch_anchors:  # the run ends before the round that these anchors were sent for
+        for index, (elements, dtype) in enumerate(fragments):
+            groups = groups_of(parts.mixing, rounds[index] + 1, size)
+            assert parts.anchor_codec is not None
+            plan.append(_planned(landed[index], steps, index, "anchor", groups, elements, dtype, parts.anchor_codec))
+    return sorted(plan, key=lambda planned: planned.sent)
+
+
+def groups_of(mixing: Mixing, round: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of a round, ordered by their first member."""
+    return tuple(sorted({mixing.members(round, size, position) for position in range(size)}))
+
+
+def _planned(
+    sent: int,
+    lands: int,
+    fragment: int,
+    what: str,
+    groups: tuple[tuple[int, ...], ...],
+    elements: int,
+    dtype: torch.dtype,
+    codec: Codec,
+) -> Planned:
+    bytes_sent = [0] * sum(len(group) for group in groups)
+    for group in groups:
+        for place, position in enumerate(group):
+            bytes_sent[position] = sent_bytes(elements, dtype, codec, len(group), place)
+    return Planned(sent, lands, fragment, what, groups, tuple(bytes_sent))

@@ -1,0 +1,177 @@
+"""The page: heading, the figures that matter, the pictures, every number of the summary, the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+from isles.report.charts import bytes_chart, loss_chart, time_chart
+from isles.report.rundir import Run, finite
+from isles.report.style import STYLE
+from isles.report.units import (
+    compare,
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_short,
+)
+
+# Key of summary.json, its name in words, its form.
+FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("method", "Method", str),
+    ("backend", "Backend", str),
+    ("workers", "Workers", format_count),
+    ("steps", "Inner steps", format_count),
+    ("tokens", "Tokens", format_count),
+    ("parameters", "Parameters", format_count),
+    ("val_loss", "Validation loss, consolidated model", format_number),
+    ("val_loss_replicas", "Validation loss, mean over the replicas", format_number),
+    ("replica_std", "Standard deviation between the replicas", format_number),
+    ("bytes_sent_per_worker", "Sent per worker", format_bytes),
+    ("bytes_received_per_worker", "Received per worker", format_bytes),
+    ("ddp_bytes_per_worker", "Data parallel would have sent per worker", format_bytes),
+    ("compute_seconds", "Computing", format_seconds),
+    ("blocked_seconds", "Blocked on the network", format_seconds),
+    ("compute_utilisation", "Share of the time spent computing", format_percent),
+    ("train_seconds", "Training", format_seconds),
+    ("wall_seconds", "Wall time, start and end included", format_seconds),
+    ("virtual_seconds", "Virtual time", format_seconds),
+    ("seed", "Seed", str),
+    ("corpus_sha256", "Corpus (SHA-256)", str),
+    ("isles_version", "Isles version", str),
+)
+
+
+def render_page(run: Run) -> str:
+    """The whole HTML page as text: no scripts, no links, nothing fetched."""
+    title = _title(run)
+    charts = loss_chart(run) + bytes_chart(run) + time_chart(run)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>\n"
+        f'<header><h1>{escape(title)}</h1><p class="sub">{escape(_subtitle(run))}</p></header>\n'
+        f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}\n</main></body></html>\n"
+    )
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """The summary, or what can be said of a run that has none yet from its configuration and its last lines."""
+    if run.summary is not None:
+        return run.summary
+    compute, blocked = run.mean_total("compute_seconds"), run.mean_total("blocked_seconds")
+    known = {
+        "method": run.setting("replicas", "method"),
+        "backend": run.setting("world", "backend"),
+        "workers": len(run.workers) or run.setting("world", "workers"),
+        "steps": run.last_step if run.workers else None,
+        "bytes_sent_per_worker": run.mean_total("bytes_sent"),
+        "bytes_received_per_worker": run.mean_total("bytes_received"),
+        "seed": run.setting("run", "seed"),
+    }
+    if compute is not None and blocked is not None and compute + blocked > 0:
+        known["compute_utilisation"] = compute / (compute + blocked)
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _title(run: Run) -> str:
+    summary = _summary(run)
+    title = str(summary.get("method", run.path.resolve().name))
+    if "workers" in summary:
+        title += f" on {_counted(summary['workers'], 'worker')}"
+    if "steps" in summary:
+        title += f", {_counted(summary['steps'], 'step')}"
+    return title if run.summary is not None else f"{title} so far"
+
+
+def _subtitle(run: Run) -> str:
+    summary = _summary(run)
+    parts = []
+    for key in ("parameters", "tokens"):
+        if (count := finite(summary.get(key))) is not None:
+            parts.append(f"{format_short(count)} {key}")
+    if "backend" in summary:
+        parts.append(str(summary["backend"]))
+    parts.append(f"run {run.path.resolve().name}")
+    return " · ".join(parts)
+
+
+def _notes(run: Run) -> str:
+    notes = list(run.notes)
+    if run.summary is None and not any("summary.json" in note for note in notes):
+        notes.insert(
+            0, "This run has not ended, or was cut short: there is no summary.json. Shown is what it wrote so far."
+        )
+    sent, counted = run.number("bytes_sent_per_worker"), run.mean_total("bytes_sent")
+    # The last exchanges may come after the last line, so the summary may hold more, but not less, and not a multiple.
+    if sent is not None and counted is not None and not sent / 2 <= counted <= sent * 1.01:
+        notes.append(
+            f"metrics.jsonl and summary.json disagree on the bytes sent per worker: {format_bytes(counted)} "
+            f"against {format_bytes(sent)}."
+        )
+    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+
+
+def _headline(run: Run) -> str:
+    """The three or four figures that a reader wants first."""
+    summary = _summary(run)
+    cards: list[tuple[str, str]] = []
+    if (loss := finite(summary.get("val_loss"))) is not None:
+        cards.append((format_number(loss), "validation loss"))
+    if (sent := finite(summary.get("bytes_sent_per_worker"))) is not None:
+        cards.append((format_bytes(sent), "sent per worker"))
+        reference = finite(summary.get("ddp_bytes_per_worker"))
+        if sent > 0 and reference is not None and reference > 0:
+            amount, _, word = compare(sent, reference).rpartition(" ")
+            cards.append((amount, f"{word} data parallel would have sent"))
+    if (share := finite(summary.get("compute_utilisation"))) is not None:
+        cards.append((format_percent(share), "of the time computing"))
+    boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards)
+    return f'<div class="cards">{boxes}</div>' if boxes else ""
+
+
+def _table(run: Run) -> str:
+    """Every key of the summary, in human units and, where those round it away, the exact number beside them."""
+    summary = _summary(run)
+    known = {key for key, _, _ in FIELDS}
+    rows = [_row(key, name, summary[key], form) for key, name, form in FIELDS if summary.get(key) is not None]
+    rows += [_row(key, key, value, _raw) for key, value in summary.items() if key not in known and value is not None]
+    if not rows:
+        return ""
+    title = "Summary" if run.summary is not None else "So far"
+    return f"<section><h2>{title}</h2><table>{''.join(rows)}</table></section>"
+
+
+def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
+    if form not in (str, _raw) and finite(value) is None:
+        form = _raw
+    shown, exact = form(value), ""
+    if form is format_bytes and value >= 1000:
+        exact = f"{value:,.0f} bytes"
+    elif form is format_seconds and value >= 100:
+        exact = f"{value:,.1f} s"
+    return (
+        f'<tr data-key="{escape(key)}"><th scope="row">{escape(name)}</th>'
+        f"<td>{escape(shown)}{f'<small>{escape(exact)}</small>' if exact else ''}</td></tr>"
+    )
+
+
+def _config(run: Run) -> str:
+    if not run.config_text:
+        return ""
+    text = escape(run.config_text)
+    return f"<section><details><summary>Configuration (config.toml)</summary><pre>{text}</pre></details></section>"
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _counted(count: Any, noun: str) -> str:
+    return f"{format_count(count) if finite(count) is not None else count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,191 @@
+"""Reading a run directory: `config.toml`, `metrics.jsonl` and `summary.json`, also while the run is still going.
+
+In `metrics.jsonl`, `tokens`, `bytes_sent`, `bytes_received`, `blocked_seconds` and `compute_seconds` are running totals
+of their worker since step 0, so a lost or thinned line loses no bytes. A step that occurs twice (a resumed run repeats
+the steps after its checkpoint) counts once, as written last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isles.report.series import Point, mean_over
+
+FILES = ("config.toml", "metrics.jsonl", "summary.json")
+TOTALS = ("tokens", "bytes_sent", "bytes_received", "blocked_seconds", "compute_seconds")
+
+
+@dataclass(slots=True)
+class WorkerLog:
+    """What one worker wrote: losses and bytes by step, and its latest running totals."""
+
+    loss: dict[int, float] = field(default_factory=dict)
+    bytes_sent: dict[int, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    last_step: int = -1
+
+
+@dataclass(slots=True)
+class Run:
+    """A run directory as read. `summary` is None while the run has not ended; `notes` say what could not be used."""
+
+    path: Path
+    summary: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    workers: dict[int, WorkerLog] = field(default_factory=dict)
+    validation: list[Point] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """The highest step that any worker wrote; 0 before the first."""
+        return max((log.last_step for log in self.workers.values()), default=0)
+
+    def mean_total(self, name: str) -> float | None:
+        """The mean over workers of a running total; None when no worker wrote it."""
+        values = [log.totals[name] for log in self.workers.values() if name in log.totals]
+        return math.fsum(values) / len(values) if values else None
+
+    def number(self, key: str) -> float | None:
+        """A finite number of the summary; None when it is absent or something else."""
+        return finite((self.summary or {}).get(key))
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of `config.toml`; None when it is not there."""
+        table = self.config.get(section)
+        return table.get(key) if isinstance(table, dict) else None
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run directory.
+
+    A run that is still going (no `summary.json`, a last line of `metrics.jsonl` cut in two) is read as far as it got.
+    Files or lines that cannot be used are left out, and `Run.notes` says so.
+
+    Raises ValueError when `run_dir` is no folder or holds none of the three files.
+    """
+    path = Path(run_dir)
+    if not path.exists():
+        raise ValueError(f"no run directory at {path}; name the folder that `isles train --out` wrote")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; name the run directory that holds it")
+    if not any((path / name).is_file() for name in FILES):
+        raise ValueError(f"{path} is not a run directory: it has none of {', '.join(FILES)}")
+    run = Run(path)
+    _read_summary(run)
+    _read_config(run)
+    _read_metrics(run)
+    return run
+
+
+def _read_summary(run: Run) -> None:
+    file = run.path / "summary.json"
+    if not file.is_file():
+        return
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        run.notes.append(f"summary.json is damaged and was left out ({error}).")
+        return
+    if isinstance(summary, dict):
+        run.summary = summary
+    else:
+        run.notes.append("summary.json holds no table and was left out.")
+
+
+def _read_config(run: Run) -> None:
+    file = run.path / "config.toml"
+    if not file.is_file():
+        return
+    run.config_text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        run.config = tomllib.loads(run.config_text)
+    except tomllib.TOMLDecodeError as error:
+        run.notes.append(f"config.toml is damaged ({error}); it is shown below as it is.")
+
+
+def _read_metrics(run: Run) -> None:
+    file = run.path / "metrics.jsonl"
+    if not file.is_file():
+        run.notes.append("There is no metrics.jsonl, so there are no curves.")
+        return
+    unusable = not_finite = 0
+    validation: dict[int, dict[int | None, float]] = {}
+    for record in _records(file):
+        step = None if record is None else finite(record.get("step"))
+        if record is None or step is None:
+            unusable += 1
+            continue
+        worker = finite(record.get("worker"))
+        val_loss = finite(record.get("val_loss"))
+        if val_loss is not None:
+            validation.setdefault(int(step), {})[None if worker is None else int(worker)] = val_loss
+        if worker is not None:
+            log = run.workers.setdefault(int(worker), WorkerLog())
+            not_finite += _take(log, int(step), record)
+    run.workers = dict(sorted(run.workers.items()))
+    run.validation = _validation_points(validation)
+    if unusable:
+        run.notes.append(f"{unusable} line{_s(unusable)} of metrics.jsonl could not be read and were left out.")
+    if not_finite:
+        run.notes.append(f"{not_finite} loss{'es' * (not_finite > 1)} not finite (nan or inf): not drawn.")
+
+
+def _records(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Every line as a dict, None for one that is none. A last line without its newline is still being written."""
+    with file.open("rb") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if line.endswith(b"\n"):
+                    yield None
+                continue
+            yield record if isinstance(record, dict) else None
+
+
+def _take(log: WorkerLog, step: int, record: dict[str, Any]) -> bool:
+    """Add one line to its worker's log; True when its loss is not finite."""
+    raw = record.get("loss")
+    loss = finite(raw)
+    if loss is not None:
+        log.loss[step] = loss
+    else:
+        log.loss.pop(step, None)
+    for name in TOTALS:
+        value = finite(record.get(name))
+        if value is not None:
+            log.totals[name] = value
+            if name == "bytes_sent":
+                log.bytes_sent[step] = value
+    log.last_step = max(log.last_step, step)
+    return loss is None and isinstance(raw, float)
+
+
+def _validation_points(by_step: dict[int, dict[int | None, float]]) -> list[Point]:
+    """One point a step: the consolidated model's (a line without a worker) when there is one, else the mean."""
+    series = []
+    for step, by_worker in by_step.items():
+        values = [by_worker[None]] if None in by_worker else list(by_worker.values())
+        series += [[(float(step), value)] for value in values]
+    return mean_over(series)
+
+
+def finite(value: object) -> float | None:
+    """`value` when it is a finite number, else None: what a file holds is not trusted to have the right type."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return None
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

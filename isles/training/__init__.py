@@ -1,0 +1,1 @@
+"""A whole run: configuration, the trainer, the launcher, what is measured and written."""

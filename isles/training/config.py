@@ -1,0 +1,79 @@
+"""The configuration of a run: one frozen dataclass a section, each beside its owner.
+
+    [model] isles.models.config    [data] isles.data.config    [inner] inner.py    [replicas] the method's own Config
+    [world] [run] here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from isles.data.config import DataConfig
+from isles.models.config import ModelConfig
+from isles.replicas.sync import MethodConfig
+from isles.training.inner import InnerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Who trains, and over what.
+
+    workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in this
+    process on a simulated network, with the same results.
+    threads: torch threads a worker; 1 keeps results equal to the bit on any machine.
+    links: virtual only: a preset of `isles.network.links`. step_seconds: virtual only: what an inner step is charged with.
+    outer_deadline: longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed.
+    """
+
+    workers: int = 4
+    backend: Literal["distributed", "virtual"] = "distributed"
+    threads: int = 1
+    links: str = "home-fibre"
+    step_seconds: float = 0.1
+    outer_deadline: float = 60.0
+
+    def __post_init__(self) -> None:
+        for key in ("workers", "threads"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        if self.step_seconds < 0:
+            raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
+        if not self.outer_deadline > 0:
+            raise ValueError(f"outer_deadline = {self.outer_deadline}: choose a positive number of seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, how often.
+
+    steps: inner steps a worker. seed: of the weights, the data order and NoLoCo's pairs. log_every: steps between lines of metrics.jsonl.
+    validate_every: steps between validations (0: only at the end).
+    """
+
+    steps: int = 800
+    seed: int = 0
+    log_every: int = 10
+    validate_every: int = 200
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "log_every"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more steps")
+        if self.validate_every < 0:
+            raise ValueError(f"validate_every = {self.validate_every}: choose 0 (only at the end) or more steps")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed}: choose 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. method: a name of `isles.METHODS` or package.module:Class; replicas: that method's settings."""
+
+    method: str
+    replicas: MethodConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,70 @@
+"""The inner optimizer: AdamW with linear warm-up and cosine decay over the whole run, and clipping.
+
+    lr(step) = lr * step / warmup_steps                                        for step <= warmup_steps
+             = lr * (f + (1 - f) (1 + cos(pi * done)) / 2)                      done: share of the steps after the warm-up
+
+f: final_lr_fraction. The schedule counts inner steps only; outer steps do not touch it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerConfig:
+    """lr: peak learning rate. betas, weight_decay: AdamW's. max_norm: clip the (reduced) gradient to this 2-norm, 0 for no clipping.
+
+    warmup_steps: inner steps of linear warm-up. final_lr_fraction: share of the peak reached at the last step.
+    accumulation: batches a step whose gradients are averaged before the inner step.
+    """
+
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    warmup_steps: int = 1000
+    final_lr_fraction: float = 0.1
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"lr = {self.lr}: choose a positive rate, such as 6e-4")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas}: choose both in [0, 1), such as [0.9, 0.95]")
+        if self.weight_decay < 0 or self.max_norm < 0:
+            raise ValueError(
+                f"weight_decay = {self.weight_decay}, max_norm = {self.max_norm}: choose 0 (off) or more for both"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps = {self.warmup_steps}: choose 0 or more steps")
+        if not 0 <= self.final_lr_fraction <= 1:
+            raise ValueError(f"final_lr_fraction = {self.final_lr_fraction}: choose a share in [0, 1]")
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation = {self.accumulation}: choose 1 or more batches")
+
+
+def lr_factor(step: int, steps: int, config: InnerConfig) -> float:
+    """The learning rate of inner step `step` (1..steps) as a share of the peak; see the module."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
+    return config.final_lr_fraction + (1 - config.final_lr_fraction) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+
+
+def adamw(model: nn.Module, config: InnerConfig) -> Optimizer:
+    """AdamW over the trainable parameters; no weight decay on vectors (norm gains)."""
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)

@@ -1,0 +1,194 @@
+"""One worker's training run, the same code on every backend.
+
+    loader -> forward, backward -> optimizer.step() (reduce, clip, inner step, exchange) -> schedule
+    every log_every steps: a line of metrics.jsonl goes to the launcher
+    at the end: finish, judge the replicas, consolidate, judge the one model, save it
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm.codecs import codec
+from isles.comm.mean import sent_bytes
+from isles.comm.mesh import Mesh
+from isles.data import Loader, load_corpus
+from isles.models import autocast, build
+from isles.replicas import method
+from isles.training.config import Config
+from isles.training.evaluation import validation_loss
+from isles.training.inner import adamw, lr_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """One line of metrics.jsonl. Totals are since the start of the run; units: nats, tokens, bytes, seconds.
+
+    loss: mean over the steps since the line before. clock_seconds: host clock, or the virtual one on the virtual backend.
+    """
+
+    step: int
+    worker: int
+    loss: float
+    lr: float
+    tokens: int
+    bytes_sent: int
+    bytes_received: int
+    blocked_seconds: float
+    compute_seconds: float
+    clock_seconds: float
+    val_loss: float | None = None
+
+
+class Trainer:
+    """One worker of a run."""
+
+    def __init__(self, config: Config, world: Mesh) -> None:
+        self.config, self.world = config, world
+        corpus = load_corpus(config.data)
+        shape = config.model.shape()
+        if corpus.tokenizer.vocab_size > shape.vocab:
+            raise ValueError(
+                f"model.vocab = {shape.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab_size} ids: "
+                f"set model.vocab = {corpus.tokenizer.vocab_size}"
+            )
+        group = world.outer
+        self.corpus = corpus
+        self.loader = Loader(
+            corpus, config.data, context=shape.context, worker=group.rank, workers=group.size, seed=config.run.seed
+        )
+        self.model = build(config.model, seed=config.run.seed, rank=world.rank)
+        self.device = next(self.model.parameters()).device
+        self.optimizer = method(config.method)(
+            self.model,
+            adamw(self.model, config.inner),
+            group,
+            config.replicas,
+            max_norm=config.inner.max_norm or None,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
+        )
+        for notice in self.optimizer.advise(config.run.steps):  # refuses what cannot work before anything is trained
+            if world.rank == 0:
+                world.report({"notice": notice})
+        fp16 = config.model.autocast == "fp16"
+        self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
+        self.tokens = 0
+        self.training_seconds = 0.0
+        self.losses: list[Tensor] = []
+
+    def run(self, out: str | None) -> dict[str, Any]:
+        """Train all steps; rank 0 writes OUT/model.safetensors. Returns this worker's share of the summary."""
+        run = self.config.run
+        started = time.perf_counter()
+        for step in range(1, run.steps + 1):
+            self.step()
+            validating = run.validate_every and step % run.validate_every == 0 and step < run.steps
+            if validating or step % run.log_every == 0 or step == run.steps:
+                self.world.report(asdict(self.metrics(self.validate() if validating else None)))
+        return self.conclude(out, started)
+
+    def step(self) -> None:
+        """One inner step: `accumulation` batches, the optimizer, the schedule."""
+        before = self.world.transport.now()
+        batches = self.config.inner.accumulation
+        total = torch.zeros((), device=self.device)
+        for index in range(batches):
+            tokens = next(self.loader).to(self.device)
+            self.tokens += tokens[:, 1:].numel()
+            if index + 1 < batches:
+                with self.optimizer.no_sync():
+                    total += self._backward(tokens)
+            else:
+                total += self._backward(tokens)
+        self.optimizer.step(scaler=self.scaler)
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.losses.append(total)
+        self.training_seconds += self.world.transport.now() - before
+
+    def _backward(self, tokens: Tensor) -> Tensor:
+        with autocast(self.config.model, self.device):
+            loss = self.model(tokens).loss / self.config.inner.accumulation
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def validate(self) -> float:
+        """Validation loss of this worker's evaluation weights, nats per token."""
+        with self.optimizer.evaluation_weights() as model:
+            return self._judge(model)
+
+    def metrics(self, val_loss: float | None) -> Metrics:
+        """The line for the steps since the last one."""
+        loss = float(torch.stack(self.losses).mean())
+        self.losses.clear()
+        traffic = self.world.world.traffic
+        blocked = traffic.total("blocked_seconds", "outer", "inner")
+        return Metrics(
+            step=self.optimizer.steps,
+            worker=self.world.rank,
+            loss=loss,
+            lr=lr_factor(self.optimizer.steps, self.config.run.steps, self.config.inner) * self.config.inner.lr,
+            tokens=self.tokens,
+            bytes_sent=int(traffic.total("bytes_sent")),
+            bytes_received=int(traffic.total("bytes_received")),
+            blocked_seconds=blocked,
+            compute_seconds=self.training_seconds - blocked,
+            clock_seconds=self.world.transport.now(),
+            val_loss=val_loss,
+        )
+
+    def conclude(self, out: str | None, started: float) -> dict[str, Any]:
+        """Finish, judge replicas and the consolidated model, save it."""
+        self.optimizer.finish()
+        traffic, group = self.world.world.traffic, self.world.outer
+        sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
+        blocked = traffic.total("blocked_seconds", "outer", "inner")
+        trained_by, seconds = self.world.transport.now(), time.perf_counter() - started
+        replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
+        model = self.optimizer.consolidate()
+        if self.world.rank == 0 and out is not None:
+            save_model(model, Path(out) / "model.safetensors")
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        dtype = self.optimizer.parameters[0].dtype
+        ddp = [sent_bytes(parameters, dtype, codec("none"), group.size, position) for position in range(group.size)]
+        return {
+            "tokens": self.tokens,
+            "parameters": parameters,
+            "val_loss": self._judge(model),
+            "val_loss_replica": replica_loss,
+            "replica_std": spread,
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp),
+            "compute_seconds": self.training_seconds - blocked,
+            "blocked_seconds": blocked,
+            "train_seconds": seconds,
+            "virtual_seconds": trained_by,
+            "corpus_sha256": self.corpus.sha256,
+        }
+
+    def _judge(self, model: torch.nn.Module) -> float:
+        return validation_loss(model, self.loader.validation_batches(), autocast(self.config.model, self.device))
+
+
+def save_model(model: torch.nn.Module, path: Path) -> None:
+    """Write the weights as safetensors, all or nothing; tied tensors once."""
+    from safetensors.torch import save_model as save
+
+    partial = path.with_suffix(".partial")
+    save(model, str(partial))
+    os.replace(partial, path)
+
+
+def train_worker(world: Mesh, config: Config, out: str | None = None) -> dict[str, Any]:
+    """What each worker of a run does; the function that launchers start."""
+    return Trainer(config, world).run(out)

@@ -1,0 +1,85 @@
+"""Links: presets, what is refused, and what a message's latency depends on."""
+
+import math
+
+import numpy as np
+import pytest
+
+from isles.network.links import PRESETS, Links, links
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_any_number_of_workers(name):
+    assert links(name) is PRESETS[name]
+    for workers in (1, 2, 256):
+        links(name).check(workers)
+
+
+def test_unknown_preset_names_the_nearest_and_all():
+    with pytest.raises(ValueError, match="did you mean 'home-fibre'") as told:
+        links("home-fiber")
+    assert all(name in str(told.value) for name in PRESETS)
+    with pytest.raises(ValueError, match="lan"):
+        links("zzz")
+
+
+def test_latency_forms_agree():
+    matrix = [[0.0, 0.1, 0.2], [0.3, 0.0, 0.4], [0.5, 0.6, 0.0]]
+    forms = [
+        Links(bandwidth=1.0, latency=matrix),
+        Links(bandwidth=1.0, latency=np.array(matrix)),
+        Links(bandwidth=1.0, latency=lambda source, target: matrix[source][target]),
+    ]
+    for form in forms:
+        form.check(3)
+        assert [form.base_latency(s, t) for s in range(3) for t in range(3) if s != t] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert Links(bandwidth=1.0, latency=0.7).base_latency(2, 0) == 0.7
+
+
+def test_uplinks_and_rates():
+    shared = Links(bandwidth=[10.0, 20.0], uplinks=[0, 0, 1])
+    shared.check(3)
+    assert shared.uplink_count(3) == 2
+    assert [shared.rate(shared.uplink_of(rank)) for rank in range(3)] == [10.0, 10.0, 20.0]
+    own = Links(bandwidth=5.0)
+    assert own.uplink_count(3) == 3 and own.uplink_of(2) == 2 and own.rate(2) == 5.0
+    assert Links(bandwidth=math.inf).rate(0) == math.inf
+
+
+def test_links_do_not_follow_the_callers_list():
+    rates = [1.0, 2.0]
+    made = Links(bandwidth=rates)
+    rates[0] = 100.0
+    assert made.rate(0) == 1.0
+    assert hash(made) == hash(Links(bandwidth=(1.0, 2.0)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "workers", "word"),
+    [
+        ({"bandwidth": 0.0}, 2, "bandwidth"),
+        ({"bandwidth": [1.0, -1.0]}, 2, "bandwidth"),
+        ({"bandwidth": []}, 2, "bandwidth"),
+        ({"bandwidth": [1.0]}, 2, "bandwidth has 1 values"),
+        ({"bandwidth": 1.0, "latency": -0.1}, 2, "latency"),
+        ({"bandwidth": 1.0, "latency": math.nan}, 2, "latency"),
+        ({"bandwidth": 1.0, "latency": [[0.0, 1.0]]}, 2, "matrix of 2 x 2"),
+        ({"bandwidth": 1.0, "latency": [[0.0, 1.0], [-1.0, 0.0]]}, 2, "from 1 to 0"),
+        ({"bandwidth": 1.0, "latency": lambda s, t: math.inf}, 2, "from 0 to 1"),
+        ({"bandwidth": 1.0, "jitter": -0.1}, 2, "jitter"),
+        ({"bandwidth": 1.0, "uplinks": [0]}, 2, "uplinks names 1 ranks"),
+        ({"bandwidth": 1.0, "uplinks": [0, 2]}, 2, "without gaps"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(fields, workers, word):
+    with pytest.raises(ValueError, match=word):
+        Links(**fields).check(workers)
+
+
+def test_jitter_is_a_function_of_seed_pair_and_number():
+    jittery = Links(bandwidth=1.0, latency=0.5, jitter=0.3)
+    base = jittery.message_latency(0, 1, number=4, seed=9)
+    assert base == jittery.message_latency(0, 1, number=4, seed=9)
+    others = [(1, 0, 4, 9), (0, 2, 4, 9), (0, 1, 5, 9), (0, 1, 4, 8)]
+    assert base not in [jittery.message_latency(s, t, number=n, seed=seed) for s, t, n, seed in others]
+    assert Links(bandwidth=1.0, latency=0.5).message_latency(0, 1, number=4, seed=9) == 0.5

@@ -1,0 +1,385 @@
+"""The house rules that a machine can hold: floors, file sizes, no pickle, no swallowed errors, light imports.
+
+Everything is read from the source with `ast`, so nothing of isles is imported here, and an import inside a function or
+under TYPE_CHECKING counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "isles"
+
+# Imports only go down; rooms of one floor are siblings and do not know each other.
+FLOORS = {
+    "errors": -1,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
+    "network": 0,
+    "comm": 1,
+    "models": 1,
+    "data": 1,
+    "replicas": 2,
+    "pipeline": 2,
+    "memory": 2,
+    "training": 3,
+    "experts": 4,
+    "report": 5,
+    "cli": 5,
+}
+# The other files of isles/ itself are the lazy front door, above every room.
+FRONT_DOOR = {"__init__", "__main__"}
+# The command is where a person asks for a report, so it alone may call its neighbour.
+SIDEWAYS = {("cli", "report")}
+# `from isles import __version__` brings no code along, so every room may have it.
+CONSTANTS = {"__version__"}
+
+MAX_LINES = 400
+OUTER_LINES = 250  # replicas/outer.py: fewer than this, so that no paper's formula moves in
+METHOD_LINES = 300
+COMPOSED_LINES = 120
+# A method that composes the six parts (cadence, mixing, codec, reading, outer rule, landing) descends from the outer
+# loop's class; one with machinery of its own descends from the wrapper's alone.
+WRAPPER, OUTER_LOOP = "ReplicaSync", "OuterSync"
+
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"}
+HEAVY = ("torch", "matplotlib", "scipy", "transformers")
+NO_TORCH_ROOMS = ("report", "network")  # `isles report` and `isles plan` answer without loading torch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading the source
+
+
+def source_files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def where(path: Path, node: ast.AST | None = None) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def absolute(base: str, level: int, package: str) -> str:
+    """The full name of a relative import: `from ..x import y` in package a.b has level 2 and base x, so a.x."""
+    if level == 0:
+        return base
+    parts = package.split(".")
+    head = ".".join(parts[: len(parts) - level + 1])
+    return f"{head}.{base}" if base else head
+
+
+def imported_modules(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[ast.AST, str]]:
+    """Every dotted name that an import statement, or import_module("..."), names; `from a import b` gives a.b."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node.module or "", node.level, package)
+            for alias in node.names:
+                yield node, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and called_name(node).rpartition(".")[2] in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                name = first.value.lstrip(".")
+                yield node, absolute(name, len(first.value) - len(name), package)
+
+
+def called_name(call: ast.Call) -> str:
+    """`torch.load(...)` gives "torch.load"; a call of anything but a dotted name gives what can be read of it."""
+    return dotted(call.func)
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return "?"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules, each a function from source to complaints, so that they can be tried on made-up source below
+
+
+def room_of(module: str) -> str | None:
+    """The room of a dotted name inside isles; None for the front door and its files."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
+
+
+def floor_complaints(tree: ast.Module, module: str, is_package: bool) -> list[tuple[ast.AST, str]]:
+    here = room_of(module)
+    if here is None:
+        return []
+    complaints = []
+    for node, name in imported_modules(tree, module, is_package):
+        if name.partition(".")[0] != "isles":
+            continue
+        there = room_of(name)
+        if there == here or (here, there) in SIDEWAYS:
+            continue
+        if there is None:
+            if name.partition(".")[2] not in CONSTANTS:
+                complaints.append((node, f"{here} imports {name}, which is the front door above every room"))
+        elif FLOORS[there] > FLOORS[here]:
+            complaints.append((node, f"{here} (floor {FLOORS[here]}) imports up: {name} (floor {FLOORS[there]})"))
+        elif FLOORS[there] == FLOORS[here]:
+            complaints.append((node, f"{here} imports its sibling {name} (floor {FLOORS[there]})"))
+    return complaints
+
+
+def unsafe_complaints(tree: ast.Module, module: str, is_package: bool) -> list[tuple[ast.AST, str]]:
+    complaints = []
+    for node, name in imported_modules(tree, module, is_package):
+        if name.partition(".")[0] in UNSAFE_MODULES:
+            complaints.append((node, f"imports {name}: what a peer or a disk sends must not be unpickled"))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = called_name(node)
+        keywords = {k.arg: k.value for k in node.keywords}
+        if name in ("eval", "exec", "builtins.eval", "builtins.exec"):
+            complaints.append((node, f"calls {name}()"))
+        elif name == "torch.load" and not is_constant(keywords.get("weights_only"), True):
+            complaints.append((node, "torch.load without weights_only=True"))
+        elif "allow_pickle" in keywords and not is_constant(keywords["allow_pickle"], False):
+            complaints.append((node, f"{name} with allow_pickle"))
+        elif re.search(r"(_object|_object_list)$", name) and name.partition(".")[0] in ("torch", "dist", "distributed"):
+            complaints.append((node, f"{name} unpickles what a peer sends"))
+    return complaints
+
+
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def swallow_complaints(tree: ast.Module) -> list[tuple[ast.AST, str]]:
+    complaints = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            if node.type is None:
+                complaints.append((node, "bare except"))
+            elif catches_all(node.type) and all(is_idle(statement) for statement in node.body):
+                complaints.append((node, "swallows every Exception in silence"))
+        elif isinstance(node, ast.Call) and called_name(node) in ("suppress", "contextlib.suppress"):
+            complaints += [(node, "suppresses every Exception") for argument in node.args if catches_all(argument)]
+    return complaints
+
+
+def catches_all(node: ast.AST) -> bool:
+    names = node.elts if isinstance(node, ast.Tuple) else [node]
+    return any(dotted(name).rpartition(".")[2] in ("Exception", "BaseException") for name in names)
+
+
+def is_idle(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Pass | ast.Continue) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules on the source of isles
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def listed(complaints: list[str]) -> str:
+    return "\n" + "\n".join(complaints)
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in source_files()} - FRONT_DOOR
+    assert rooms <= FLOORS.keys(), f"no floor for {sorted(rooms - FLOORS.keys())}: add it to FLOORS"
+
+
+def test_imports_only_go_down() -> None:
+    complaints = [
+        f"{where(path, node)} {text}"
+        for path in source_files()
+        for node, text in floor_complaints(parse(path), module_name(path), path.name == "__init__.py")
+    ]
+    assert not complaints, listed(complaints)
+
+
+def test_plan_and_report_stay_free_of_torch() -> None:
+    complaints = [
+        f"{where(path, node)} imports {name}"
+        for path in source_files()
+        if room_of(module_name(path)) in NO_TORCH_ROOMS
+        for node, name in imported_modules(parse(path), module_name(path), path.name == "__init__.py")
+        if name.partition(".")[0] == "torch"
+    ]
+    assert not complaints, listed(complaints)
+
+
+def test_no_file_is_too_long_to_hold() -> None:
+    complaints = [f"{where(p)} has {lines_of(p)} lines" for p in source_files() if lines_of(p) > MAX_LINES]
+    assert not complaints, f"more than {MAX_LINES} lines; one concept a file:{listed(complaints)}"
+
+
+def test_the_outer_loop_stays_small() -> None:
+    path = PACKAGE / "replicas" / "outer.py"
+    if not path.exists():
+        pytest.skip("isles/replicas/outer.py is not written yet")
+    assert lines_of(path) < OUTER_LINES
+
+
+def test_method_files_read_like_their_paper() -> None:
+    files = [path for path in source_files() if room_of(module_name(path)) == "replicas"]
+    bases = {node.name: base_names(node) for path in files for node in class_definitions(parse(path))}
+    complaints = []
+    for path in files:
+        above = [ancestors(node.name, bases) for node in class_definitions(parse(path)) if node.name != OUTER_LOOP]
+        composed = any(OUTER_LOOP in names for names in above)
+        limit = COMPOSED_LINES if composed else METHOD_LINES
+        if any(WRAPPER in names or OUTER_LOOP in names for names in above) and lines_of(path) >= limit:
+            kind = "composes the six parts" if composed else "is a method"
+            complaints.append(f"{where(path)} {kind} and has {lines_of(path)} lines; the limit is {limit}")
+    assert not complaints, listed(complaints)
+
+
+def class_definitions(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def base_names(node: ast.ClassDef) -> set[str]:
+    """The last part of each base's name; `Generic[T]` counts as Generic."""
+    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+    return {dotted(base).rpartition(".")[2] for base in bases}
+
+
+def ancestors(name: str, bases: dict[str, set[str]]) -> set[str]:
+    """Every class above `name`, as far as the classes of `bases` tell."""
+    found: set[str] = set()
+    new = set(bases.get(name, ()))
+    while new:
+        found |= new
+        new = {above for below in new for above in bases.get(below, ())} - found
+    return found
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    complaints = [
+        f"{where(path, node)} {text}"
+        for path in source_files()
+        for node, text in unsafe_complaints(parse(path), module_name(path), path.name == "__init__.py")
+    ]
+    assert not complaints, listed(complaints)
+
+
+def test_no_error_is_swallowed() -> None:
+    complaints = [f"{where(p, node)} {text}" for p in source_files() for node, text in swallow_complaints(parse(p))]
+    assert not complaints, listed(complaints)
+
+
+def test_every_public_module_says_what_it_is() -> None:
+    public = [p for p in source_files() if not p.name.startswith("_") or p.name == "__init__.py"]
+    complaints = [where(path) for path in public if not ast.get_docstring(parse(path))]
+    assert not complaints, f"no module docstring:{listed(complaints)}"
+
+
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [("isles", "__init__.py"), ("isles.cli", "cli/__init__.py"), ("isles.report", "report/__init__.py")],
+)
+def test_light_modules_load_nothing_heavy(module: str, file: str) -> None:
+    if not (PACKAGE / file).exists():
+        pytest.skip(f"isles/{file} is not written yet")
+    code = f"import {module}, sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [], f"import {module} loads {done.stdout.strip()}; import it where it is used"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules on made-up source: a check that never fires guards nothing
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "fires"),
+    [
+        ("isles.comm.group", "from isles.network import links", False),
+        ("isles.comm.group", "from .transport import Work", False),
+        ("isles.comm.group", "from isles.models import sizes", True),
+        ("isles.comm.group", "from ..models import sizes", True),
+        ("isles.comm.group", "from .. import models", True),
+        ("isles.network.links", "import isles.comm.group", True),
+        ("isles.replicas.noloco", "def f():\n    from isles.training import config", True),
+        ("isles.replicas.noloco", "if TYPE_CHECKING:\n    from isles.pipeline.executor import Executor", True),
+        ("isles.training.launch", "import importlib\nimportlib.import_module('isles.cli')", True),
+        ("isles.training.launch", "from importlib import import_module\nimport_module('..cli', __package__)", True),
+        ("isles.training.launch", "from isles.replicas import sync", False),
+        ("isles.training.launch", "from isles import __version__", False),
+        ("isles.training.launch", "from isles import NoLoCo", True),
+        ("isles.cli.train", "from isles.report import write_report", False),
+        ("isles.report.page", "from isles.cli import train", True),
+        ("isles.comm.group", "from isles.errors import unknown_name", False),
+        ("isles.errors", "from isles.network import links", True),
+        ("isles.__main__", "from isles.replicas import sync", False),
+    ],
+)
+def test_floor_rule_fires(module: str, line: str, fires: bool) -> None:
+    assert bool(floor_complaints(ast.parse(line), module, is_package=False)) == fires
+
+
+@pytest.mark.parametrize(
+    ("line", "fires"),
+    [
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("torch.load(f)", True),
+        ("torch.load(f, weights_only=False)", True),
+        ("torch.load(f, weights_only=True)", False),
+        ("numpy.load(f, allow_pickle=True)", True),
+        ("eval('1')", True),
+        ("model.eval()", False),
+        ("exec(code)", True),
+        ("dist.all_gather_object(out, x)", True),
+        ("dist.all_gather(out, x)", False),
+    ],
+)
+def test_unsafe_rule_fires(line: str, fires: bool) -> None:
+    assert bool(unsafe_complaints(ast.parse(line), "isles.comm.x", is_package=False)) == fires
+
+
+@pytest.mark.parametrize(
+    ("handler", "fires"),
+    [
+        ("except:\n    raise", True),
+        ("except Exception:\n    pass", True),
+        ("except (OSError, Exception):\n    ...", True),
+        ("except Exception as error:\n    fail(error)", False),
+        ("except OSError:\n    pass", False),
+    ],
+)
+def test_swallow_rule_fires(handler: str, fires: bool) -> None:
+    assert bool(swallow_complaints(ast.parse(f"try:\n    work()\n{handler}"))) == fires
+    assert swallow_complaints(ast.parse("with suppress(Exception):\n    work()"))
+
+
+def test_method_rule_sees_indirect_descent() -> None:
+    tree = ast.parse("class OuterSync(ReplicaSync): ...\nclass A(outer.OuterSync[int]): ...\nclass B(A): ...")
+    bases = {node.name: base_names(node) for node in class_definitions(tree)}
+    assert ancestors("B", bases) == {"A", "OuterSync", "ReplicaSync"}
+    assert ancestors("Unknown", bases) == set()
