@@ -13,7 +13,9 @@ _PLAIN_LINES = 10  # over a whole run, where there is no terminal
 
 
 class Progress:
-    """Fed with lines of metrics.jsonl from all workers; shows the slowest worker's step, mean loss, bytes and time left."""
+    """Fed with lines of metrics.jsonl from all workers; shows the slowest worker's step, mean loss, bytes and time
+    left.
+    """
 
     def __init__(self, method: str, workers: int, steps: int) -> None:
         self.steps, self.workers = steps, workers
@@ -23,7 +25,9 @@ class Progress:
         self.bar = Bar(
             TextColumn(f"[bold]{method}[/] {workers} workers"),
             BarColumn(),
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]}  sent {task.fields[sent]}"),
+            TextColumn(
+                "step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]}  sent {task.fields[sent]}"
+            ),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
@@ -34,7 +38,9 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def notice(self, text: str) -> None:

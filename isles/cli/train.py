@@ -1,4 +1,6 @@
-"""`isles train`: the main job. Starts the workers, shows progress, ends with a table, the bytes, and the report's path."""
+"""`isles train`: the main job. Starts the workers, shows progress, ends with a table, the bytes, and the report's
+path.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,17 @@ import typer
 
 
 def train(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")] = None,
-    method: Annotated[str | None, typer.Option(help="none, ddp, localsgd, diloco, noloco, or package.module:Class.")] = None,
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="none, ddp, localsgd, diloco, noloco, or package.module:Class.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes to start.")] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
@@ -37,7 +45,9 @@ def _print_summary(summary: dict[str, Any], out: Path, page: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False)
+    table = Table(
+        title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False
+    )
     table.add_column(style="bold")
     table.add_column(justify="right")
     for label, value in summary_rows(summary):

@@ -1,8 +1,8 @@
 """Transfers driven by one background thread: the distributed backend's way of running behind the computation.
 
 A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
-step
-runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the computation.
+step runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the
+computation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps, Work
+from isles.comm.transport import Steps
 
 
 class PostedWork:
@@ -132,7 +132,7 @@ class BackgroundTransfer:
         return self._result
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_set() or time.monotonic() >= self._ends_at
 
     def _abandon(self) -> None:
         with self._lock:

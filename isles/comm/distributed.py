@@ -34,8 +34,9 @@ class DistributedTransport:
 
     step_seconds = 0.0
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
+        self._processes = processes  # None: the default process group, which is this transport's own
         self.traffic = Traffic()
         self._waiters, self._driver = Waiters(), Driver()
         self._start = time.perf_counter()
@@ -50,22 +51,24 @@ class DistributedTransport:
     @classmethod
     def from_environment(cls) -> DistributedTransport:
         """The world that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one worker
-        without them.
+        without them. A process group that the user has made (NCCL, other time-outs) stays as it is: a gloo group over
+        the same ranks is made beside it.
         """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_NEVER)
+        if dist.is_initialized():
+            return cls(rank, size, dist.new_group(backend="gloo", timeout=_NEVER))
+        dist.init_process_group("gloo", timeout=_NEVER)
         return cls(rank, size)
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         """See Transport.send."""
-        return self._post(peer, data, lambda: dist.isend(data, peer, tag=pack(tag)))
+        return self._post(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
         """See Transport.recv."""
-        return self._post(peer, out, lambda: dist.irecv(out, peer, tag=pack(tag)))
+        return self._post(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
         """See Transport.run."""
@@ -95,7 +98,7 @@ class DistributedTransport:
         self._driver.close()
         self._waiters.close()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._processes)
 
     def _post(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
         assert buffer.dtype == torch.uint8 and buffer.device.type == "cpu", "gloo takes uint8 views of CPU memory"

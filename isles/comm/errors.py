@@ -20,14 +20,16 @@ class PeerLost(CommError):
 
 
 class DeadlinePassed(CommError):
-    """`peer` did not answer on `channel` within `seconds`. Only this transfer ends; other pairs are unharmed.
+    """`peer` (-1: anyone) did not answer on `channel` within `seconds`. Only this transfer ends; other pairs are
+    unharmed.
 
     Seen when a worker is much slower than the others or paused: raise the channel's deadline
     (`Deadlines(outer=SECONDS)`, or `--set world.outer_deadline=SECONDS`) if the peer was alive.
     """
 
     def __init__(self, peer: int, channel: str, seconds: float) -> None:
-        super().__init__(f"worker {peer} did not answer on channel '{channel}' within {seconds:g} s")
+        who = f"worker {peer} did not answer" if peer >= 0 else "no worker was heard"
+        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s")
         self.peer = peer
         self.channel = channel
         self.seconds = seconds

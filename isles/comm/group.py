@@ -1,9 +1,8 @@
 """A group: an ordered set of ranks over a transport, made without sending anything.
 
-Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column,
-an island, the
-survivors. Collectives come in two forms: the generators of `collectives` and `mean` (start them with `start`, they run
-behind the computation) and the blocking verbs here, which are the same generators waited for.
+Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column, an
+island, the survivors. Collectives come in two forms: the generators of `collectives` and `mean` (start them with
+`start`, they run behind the computation) and the blocking verbs here, which are the same generators waited for.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from isles.comm import collectives
 from isles.comm.codecs.base import Codec, as_bytes
+from isles.comm.errors import DeadlinePassed
+from isles.comm.mailbox import Letter, post
 from isles.comm.mean import Stamp, mean
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
@@ -29,37 +30,56 @@ from isles.comm.transport import Deadlines, Steps, Transfer, Transport, Work
 class Call:
     """The address of one collective operation: whose messages, on which channel, in which round.
 
-    Without a round, messages between two ranks are numbered in program order, channel by channel, as MPI does.
+    Without a round, the calls that two ranks have in common are numbered in program order, channel by channel, as MPI
+    does. The number is taken when a call first meets a rank, which a protocol does before its first yield (or says so
+    with `meet`): then a call that is still under way, or that failed, does not shift the numbers of the next ones.
     """
 
     group: Group
     channel: Channel
     round: int | None = None
     fragment: int = 0
+    numbers: dict[int, int] = field(default_factory=dict, repr=False)
+    """This call's number among those with a peer, by its rank."""
+
+    def meet(self, *positions: int) -> None:
+        """Take this call's number with `positions` now: for peers that hear of it only later in the protocol."""
+        for position in positions:
+            self._number(self.group.peer(position))
 
     def send(self, position: int, data: Tensor, phase: int = 0) -> Work:
         """Hand `data` (any contiguous tensor) to the transport for `position`, counted."""
         group = self.group
-        peer = group.ranks[position]
-        wire = as_bytes(data)
+        peer, wire = group.peer(position), as_bytes(data)
         group.traffic.sent(self.channel, wire.numel())
-        return group.transport.send(peer, wire, self._tag(peer, phase, "sent"))
+        return group.transport.send(peer, wire, self._tag(peer, phase))
 
     def recv(self, position: int, out: Tensor, phase: int = 0) -> Work:
         """Post a receive of the bytes of `out` (any contiguous tensor) from `position`, counted."""
         group = self.group
-        peer = group.ranks[position]
-        wire = as_bytes(out)
+        peer, wire = group.peer(position), as_bytes(out)
         group.traffic.received(self.channel, wire.numel())
-        return group.transport.recv(peer, wire, self._tag(peer, phase, "received"))
+        return group.transport.recv(peer, wire, self._tag(peer, phase))
 
-    def _tag(self, peer: int, phase: int, direction: str) -> Tag:
-        if self.round is not None:
-            return Tag(self.channel, self.round, self.fragment, phase)
-        key = (self.channel, peer, direction)
-        number = self.group.numbers[key]
-        self.group.numbers[key] += 1
-        return Tag(self.channel, number)
+    def _tag(self, peer: int, phase: int) -> Tag:
+        return Tag(self.channel, self._number(peer) if self.round is None else self.round, self.fragment, phase)
+
+    def _number(self, peer: int) -> int:
+        if peer not in self.numbers:
+            meetings = self.group.ledger.meetings
+            self.numbers[peer] = meetings[self.channel, peer]
+            meetings[self.channel, peer] += 1
+        return self.numbers[peer]
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """What all groups of one worker share, so that they never use one address twice."""
+
+    meetings: Counter[tuple[Channel, int]] = field(default_factory=Counter)
+    """Calls without a round so far, by channel and peer's rank."""
+    letters: dict[tuple[int | None, int], Letter] = field(default_factory=dict)
+    """Mail asked for that did not come in time, by sender's rank (None: anyone) and topic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +90,7 @@ class Group:
     ranks: tuple[int, ...]
     channel: Channel = "outer"
     deadlines: Deadlines = field(default_factory=Deadlines)
-    numbers: Counter[tuple[Channel, int, str]] = field(default_factory=Counter, repr=False)
+    ledger: Ledger = field(default_factory=Ledger, repr=False)
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) != len(self.ranks):
@@ -95,6 +115,14 @@ class Group:
         """Positions of the other members, starting behind this one, so that no member is everyone's first target."""
         return [(self.rank + shift) % self.size for shift in range(1, self.size)]
 
+    def peer(self, position: int) -> int:
+        """The rank of another member. ValueError for a position that is none."""
+        if not 0 <= position < self.size or position == self.rank:
+            raise ValueError(
+                f"position {position} is not another member: this worker is {self.rank} of 0..{self.size - 1}"
+            )
+        return self.ranks[position]
+
     @property
     def traffic(self) -> Traffic:
         """Bytes, messages and blocked seconds of this worker (shared by all its groups)."""
@@ -103,10 +131,10 @@ class Group:
     def among(self, positions: Sequence[int], channel: Channel | None = None) -> Group:
         """The members at `positions`, in that order, as a group. Nothing is sent. Must include this worker."""
         ranks = tuple(self.ranks[position] for position in positions)
-        return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.numbers)
+        return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.ledger)
 
     def call(self, channel: Channel | None = None, round: int | None = None, fragment: int = 0) -> Call:
-        """An address for the generators of `collectives` and `mean`."""
+        """An address for the generators of `collectives` and `mean`: one for each operation."""
         return Call(self, channel or self.channel, round, fragment)
 
     def start(
@@ -142,14 +170,31 @@ class Group:
         """Return once every member has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8))
 
-    # The mailbox: messages of any length that a receiver may take from whoever comes first.
+    # The mailbox (isles.comm.mailbox): messages of any length that a receiver may take from whoever comes first.
 
     def post(self, position: int, payload: bytes, topic: int = 0) -> Transfer[None]:
         """Start sending `payload` to `position` under `topic` (0..255). Messages of one sender and topic keep their
-        order.
+        order. A topic is one group's: mail from outside of it is an error at the receiver.
         """
-        return self.start(collectives.post(self, position, payload, topic), "control")
+        return self.start(post(self, position, payload, topic), "control")
 
     def receive(self, position: int | None = None, topic: int = 0, deadline: float | None = None) -> tuple[int, bytes]:
-        """(position of the sender, payload) of the next message under `topic`, from anyone if `position` is None."""
-        return self.start(collectives.receive(self, position, topic), "control", deadline).wait()
+        """(position of the sender, payload) of the next message under `topic`, from anyone if `position` is None.
+
+        After DeadlinePassed nothing is lost: ask again in the same way (a topic that was left waiting for anyone must
+        not be asked for one sender, nor the other way round: ValueError).
+        """
+        seconds = self.deadlines.control if deadline is None else deadline
+        peer = None if position is None else self.peer(position)
+        letters = self.ledger.letters
+        if any(late == topic and (sender is None) != (peer is None) for sender, late in letters):
+            raise ValueError(f"topic {topic}: an earlier receive still waits for its message; ask again as it did")
+        letter = letters.pop((peer, topic), None) or Letter(self, peer, topic)
+        try:
+            sender, payload = letter.read(self, seconds)
+        except DeadlinePassed as late:
+            letters[peer, topic] = letter
+            raise DeadlinePassed(late.peer, late.channel, seconds) from None
+        if sender not in self.ranks:
+            raise ValueError(f"topic {topic}: mail from worker {sender}, which is not in the group {self.ranks}")
+        return self.ranks.index(sender), payload

@@ -45,10 +45,8 @@ def run_local(
     """Run `worker(world, *args)` in `workers` processes over gloo and return their results in rank order.
 
     worker: a function that a fresh process can import (defined in a module; a script needs its `if __name__ ==
-    "__main__"`).
-    threads: torch threads a worker; 1 keeps results equal to the bit on any machine.
-    Raises the first failure (WorkerFailed for a process that died) unless `return_errors`, which puts failures in the
-    list.
+    "__main__"`). threads: torch threads a worker; 1 keeps results equal to the bit on any machine. Raises the first
+    failure (WorkerFailed for a process that died) unless `return_errors`, which puts failures in the list.
     """
     pool = LocalWorkers(worker, workers, args=args, threads=threads, deadlines=deadlines)
     results = pool.join()
@@ -172,6 +170,7 @@ def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tupl
     torch.set_num_threads(seat.threads)
     _stay_on_this_machine()
     closing = threading.Event()
+    transport: DistributedTransport | None = None
     try:
         store = dist.TCPStore("127.0.0.1", seat.port, None, False, timeout=timedelta(minutes=5))
         transport = DistributedTransport.join(dist.PrefixStore("isles", store), seat.rank, seat.size)
@@ -186,7 +185,7 @@ def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tupl
     except Exception as error:  # a result that cannot travel is the worker's failure, not a reason to hang
         pipe.send(("error", WorkerFailed(seat.rank, f"its result cannot be sent to the launcher: {error}")))
     closing.wait()
-    if message[0] == "error":
+    if transport is None or message[0] == "error":
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
     transport.close()
 

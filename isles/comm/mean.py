@@ -10,13 +10,11 @@ Two-shot (three members or more), each buffer cut into one shard a member:
 A pair swaps whole buffers instead: the same bytes, one latency, one encoding. Bytes sent a member: 2 (N-1)/N times the
 encoded buffer, a ring's volume, plus one header a peer. Sums are taken in the buffer's dtype (float32, or float64).
 
-Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is
-two segments
-and the reduction of one hides behind the transfer of the next.
+Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is two
+segments and the reduction of one hides behind the transfer of the next.
 
 The header (`Stamp`: round, step, hash of the anchor) travels beside the data, so that a member that is elsewhere is
-noticed
-in the same round trip.
+noticed in the same round trip.
 """
 
 from __future__ import annotations
@@ -82,6 +80,7 @@ def mean(
 
     own: if given (n,), filled with this member's contribution as the others decode it.
     part: tells apart several buffers of one round (0 or 1). Raises Diverged when a member's stamp differs.
+    After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
     headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
     steps = _Swap if call.group.size == 2 else _TwoShot

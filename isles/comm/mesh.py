@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from isles.comm.distributed import DistributedTransport
-from isles.comm.group import Group
+from isles.comm.group import Group, Ledger
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport
 
@@ -55,8 +55,11 @@ def arrange(
     stage: int = 1,
     inner: int = 1,
     deadlines: Deadlines | None = None,
+    ledger: Ledger | None = None,
 ) -> Mesh:
     """The mesh of `outer` x `stage` x `inner` workers over `transport`. ValueError when the product is not its size."""
+    if min(1 if outer is None else outer, stage, inner) < 1:
+        raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
     outer = transport.size // (stage * inner) if outer is None else outer
     if outer * stage * inner != transport.size:
         raise ValueError(
@@ -72,7 +75,7 @@ def arrange(
     def group(ranks: list[int], channel: Channel) -> Group:
         return world.among(ranks, channel)
 
-    world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines())
+    world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines(), ledger or Ledger())
     return Mesh(
         world=world,
         outer=group([rank(o, here_stage, here_inner) for o in range(outer)], "outer"),
@@ -86,21 +89,22 @@ _here = threading.local()  # a virtual worker is a thread; a real one is the pro
 
 def enter(transport: Transport) -> None:
     """Make `transport` what `init()` and `mesh()` find in this thread (called by whoever starts workers)."""
-    _here.transport = transport
+    _here.transport, _here.ledger = transport, Ledger()
 
 
 def current() -> Transport:
     """This worker's transport: the one entered, else the one torchrun's environment describes, else a world of one."""
     if not hasattr(_here, "transport"):
-        _here.transport = DistributedTransport.from_environment()
+        enter(DistributedTransport.from_environment())
     return _here.transport
 
 
 def init(*, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker, all ranks on `.outer`: torchrun's or Isles' environment, or a single worker."""
-    return arrange(current(), deadlines=deadlines)
+    return mesh(deadlines=deadlines)
 
 
 def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
-    return arrange(current(), outer=outer, stage=stage, inner=inner, deadlines=deadlines)
+    transport = current()
+    return arrange(transport, outer=outer, stage=stage, inner=inner, deadlines=deadlines, ledger=_here.ledger)

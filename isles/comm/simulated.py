@@ -32,8 +32,8 @@ def run_virtual(
 
     links: what a message costs; a preset's name or a `Links`. step_seconds: what one inner step costs on a worker of
     speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter: sigma of a log-normal
-    factor on each step. slots: workers that compute at once; results do not depend on it. Losses, weights and bytes equal those of
-    `run_local`. Errors as there.
+    factor on each step. slots: workers that compute at once; results do not depend on it. Losses, weights and bytes
+    equal those of `run_local`. Errors as there.
     """
     cluster = VirtualCluster(
         workers,

@@ -1,9 +1,8 @@
 """Message addresses: a `Tag` is unique per message between two ranks, so a late message can never pass for a new one.
 
 On the wire of torch.distributed a tag is a non-negative 32-bit integer; `pack` lays the four fields into 31 bits:
-channel 3, round 12 (modulo 4096), fragment 8, phase 8. A receive that missed its deadline stays posted and swallows
-its own late message,
-and the header of every transfer repeats the full round, so the modulo cannot confuse two rounds.
+channel 3, round 12 (modulo 4096), fragment 8, phase 8. A receive that missed its deadline stays posted and swallows its
+own late message, and the header of every transfer repeats the full round, so the modulo cannot confuse two rounds.
 """
 
 from __future__ import annotations

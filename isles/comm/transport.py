@@ -61,9 +61,8 @@ class Deadlines:
     """Longest wait for a peer by channel, seconds, counted from the start of the transfer.
 
     outer: raise it if workers differ in speed by more than this over one round of `sync_every` steps, or if the link
-    needs
-    longer for a round. eval: raise it if validation takes minutes on the slowest worker. control: raise it if workers
-    start, compile or end minutes apart.
+    needs longer for a round. eval: raise it if validation takes minutes on the slowest worker. control: raise it if
+    workers start, compile or end minutes apart.
     """
 
     control: float = 120.0
@@ -80,11 +79,25 @@ class Deadlines:
 class Transport(Protocol):
     """One worker's end of a backend. Buffers are flat contiguous uint8 CPU tensors (views are welcome)."""
 
-    rank: int
-    size: int
-    traffic: Traffic
-    step_seconds: float
-    """Seconds one inner step is charged with (virtual); 0.0 where the host's clock measures (distributed)."""
+    @property
+    def rank(self) -> int:
+        """This worker's number, 0..size-1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker sent, received and waited for; counted by the groups above."""
+        ...
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds one inner step is charged with (virtual); 0.0 where the host's clock measures (distributed)."""
+        ...
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
         """Start sending `data`; returns at once and holds the data until it is gone. Do not write to it before."""

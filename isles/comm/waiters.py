@@ -1,11 +1,9 @@
 """Threads that wait, so that nobody else has to.
 
 torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
-with
-a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
-limit, and
-deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a dead peer harms nobody and dies with the
-process.
+with a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
+limit, and deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a dead peer harms nobody and dies
+with the process.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-
-import torch
 
 
 class Waiters:
@@ -43,7 +39,6 @@ class Waiters:
             inbox.put(None)
 
     def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
-        torch.set_num_threads(1)
         while (job := inbox.get()) is not None:
             job()
             with self._lock:

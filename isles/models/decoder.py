@@ -7,16 +7,17 @@ B batch, T sequence (tokens), D d_model, H heads, C head width (D = H C), F ffn,
 `qkv_BTN` has N = 3D (queries, keys and values side by side), `qk_BTNC` N = 2H.
 
 Initialisation, from `seed` alone: every matrix is drawn from N(0, s^2), where s = 1/sqrt(fan-in) for matrices that read
-the normed residual stream, s = 1/sqrt(2 L fan-in) for the two of a block that write to it (so that the stream's variance
-does not grow with depth), and s = 1/sqrt(D) for the embedding; norm gains start at 1. Each parameter has a generator of its own, seeded
-from (seed, name) and drawn on the CPU in float32. So the global generators are never touched, every device and dtype
-starts from the same numbers, and a pipeline stage that holds some of the blocks can draw just its own.
+the normed residual stream, s = 1/sqrt(2 L fan-in) for the two of a block that write to it (so that the stream's
+variance does not grow with depth), and s = 1/sqrt(D) for the embedding; norm gains start at 1. Each parameter has a
+generator of its own, seeded from (seed, name) and drawn on the CPU in float32. So the global generators are never
+touched, every device and dtype starts from the same numbers, and a pipeline stage that holds some of the blocks can
+draw just its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,8 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device("cpu" if device is None else device)
         self.shape = shape
-        self.embed = nn.utils.skip_init(nn.Embedding, shape.vocab, shape.d_model, device=device, dtype=dtype)
+        empty = nn.utils.skip_init(nn.Embedding, shape.vocab, shape.d_model, device=device, dtype=dtype)
+        self.embed = cast(nn.Embedding, empty)
         self.blocks = nn.ModuleList(Block(shape, device, dtype) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.d_model, eps=NORM_EPS, device=device, dtype=dtype)
         self.head = _linear(shape.d_model, shape.vocab, device, dtype)
@@ -138,7 +140,9 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
-    """Draw every parameter of `module`, a decoder or a part with the decoder's parameter names; see the module docstring."""
+    """Draw every parameter of `module`, a decoder or a part with the decoder's parameter names; see the module
+    docstring.
+    """
     for name, parameter in module.named_parameters():  # a tied matrix comes once, as embed.weight
         if parameter.is_meta:
             continue
@@ -159,4 +163,4 @@ def _init_std(name: str, fan_in: int, layers: int) -> float:
 
 def _linear(inputs: int, outputs: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Linear:
     """A matrix with nothing in it yet: torch's own initialisation would draw from the global generator."""
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype)
+    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype))

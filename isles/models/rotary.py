@@ -1,7 +1,8 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864): position t turns pair i of a head by the angle t base^(-2i/C).
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): position t turns pair i of a head by the angle t
+base^(-2i/C).
 
-The product of a turned query and a turned key then depends on their distance alone. Pairs are neighbours, (2i, 2i+1), as
-in the paper and in Meta's Llama, so that a pair can be read as one complex number and turned by one multiplication;
+The product of a turned query and a turned key then depends on their distance alone. Pairs are neighbours, (2i, 2i+1),
+as in the paper and in Meta's Llama, so that a pair can be read as one complex number and turned by one multiplication;
 Hugging Face's Llama pairs (i, i + C/2) and needs the rows of its query and key matrices reordered.
 """
 
@@ -16,8 +17,8 @@ BASE = 10_000.0
 class Rotary(nn.Module):
     """Turns queries and keys by their positions; holds the table of angles, no weights.
 
-    The table (context, 1, C/2, 2), cosine and sine, is a non-persistent buffer. It is made in float32 or wider, also for
-    bf16 weights, and the turning is done so too: bf16 would blur neighbouring positions.
+    The table (context, 1, C/2, 2), cosine and sine, is a non-persistent buffer. It is made in float32 or wider, also
+    for bf16 weights, and the turning is done so too: bf16 would blur neighbouring positions.
     """
 
     table: Tensor

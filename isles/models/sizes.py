@@ -13,7 +13,8 @@ not counted.
 
 Sizes of the papers, and how their labels compare with our counts:
 
-- "35M" ... "4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden dim" is the FFN
+- "35M" ... "4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden dim" is the
+FFN
   width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two matrices. Ours
   is gated and has three, so at the same width each layer holds 16 d^2: "35M" counts 35.3M in the paper's way and
   41.6M here. For the paper's parameter count rather than its width, set `model.ffn` to two thirds.
@@ -63,7 +64,9 @@ class Shape:
         if not isinstance(self.tie_embeddings, bool):
             raise ValueError(f"model.tie_embeddings = {self.tie_embeddings!r} is not known; use true or false")
         if self.d_model % 2:
-            raise ValueError(f"model.d_model = {self.d_model} is odd; use {self.d_model + 1}, as heads have an even width")
+            raise ValueError(
+                f"model.d_model = {self.d_model} is odd; use {self.d_model + 1}, as heads have an even width"
+            )
         if self.d_model % self.heads or self.head_dim % 2:
             legal = [n for n in range(1, self.d_model // 2 + 1) if self.d_model % (2 * n) == 0]
             nearest = min(legal, key=lambda n: abs(n - self.heads))
@@ -83,9 +86,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _bytes_level(d_model: int, layers: int, heads: int, ffn: int, context: int) -> Shape:
-    return Shape(
-        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=256, context=context, tie_embeddings=True
-    )
+    return Shape(d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=256, context=context, tie_embeddings=True)
 
 
 def _eager(ffn: int, layers: int, heads: int) -> Shape:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from isles.comm.codecs import CODECS
+from collections.abc import Collection
+
 from isles.errors import unknown_name
 
 
-def positive_steps(sync_every: int) -> None:
-    """sync_every >= 1."""
-    if sync_every < 1:
-        raise ValueError(f"sync_every = {sync_every}: choose 1 or more inner steps")
+def at_least(key: str, value: float, least: float) -> None:
+    """value >= least."""
+    if not value >= least:
+        raise ValueError(f"{key} = {value}: choose {least} or more")
 
 
 def positive_rate(outer_lr: float) -> None:
@@ -24,7 +25,7 @@ def momentum_in_range(outer_momentum: float) -> None:
         raise ValueError(f"outer_momentum = {outer_momentum}: choose 0 <= outer_momentum < 1")
 
 
-def known_codec(key: str, name: str, allowed: tuple[str, ...] = tuple(CODECS)) -> None:
+def one_of(key: str, name: str, allowed: Collection[str]) -> None:
     """`name` is one of `allowed`."""
     if name not in allowed:
         raise ValueError(unknown_name(key, name, allowed))

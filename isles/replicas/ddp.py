@@ -3,10 +3,8 @@
     every inner step:    grad <- mean_i grad_i
 
 Gradients travel in buckets, in the reverse order of the parameters, each as soon as the last gradient in it is ready,
-while the backward
-pass goes on (Li et al., 2020, PyTorch Distributed). Clipping comes after the reduction. Memory: one bucket-sized
-buffer for every
-bucket, 4 bytes a parameter.
+while the backward pass goes on (Li et al., 2020, PyTorch Distributed). Clipping comes after the reduction. Memory: one
+bucket-sized buffer for every bucket, 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import CODECS, codec
 from isles.comm.mean import Stamp, mean, sent_bytes
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
-from isles.replicas.checks import known_codec
+from isles.replicas.checks import one_of
 from isles.replicas.flat import FlatParameters
 from isles.replicas.planned import Planned
 from isles.replicas.sync import MethodConfig, ReplicaSync
@@ -44,7 +42,7 @@ class DDPConfig(MethodConfig):
     def __post_init__(self) -> None:
         if not self.bucket_megabytes > 0:
             raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
-        known_codec("codec", self.codec)
+        one_of("codec", self.codec, CODECS)
 
 
 class Bucket:

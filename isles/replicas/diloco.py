@@ -7,11 +7,9 @@
                             theta_i <- anchor
 
 theta_i: live weights of worker i; lr, mu: outer learning rate and momentum (torch.optim.SGD's form of Nesterov, no
-weight decay, no clipping). Inner
-optimizer states stay local and are never reset. Memory beyond training: anchor and v, 8 bytes a parameter, and 4
-while g travels.
-Round 1 moves the anchor by lr (1 + mu) g, later ones by up to lr / (1 - mu) g: a run needs well over 1 / (1 - mu)
-rounds.
+weight decay, no clipping). Inner optimizer states stay local and are never reset. Memory beyond training: anchor and v,
+8 bytes a parameter, and 4 while g travels. Round 1 moves the anchor by lr (1 + mu) g, later ones by up to lr / (1 - mu)
+g: a run needs well over 1 / (1 - mu) rounds.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import CODECS, codec
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import known_codec, momentum_in_range, positive_rate, positive_steps, rounds_for_momentum
+from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
@@ -41,10 +39,10 @@ class DiLoCoConfig(MethodConfig):
     codec: str = "none"
 
     def __post_init__(self) -> None:
-        positive_steps(self.sync_every)
+        at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        known_codec("codec", self.codec)
+        one_of("codec", self.codec, CODECS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,3 @@ class DiLoCo(OuterSync):
             rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
             landing=Replace(),
         )
-
-    def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
-        return super().advise(steps) + rounds_for_momentum(steps // self.config.sync_every, self.config.outer_momentum)

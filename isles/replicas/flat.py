@@ -1,10 +1,9 @@
 """A list of parameters seen as one flat vector, in cache-sized blocks.
 
 Parameters stay where the user put them; only what Isles adds (anchor, momentum, staging) is flat. A block is a run of
-entries small
-enough that every vector's part of it stays in the second-level cache while a rule works on it: this makes a whole
-outer round
-cost about what its memory traffic costs. No Python loop runs per inner step, one runs per block and round.
+entries small enough that every vector's part of it stays in the second-level cache while a rule works on it: this makes
+a whole outer round cost about what its memory traffic costs. No Python loop runs per inner step, one runs per block and
+round.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ class Fragment:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
         if state["anchor"].numel() != self.flat.numel:
+            saved = state["anchor"].numel()
             raise ValueError(
-                f"the state has {state['anchor'].numel()} parameters, the model {self.flat.numel}: load it into its own model"
+                f"the state has {saved} parameters, the model {self.flat.numel}: load it into its own model"
             )
         self.anchor.copy_(state["anchor"])
         for name, vector in self.vectors.items():

@@ -2,9 +2,8 @@
 
     every H inner steps:    theta_i <- mean_j theta_j
 
-theta: live weights. The parameters themselves travel, not differences, so one worker alone reproduces plain training
-to the bit.
-Inner optimizer states stay local.
+theta: live weights. The parameters themselves travel, not differences, so one worker alone reproduces plain training to
+the bit. Inner optimizer states stay local.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import positive_steps
+from isles.replicas.checks import at_least
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
@@ -31,13 +30,14 @@ class LocalSGDConfig(MethodConfig):
     sync_every: int = 50
 
     def __post_init__(self) -> None:
-        positive_steps(self.sync_every)
+        at_least("sync_every", self.sync_every, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
     """anchor = mean of the live weights."""
 
+    momentum: float = 0.0
     vectors: tuple[str, ...] = ()
     shares_anchors: bool = False
 

@@ -24,8 +24,7 @@ class RandomGroups:
     message).
 
     With a permutation p of the workers and h = size // group_size groups, p[i] goes to group i mod h. The size mod
-    group_size workers left
-    over are alone in that round.
+    group_size workers left over are alone in that round.
     """
 
     group_size: int

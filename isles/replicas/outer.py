@@ -9,8 +9,8 @@ After inner step t, for the fragments that the cadence names:
     land       outer rule on the anchor, landing on the live weights; both block by block, in cache
 
 `reference` is what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights
-are coarser than float32,
-so that rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
+are coarser than float32, so that rounding never looks like progress. A hash of the anchor rides in the next transfer's
+header.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from isles.comm.codecs import Codec
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.mean import Stamp, mean
+from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.flat import digest, word_sum
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Answer, Composition
@@ -89,9 +90,10 @@ class OuterSync(ReplicaSync):
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
-        if not any(self.parts.cadence.sends(step) for step in range(1, steps + 1)):
+        rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
+        if not rounds:
             raise ValueError(f"no exchange falls into a run of {steps} steps: choose sync_every <= {steps}")
-        return super().advise(steps)
+        return super().advise(steps) + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:

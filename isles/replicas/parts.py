@@ -8,8 +8,7 @@ rule.
     landing   what the anchor does to the live weights
 
 Signs: outer gradient = reference - live, positive values are subtracted. All vectors are flat, float32 (float64 for
-float64 models), and
-the functions work on cache-sized blocks of them, in place.
+float64 models), and the functions work on cache-sized blocks of them, in place.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from isles.comm.codecs import Codec
 class Cadence(Protocol):
     """Steps are counted from 1: step t is the t-th inner step, just done."""
 
-    fragments: int
+    @property
+    def fragments(self) -> int:
+        """Number of fragments that the model is cut into."""
+        ...
 
     def sends(self, step: int) -> Sequence[int]:
         """Fragments that are sent right after inner step `step`."""
@@ -41,8 +43,10 @@ class Cadence(Protocol):
 class Mixing(Protocol):
     """Who exchanges with whom in a round; known in advance to everyone, without a message."""
 
-    agrees: bool
-    """True if all workers receive the same answer, so that their anchors stay equal to the bit."""
+    @property
+    def agrees(self) -> bool:
+        """True if all workers receive the same answer, so that their anchors stay equal to the bit."""
+        ...
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
         """Ascending positions of the group of `position` in round 1, 2, ... of a world of `size`; includes
@@ -66,10 +70,20 @@ class Answer:
 class OuterRule(Protocol):
     """What a round does to the anchor."""
 
-    vectors: tuple[str, ...]
-    """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
-    shares_anchors: bool
-    """True if workers also exchange their anchors."""
+    @property
+    def momentum(self) -> float:
+        """Outer momentum in [0, 1); 0 without."""
+        ...
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
+        ...
+
+    @property
+    def shares_anchors(self) -> bool:
+        """True if workers also exchange their anchors."""
+        ...
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """Write the block that travels into `out`, from the live weights, what they were when they last landed, and

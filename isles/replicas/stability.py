@@ -1,8 +1,7 @@
 """When random groups pull replicas together faster than momentum throws them apart.
 
 Disagreement of anchors under NoLoCo's outer step with no inner progress, independent random groups, many workers. For
-the state
-(E phi^2, E phi delta, E delta^2), alpha the momentum, gamma the pull, c = (n-1)/n for groups of n, one round
+the state (E phi^2, E phi delta, E delta^2), alpha the momentum, gamma the pull, c = (n-1)/n for groups of n, one round
 multiplies by
 
     M = [ 1 - 2 gamma c + gamma^2 c    2 alpha - 2 alpha gamma c    alpha^2 ]
@@ -10,11 +9,12 @@ multiplies by
         [ gamma^2 c                    -2 alpha gamma c             alpha^2 ]
 
 Replicas stay together exactly if the spectral radius of M is below 1; for pairs that is 0 < gamma < 2 (1 - alpha^2).
-The interval printed
-in the paper (eq. 74) is another one and not the true one. Small worlds forgive more.
+The interval printed in the paper (eq. 74) is another one and not the true one. Small worlds forgive more.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import numpy as np
 
@@ -44,3 +44,13 @@ def largest_gamma(alpha: float, group_size: int = 2) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if radius(alpha, middle, group_size) < 1 else (low, middle)
     return low
+
+
+def warn_unless_stable(alpha: float, gamma: float, group_size: int) -> None:
+    """Warn where replicas drift apart in large worlds."""
+    if radius(alpha, gamma, group_size) > 1 - 1e-9:
+        warnings.warn(
+            f"gamma = {gamma:g} with outer_momentum = {alpha:g} lets replicas drift apart in large worlds: "
+            f"choose 0 < gamma < {largest_gamma(alpha, group_size):.3g}",
+            stacklevel=3,
+        )

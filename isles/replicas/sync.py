@@ -7,9 +7,8 @@ It wraps the user's inner optimizer and is used like one:
     optimizer.step()          # reduce gradients, clip, inner step, outer step when due
     optimizer.zero_grad()
 
-Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, the inner
-optimizer's step,
-`after_inner_step` (methods at parameter level). A method is a subclass with a `Config`.
+Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, the inner optimizer's
+step, `after_inner_step` (methods at parameter level). A method is a subclass with a `Config`.
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ class MethodConfig:
 class ReplicaSync(Optimizer):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
-    model: its trainable parameters are exchanged; tied ones once.
-    inner: the user's optimizer over them; its state stays local. `param_groups` is shared, so schedulers work.
-    group: the replicas, usually `world.outer`.
-    max_norm: clip the gradient to this 2-norm after the reduction.
-    options: the fields of the method's `Config`.
+    model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them; its state
+    stays local. `param_groups` is shared, so schedulers work. group: the replicas, usually `world.outer`. max_norm:
+    clip the gradient to this 2-norm after the reduction. options: the fields of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
@@ -200,7 +197,8 @@ class ReplicaSync(Optimizer):
 
     @torch.no_grad()
     def replica_std(self) -> float:
-        """Spread of the live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas * parameters)).
+        """Spread of the live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
+        parameters)).
 
         Costs one mean over the group; the weights are not touched.
         """
@@ -233,24 +231,23 @@ class ReplicaSync(Optimizer):
             "transport": self.group.transport.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`, given the model's weights of that moment. ValueError for another method
         or config.
         """
-        if state["method"] != type(self).__name__:
-            raise ValueError(
-                f"the state is of {state['method']}, this is {type(self).__name__}: use the method it was saved with"
-            )
+        if state_dict["method"] != type(self).__name__:
+            saved, here = state_dict["method"], type(self).__name__
+            raise ValueError(f"the state is of {saved}, this is {here}: use the method it was saved with")
         for field in fields(self.config):
-            here, saved = getattr(self.config, field.name), state["config"].get(field.name)
+            here, saved = getattr(self.config, field.name), state_dict["config"].get(field.name)
             if here != saved:
                 raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
         self.settle()
-        self.steps = state["steps"]
-        self.inner.load_state_dict(state["inner"])
-        self.load_outer_state(state["outer"])
-        self.group.traffic.load_state_dict(state["traffic"])
-        self.group.transport.load_state_dict(state["transport"])
+        self.steps = state_dict["steps"]
+        self.inner.load_state_dict(state_dict["inner"])
+        self.load_outer_state(state_dict["outer"])
+        self.group.traffic.load_state_dict(state_dict["traffic"])
+        self.group.transport.load_state_dict(state_dict["transport"])
 
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""

@@ -1,6 +1,6 @@
 """Where a user's words become a `Config`: TOML, `--set`, and the checks, one line an error that names key and mend.
 
-    embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
+embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Tables = dict[str, dict[str, Any]]
 
 
 def read_config(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Config:
-    """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments: "section.key=value".
+    """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments:
+    "section.key=value".
 
     ValueError: anything that is not as it should be.
     """
@@ -85,7 +86,9 @@ def _parse_file(path: str) -> Tables:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ValueError(f"{path}: {name} stands outside a section; put it below [{'], ['.join(_SECTIONS)}] or [replicas]")
+            raise ValueError(
+                f"{path}: {name} stands outside a section; put it below [{'], ['.join(_SECTIONS)}] or [replicas]"
+            )
     return tables
 
 

@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass a section, each beside its owner.
 
-    [model] isles.models.config    [data] isles.data.config    [inner] inner.py    [replicas] the method's own Config
-    [world] [run] here
+[model] isles.models.config    [data] isles.data.config    [inner] inner.py    [replicas] the method's own Config
+[world] [run] here
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from isles.training.inner import InnerConfig
 class WorldConfig:
     """Who trains, and over what.
 
-    workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in this
-    process on a simulated network, with the same results.
-    threads: torch threads a worker; 1 keeps results equal to the bit on any machine.
-    links: virtual only: a preset of `isles.network.links`. step_seconds: virtual only: what an inner step is charged with.
-    outer_deadline: longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed.
+    workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers
+    in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results
+    equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`. step_seconds: virtual only:
+    what an inner step is charged with. outer_deadline: longest wait for a peer's part of a round, seconds; raise it if
+    workers differ much in speed.
     """
 
     workers: int = 4
@@ -47,8 +47,8 @@ class WorldConfig:
 class RunConfig:
     """How long, how often.
 
-    steps: inner steps a worker. seed: of the weights, the data order and NoLoCo's pairs. log_every: steps between lines of metrics.jsonl.
-    validate_every: steps between validations (0: only at the end).
+    steps: inner steps a worker. seed: of the weights, the data order and NoLoCo's pairs. log_every: steps between lines
+    of metrics.jsonl. validate_every: steps between validations (0: only at the end).
     """
 
     steps: int = 800

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractContextManager[object]) -> float:
-    """Mean next-token cross-entropy in nats over all rows of `batches` (each (b, T+1), int64; the last may be shorter)."""
+    """Mean next-token cross-entropy in nats over all rows of `batches` (each (b, T+1), int64; the last may be
+    shorter).
+    """
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()

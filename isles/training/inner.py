@@ -1,7 +1,8 @@
 """The inner optimizer: AdamW with linear warm-up and cosine decay over the whole run, and clipping.
 
     lr(step) = lr * step / warmup_steps                                        for step <= warmup_steps
-             = lr * (f + (1 - f) (1 + cos(pi * done)) / 2)                      done: share of the steps after the warm-up
+             = lr * (f + (1 - f) (1 + cos(pi * done)) / 2)                      done: share of the steps after the
+             warm-up
 
 f: final_lr_fraction. The schedule counts inner steps only; outer steps do not touch it.
 """
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerConfig:
-    """lr: peak learning rate. betas, weight_decay: AdamW's. max_norm: clip the (reduced) gradient to this 2-norm, 0 for no clipping.
+    """lr: peak learning rate. betas, weight_decay: AdamW's. max_norm: clip the (reduced) gradient to this 2-norm, 0
+    for no clipping.
 
     warmup_steps: inner steps of linear warm-up. final_lr_fraction: share of the peak reached at the last step.
     accumulation: batches a step whose gradients are averaged before the inner step.

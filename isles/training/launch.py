@@ -1,9 +1,9 @@
 """From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
 
-    RUN/config.toml        resolved          at the start
-    RUN/metrics.jsonl      one object a line live, by this process alone
-    RUN/model.safetensors  consolidated      by worker 0 at the end
-    RUN/summary.json                         at the end: its presence means the run is complete
+RUN/config.toml        resolved          at the start
+RUN/metrics.jsonl      one object a line live, by this process alone
+RUN/model.safetensors  consolidated      by worker 0 at the end
+RUN/summary.json                         at the end: its presence means the run is complete
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One worker's training run, the same code on every backend.
 
-    loader -> forward, backward -> optimizer.step() (reduce, clip, inner step, exchange) -> schedule
-    every log_every steps: a line of metrics.jsonl goes to the launcher
-    at the end: finish, judge the replicas, consolidate, judge the one model, save it
+loader -> forward, backward -> optimizer.step() (reduce, clip, inner step, exchange) -> schedule
+every log_every steps: a line of metrics.jsonl goes to the launcher
+at the end: finish, judge the replicas, consolidate, judge the one model, save it
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from isles.training.inner import adamw, lr_factor
 class Metrics:
     """One line of metrics.jsonl. Totals are since the start of the run; units: nats, tokens, bytes, seconds.
 
-    loss: mean over the steps since the line before. clock_seconds: host clock, or the virtual one on the virtual backend.
+    loss: mean over the steps since the line before. clock_seconds: host clock, or the virtual one on the virtual
+    backend.
     """
 
     step: int
