@@ -4,8 +4,8 @@ Guarantees: a killed peer is reported by every transfer that needs it (PeerLost,
 transfer's deadline ends (DeadlinePassed); other pairs stay usable after either. Facts about gloo behind the design:
 `waiters.py`.
 
-Messages travel over gloo as uint8 views of CPU memory. With an NCCL group beside it, `native_sum` adds up CUDA
-buffers directly.
+Messages travel over gloo as uint8 views of CPU memory. `native_sum` is torch's own all_reduce, over NCCL for CUDA
+buffers: the fast path inside an island.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class DistributedTransport:
     """One process of a torch.distributed world; with size 1 it needs no process group."""
 
     step_seconds = 0.0
+    native = True
 
     def __init__(self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
@@ -41,6 +42,7 @@ class DistributedTransport:
         self._waiters, self._driver = Waiters(), Driver()
         self._start = time.perf_counter()
         self._closed = False
+        self._native_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     @classmethod
     def join(cls, store: dist.Store, rank: int, size: int) -> DistributedTransport:
@@ -69,6 +71,14 @@ class DistributedTransport:
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
         """See Transport.recv."""
         return self._post(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
+
+    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> PostedWork:
+        """See Transport.native_sum: torch.distributed's all_reduce, over NCCL for CUDA buffers, else over gloo.
+
+        With NCCL every rank needs a GPU of its own and has made it the current one (torch.cuda.set_device).
+        """
+        group = self._native_group(ranks, "nccl" if buffer.is_cuda else "gloo")
+        return self._watch(None, buffer, lambda: dist.all_reduce(buffer, group=group, async_op=True), ask_sender=False)
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
         """See Transport.run."""
@@ -100,8 +110,21 @@ class DistributedTransport:
         if dist.is_initialized():
             dist.destroy_process_group(self._processes)
 
+    def _native_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+        key = (ranks, backend)
+        if key not in self._native_groups:
+            # Only the members meet: other groups of the mesh are made by their own.
+            made = dist.new_group(list(ranks), timeout=_NEVER, backend=backend, use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._native_groups[key] = made
+        return self._native_groups[key]
+
     def _post(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
         assert buffer.dtype == torch.uint8 and buffer.device.type == "cpu", "gloo takes uint8 views of CPU memory"
+        return self._watch(peer, buffer, start, ask_sender=peer is None)
+
+    def _watch(self, peer: int | None, buffer: Tensor, start: Any, *, ask_sender: bool) -> PostedWork:
+        """The work of what `start` posts; a waiter thread sees its end."""
         work = PostedWork(peer, buffer)
         try:
             message = start()
@@ -112,7 +135,7 @@ class DistributedTransport:
         def wait() -> None:
             try:
                 message.wait()
-                if peer is None:
+                if ask_sender:
                     work.peer = message.source_rank()
             except RuntimeError as error:
                 work.finished(PeerLost(-1 if peer is None else peer, _first_line(error)))

@@ -138,17 +138,18 @@ class Group:
         return Call(self, channel or self.channel, round, fragment)
 
     def start(
-        self, protocol: Steps[Any], channel: Channel | None = None, deadline: float | None = None
+        self, protocol: Steps[Any], channel: Channel | None = None, deadline: float | None = None, nbytes: int = 0
     ) -> Transfer[Any]:
-        """Run a generator behind the computation; `deadline` seconds (default: the channel's)."""
+        """Run a generator behind the computation; `deadline` seconds (default: the channel's, for `nbytes` to send)."""
         channel = channel or self.channel
-        return self.transport.run(protocol, channel, self.deadlines.of(channel) if deadline is None else deadline)
+        seconds = self.deadlines.of(channel, nbytes) if deadline is None else deadline
+        return self.transport.run(protocol, channel, seconds)
 
     # The blocking verbs. Default channel: control, so that they never meet a transfer under way.
 
     def mean(self, buffer: Tensor, codec: Codec, channel: Channel = "control", stamp: Stamp | None = None) -> None:
         """Replace flat `buffer` (n,) by its mean over the group; the same bits on every member."""
-        self.start(mean(self.call(channel), buffer, codec, stamp), channel).wait()
+        self.start(mean(self.call(channel), buffer, codec, stamp), channel, nbytes=2 * buffer.nbytes).wait()
 
     def all_gather(self, data: Tensor, channel: Channel = "control") -> list[Tensor]:
         """Every member's `data` (same shape everywhere) in group order."""
@@ -164,7 +165,7 @@ class Group:
 
     def broadcast(self, data: Tensor, source: int = 0, channel: Channel = "control") -> None:
         """Overwrite contiguous `data` with that of position `source`."""
-        self.start(collectives.broadcast(self.call(channel), data, source), channel).wait()
+        self.start(collectives.broadcast(self.call(channel), data, source), channel, nbytes=2 * data.nbytes).wait()
 
     def barrier(self) -> None:
         """Return once every member has come here."""

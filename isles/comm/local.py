@@ -86,6 +86,8 @@ class LocalWorkers:
         threads: int = 1,
         deadlines: Deadlines | None = None,
     ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers = {workers}: choose 1 or more")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["isles.comm.local"])
         # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
@@ -133,7 +135,7 @@ class LocalWorkers:
                 results[rank] = WorkerFailed(rank, "ended by the launcher after another worker failed")
                 self.failures.append(rank)
         finally:
-            self._end()
+            self._end(patience=1.0 if waiting or self.failures else 10.0)
         return results
 
     def _collect(self, pipe: Connection, rank: int) -> tuple[str, Any]:
@@ -146,15 +148,17 @@ class LocalWorkers:
                 "error",
                 WorkerFailed(rank, f"its process ended with exit code {self.processes[rank].exitcode}"),
             )
+        except Exception as error:  # its class does not come back from what it was taken apart into
+            kind, value = "error", WorkerFailed(rank, f"its result cannot be rebuilt in the launcher: {error!r}")
         if kind == "error":
             self.failures.append(rank)
         return kind, value
 
-    def _end(self) -> None:
+    def _end(self, patience: float) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send("close")
-        ends_at = time.monotonic() + (1.0 if self.failures else 10.0)
+        ends_at = time.monotonic() + patience
         for process in self.processes:
             process.join(max(ends_at - time.monotonic(), 0.0))
         for process in self.processes:
@@ -182,8 +186,10 @@ def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tupl
         message = ("error", _portable(error, seat.rank))
     try:
         pipe.send(message)
-    except Exception as error:  # a result that cannot travel is the worker's failure, not a reason to hang
-        pipe.send(("error", WorkerFailed(seat.rank, f"its result cannot be sent to the launcher: {error}")))
+    except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
+        told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
+        message = ("error", WorkerFailed(seat.rank, told))
+        pipe.send(message)
     closing.wait()
     if transport is None or message[0] == "error":
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
@@ -202,8 +208,17 @@ def _watch_launcher(pipe: Connection, closing: threading.Event) -> None:
 def _portable(error: Exception, rank: int) -> Exception:
     """The error itself where the launcher can rebuild it, else its traceback as text."""
     if isinstance(error, (CommError, ValueError)):
+        make, arguments, *_ = error.__reduce__()
+        try:
+            make(*arguments)
+        except Exception as why:  # its __init__ takes other arguments than it hands on
+            return WorkerFailed(rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})")
         return error
-    return WorkerFailed(rank, "".join(traceback.format_exception(error)).rstrip())
+    return WorkerFailed(rank, _text(error))
+
+
+def _text(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _stay_on_this_machine() -> None:

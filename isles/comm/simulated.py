@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from isles.comm import mesh
 from isles.comm.transport import Deadlines
 from isles.comm.virtual import VirtualCluster
@@ -19,6 +21,7 @@ def run_virtual(
     *,
     links: Links | str = "home-fibre",
     args: Sequence[Any] = (),
+    threads: int = 1,
     step_seconds: float = 0.1,
     speeds: Sequence[float] | None = None,
     compute_jitter: float = 0.0,
@@ -30,6 +33,7 @@ def run_virtual(
 ) -> list[Any]:
     """Run `worker(world, *args)` for `workers` workers in this process, on a virtual clock; results in rank order.
 
+    threads: torch threads of this process meanwhile; 1 keeps results equal to the bit on any machine.
     links: what a message costs; a preset's name or a `Links`. step_seconds: what one inner step costs on a worker of
     speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter: sigma of a log-normal
     factor on each step. slots: workers that compute at once; results do not depend on it. Losses, weights and bytes
@@ -50,4 +54,9 @@ def run_virtual(
         world = mesh.init(deadlines=deadlines)
         return worker(world if on_event is None else replace(world, report=on_event), *args)
 
-    return cluster.run(work, return_errors=return_errors)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return cluster.run(work, return_errors=return_errors)
+    finally:
+        torch.set_num_threads(before)

@@ -60,9 +60,10 @@ class Transfer(Protocol[T]):
 class Deadlines:
     """Longest wait for a peer by channel, seconds, counted from the start of the transfer.
 
-    outer: raise it if workers differ in speed by more than this over one round of `sync_every` steps, or if the link
-    needs longer for a round. eval: raise it if validation takes minutes on the slowest worker. control: raise it if
-    workers start, compile or end minutes apart.
+    outer: raise it if workers differ in speed by more than this over one round of `sync_every` steps. eval: raise it if
+    validation takes minutes on the slowest worker. control: raise it if workers start, compile or end minutes apart.
+    slowest_link: bits per second; a transfer of so many bytes that such a link would be busy with them for long gets
+    five times that long. Lower it if big models meet slow links and a live peer is reported as late.
     """
 
     control: float = 120.0
@@ -70,10 +71,11 @@ class Deadlines:
     outer: float = 60.0
     eval: float = 600.0
     pipeline: float = 75.0
+    slowest_link: float = 10e6
 
-    def of(self, channel: Channel) -> float:
-        """The deadline of `channel`, seconds."""
-        return getattr(self, channel)
+    def of(self, channel: Channel, nbytes: int = 0) -> float:
+        """The deadline of a transfer on `channel` in which this worker sends `nbytes`, seconds."""
+        return max(getattr(self, channel), 5 * 8 * nbytes / self.slowest_link)
 
 
 class Transport(Protocol):
@@ -106,6 +108,17 @@ class Transport(Protocol):
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
         """Post a receive of exactly `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the
         sender).
+        """
+        ...
+
+    @property
+    def native(self) -> bool:
+        """True if the backend has a collective of its own, `native_sum`."""
+        ...
+
+    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
+        collective: NCCL for CUDA buffers. The order of the sums is the backend's. ValueError where there is none.
         """
         ...
 

@@ -93,26 +93,26 @@ class _Run:
         ]
         self._results: list[Any] = [None] * cluster.workers
         self._errors: list[BaseException] = []  # in order of virtual time
+        self._started: list[threading.Thread] = []
+        self._ended: list[int] = []  # ranks whose threads have nothing left to do
+        self._all_ended = threading.Event()
         self._random = torch.get_rng_state() if cluster.slots == 1 else None
 
     def join(self, return_errors: bool) -> list[Any]:
         """Start the threads, wait for them, hand out what came of it."""
         threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"isles-virtual-{worker.rank}", daemon=True)
+            threading.Thread(target=self._thread, args=(worker,), name=f"isles-virtual-{worker.rank}", daemon=True)
             for worker in self._scheduler.workers
         ]
-        started = []
         try:
             for thread in threads:
                 thread.start()
-                started.append(thread)
+                self._started.append(thread)
             self._scheduler.start()
-            for thread in started:
-                thread.join()
+            self._wait()
         except BaseException:  # Ctrl-C, or no more threads to be had
             self._scheduler.stop()
-            for thread in started:
-                thread.join()
+            self._wait()
             raise
         finally:
             if self._random is not None:
@@ -121,8 +121,24 @@ class _Run:
             raise self._errors[0]
         return self._results
 
+    def _wait(self) -> None:
+        # Not by join alone: Ctrl-C in it makes Python 3.11 take a running thread for an ended one. And with a timeout:
+        # a signal that comes just before a lock is waited for would not be handled until the wait ends.
+        while len(self._ended) < len(self._started):
+            self._all_ended.wait(0.5)
+        for thread in self._started:
+            thread.join()
+
+    def _thread(self, worker: Worker) -> None:
+        try:
+            self._work(worker)
+        finally:
+            self._ended.append(worker.rank)
+            if len(self._ended) == len(self._started):  # nobody ends before all have started
+                self._all_ended.set()
+
     def _work(self, worker: Worker) -> None:
-        """A worker's thread."""
+        """One worker from begin to end."""
         error: BaseException | None = None
         try:
             self._scheduler.begin(worker)

@@ -24,6 +24,8 @@ class VirtualTransport:
     one slot torch's global CPU generator is this worker's own between calls; protocols must not draw from it.
     """
 
+    native = False
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -72,6 +74,10 @@ class VirtualTransport:
             work = VirtualWork(self._worker, peer, out, self._scheduler.stepping)
             self._wire.recv(self.rank, peer, tag, work)
         return work
+
+    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> VirtualWork:
+        """See Transport.native_sum: there is none here."""
+        raise ValueError("the virtual backend has no collective of its own: use the two-shot mean")
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
         """See Transport.run. Messages a failed transfer has asked for are dropped when they come."""

@@ -1,4 +1,7 @@
-"""The model that is trained: a Llama-style decoder, its named sizes, and how to build one."""
+"""The models: a Llama-style decoder, its named sizes, and what one token of it costs.
+
+`ModelConfig` and the counts of `sizes` are importable without torch; the names below load on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .factory import autocast, build, choose_device
     from .config import ModelConfig
-    from .decoder import Decoder, Output
-    from .factory import autocast, build, device_of
-    from .sizes import SIZES, Shape, flops_per_token, parameters, shape_of
+    from .decoder import Decoder, Output, next_token_loss
+    from .sizes import (
+        SIZES,
+        Shape,
+        embedding_parameters,
+        flops_per_token,
+        non_embedding_parameters,
+        parameters,
+        shape_of,
+    )
 
 _HOMES = {
-    "Decoder": "decoder",
     "ModelConfig": "config",
-    "Output": "decoder",
     "SIZES": "sizes",
     "Shape": "sizes",
-    "autocast": "factory",
-    "build": "factory",
-    "device_of": "factory",
+    "embedding_parameters": "sizes",
     "flops_per_token": "sizes",
+    "non_embedding_parameters": "sizes",
     "parameters": "sizes",
     "shape_of": "sizes",
+    "Decoder": "decoder",
+    "Output": "decoder",
+    "next_token_loss": "decoder",
+    "autocast": "factory",
+    "build": "factory",
+    "choose_device": "factory",
 }
 
 __all__ = [
@@ -33,8 +47,11 @@ __all__ = [
     "Shape",
     "autocast",
     "build",
-    "device_of",
+    "choose_device",
+    "embedding_parameters",
     "flops_per_token",
+    "next_token_loss",
+    "non_embedding_parameters",
     "parameters",
     "shape_of",
 ]
@@ -43,4 +60,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # the next access no longer comes through here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,42 +1,71 @@
-"""From a `ModelConfig` to a model on its device."""
+"""From a `[model]` section to a model that trains: device, number format, compilation and autocast."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
+from torch import nn
 
 from .config import ModelConfig
 from .decoder import Decoder
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def device_of(config: ModelConfig, rank: int = 0) -> torch.device:
-    """Where worker `rank` computes: with a GPU, cuda:(rank mod number of GPUs), so that workers may share one.
+def choose_device(config: ModelConfig, rank: int = 0) -> torch.device:
+    """Where worker `rank` computes: GPU rank modulo the GPUs of this machine, so workers may share one; else the CPU.
 
-    ValueError: `device = "cuda"` where torch sees none; fp16 autocast without a GPU.
+    ValueError where `model.device = "cuda"` and torch sees no GPU.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cuda" and not gpus:
-        raise ValueError('model.device = "cuda", but torch sees no GPU here: use "auto" or "cpu"')
-    device = torch.device("cuda", rank % gpus) if gpus and config.device != "cpu" else torch.device("cpu")
-    if config.autocast == "fp16" and device.type == "cpu":
-        raise ValueError('model.autocast = "fp16" needs a GPU, and torch sees none here: use "bf16" or "none"')
-    return device
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if gpus:
+        return torch.device("cuda", rank % gpus)
+    if config.device == "cuda":
+        raise ValueError(
+            'model.device = "cuda" but torch sees no GPU here; use model.device = "cpu" or "auto", or install a CUDA '
+            "build of torch"
+        )
+    return torch.device("cpu")
 
 
-def build(config: ModelConfig, seed: int, rank: int = 0) -> Any:
-    """The decoder that `config` describes, for worker `rank`; weights are drawn from `seed` alone."""
-    model = Decoder(config.shape(), seed=seed, device=device_of(config, rank), dtype=getattr(torch, config.dtype))
+def build(config: ModelConfig, seed: int, rank: int = 0) -> nn.Module:
+    """The decoder of `config` on the device of worker `rank`, in `model.dtype`, compiled where that was asked for.
+
+    The weights depend on the shape and `seed` alone: every rank and every device starts from the same model, and the
+    global random generators stay as they were. A compiled model is compiled in place: its parameter names and its
+    class are those of the plain one. ValueError as in `choose_device` and `autocast`.
+    """
+    device = choose_device(config, rank)
+    _refuse_fp16_on_cpu(config, device)
+    model = Decoder(config.shape(), seed=seed, device=device, dtype=DTYPES[config.dtype])
     if config.compile:
-        model.compile()  # in place: parameter names stay what they are
+        model.compile()
     return model
 
 
-def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The context for forward passes. fp16 also wants a torch.amp.GradScaler, or small gradients become zero."""
+def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which the forward pass runs; it does nothing for `model.autocast = "none"`.
+
+        with autocast(config, device):
+            loss = model(tokens).loss
+        loss.backward()
+
+    "bf16" needs nothing else. "fp16" is for CUDA and needs a `torch.amp.GradScaler`, for small gradients underflow
+    without one. ValueError for "fp16" on a CPU; a warning for "bf16" on a GPU that only emulates it.
+    """
     if config.autocast == "none":
         return nullcontext()
-    return torch.autocast(device.type, dtype=_AUTOCAST[config.autocast])
+    _refuse_fp16_on_cpu(config, device)
+    if config.autocast == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        warnings.warn(
+            'model.autocast = "bf16" is emulated on this GPU and slow; use "fp16" with a GradScaler, or "none"', stacklevel=2
+        )
+    return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[config.autocast])
+
+
+def _refuse_fp16_on_cpu(config: ModelConfig, device: torch.device) -> None:
+    if config.autocast == "fp16" and device.type == "cpu":
+        raise ValueError('model.autocast = "fp16" needs a GPU and this worker computes on the CPU; use "bf16" or "none"')

@@ -25,6 +25,15 @@ def momentum_in_range(outer_momentum: float) -> None:
         raise ValueError(f"outer_momentum = {outer_momentum}: choose 0 <= outer_momentum < 1")
 
 
+def group_fits(group_size: int, workers: int) -> None:
+    """group_size <= workers, or one worker alone."""
+    if 1 < workers < group_size:
+        raise ValueError(
+            f"group_size = {group_size} in a world of {workers}: every round would be done alone; "
+            f"choose group_size <= {workers}"
+        )
+
+
 def one_of(key: str, name: str, allowed: Collection[str]) -> None:
     """`name` is one of `allowed`."""
     if name not in allowed:

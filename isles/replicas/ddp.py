@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from isles.comm.codecs import CODECS, codec
-from isles.comm.mean import Stamp, mean, sent_bytes
+from isles.comm.mean import Stamp, mean, native_bytes, native_mean, sent_bytes
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.replicas.checks import one_of
@@ -33,25 +33,30 @@ _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(MethodConfig):
     """bucket_megabytes: size of a bucket in 2**20 bytes of gradient. codec: form of the gradients on the wire (none,
-    fp16, bf16, int8).
+    fp16, bf16, int8). reduction: two_shot (over gloo, the same bits on every backend), or native: torch's own
+    all_reduce, over NCCL where gradients are on GPUs (one for each worker), without codecs.
     """
 
     bucket_megabytes: float = 25.0
     codec: str = "none"
+    reduction: Literal["two_shot", "native"] = "two_shot"
 
     def __post_init__(self) -> None:
         if not self.bucket_megabytes > 0:
             raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
         one_of("codec", self.codec, CODECS)
+        one_of("reduction", self.reduction, ("two_shot", "native"))
+        if self.reduction == "native" and self.codec != "none":
+            raise ValueError('reduction = "native" sends gradients as they are: use "two_shot" with a codec')
 
 
 class Bucket:
     """Parameters whose gradients travel together."""
 
-    def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, index: int, parameters: list[nn.Parameter], device: torch.device) -> None:
         self.index, self.parameters = index, parameters
         self.layout = FlatParameters(parameters)
-        self.flat = self.layout.new()
+        self.flat = self.layout.new().to(device)
         self.views = [
             part.view(parameter.shape)
             for part, parameter in zip(self.flat.split([p.numel() for p in parameters]), parameters, strict=True)
@@ -66,7 +71,8 @@ class Bucket:
         """Copy the gradients in; one that was not computed counts as zero."""
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
         pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def unload(self) -> None:
         """Copy the means back into the gradients."""
@@ -90,7 +96,13 @@ class DDP(ReplicaSync):
     def _begin(self) -> None:
         super()._begin()
         self.codec = codec(self.config.codec)
-        self.buckets = _buckets(self.parameters, self.config.bucket_megabytes * 2**20)
+        self.native = self.config.reduction == "native"
+        if self.native and not self.group.transport.native:
+            raise ValueError('reduction = "native" needs a real backend: use "two_shot" on the virtual one')
+        device = self.parameters[0].device if self.native else torch.device("cpu")
+        if self.native:  # opens the backend's connections now, not in the first backward pass
+            self.group.start(native_mean(self.group.call("control"), torch.zeros(1, device=device)), "control").wait()
+        self.buckets = _buckets(self.parameters, self.config.bucket_megabytes * 2**20, device)
         self._elements = sum(bucket.layout.numel for bucket in self.buckets)
         self._launched = 0  # buckets leave in order on every worker, whatever the order of the gradients
         self._quiet = False
@@ -126,15 +138,20 @@ class DDP(ReplicaSync):
     def schedule(self, steps: int) -> list[Planned]:
         """See ReplicaSync.schedule."""
         everyone = (tuple(range(self.group.size)),)
-        bytes_sent = [
-            tuple(sent_bytes(b.layout.numel, b.flat.dtype, self.codec, self.group.size, p) for p in everyone[0])
-            for b in self.buckets
-        ]
+        bytes_sent = [tuple(self._bytes(bucket, position) for position in everyone[0]) for bucket in self.buckets]
         return [
             Planned(step, step, bucket.index, "gradient", everyone, bytes_sent[bucket.index])
             for step in range(1, steps + 1)
             for bucket in self.buckets
         ]
+
+    def _bytes(self, bucket: Bucket, position: int) -> int:
+        elements, dtype, size = bucket.layout.numel, bucket.flat.dtype, self.group.size
+        return (
+            native_bytes(elements, dtype, size)
+            if self.native
+            else sent_bytes(elements, dtype, self.codec, size, position)
+        )
 
     def outer_state(self) -> dict[str, Any]:
         """See ReplicaSync.outer_state: nothing is under way between steps."""
@@ -171,14 +188,18 @@ class DDP(ReplicaSync):
 
     def _start(self, bucket: Bucket, round: int) -> None:
         call = self.group.call(round=round, fragment=bucket.index)
-        bucket.transfer = self.group.start(mean(call, bucket.flat, self.codec, Stamp(self.steps)))
+        if self.native:
+            steps = native_mean(call, bucket.flat)
+        else:
+            steps = mean(call, bucket.flat, self.codec, Stamp(self.steps))
+        bucket.transfer = self.group.start(steps, nbytes=self._bytes(bucket, self.group.rank))
 
     def _wait(self, bucket: Bucket) -> None:
         assert bucket.transfer is not None
         bucket.transfer.wait()
 
 
-def _buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
+def _buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
     """Runs of parameters in reverse order, each of about `limit` bytes: backward passes make the last gradients
     first.
     """
@@ -193,4 +214,4 @@ def _buckets(parameters: list[nn.Parameter], limit: float) -> list[Bucket]:
         size += bytes_here
     if len(runs) > MAX_FRAGMENTS:
         raise ValueError(f"{len(runs)} buckets are too many (at most {MAX_FRAGMENTS}): raise bucket_megabytes")
-    return [Bucket(index, run) for index, run in enumerate(runs)]
+    return [Bucket(index, run, device) for index, run in enumerate(runs)]

@@ -15,11 +15,14 @@ from isles.replicas.flat import FlatParameters
 @dataclass(slots=True)
 class Exchange:
     """One buffer under way, or arrived: `buffer` is replaced by the mean over the members. `transfer` None: it has
-    arrived.
+    arrived, or has failed before a checkpoint. `own`: what was sent, as the others decode it, where that differs.
     """
 
     buffer: Tensor
     transfer: Transfer[None] | None
+    own: Tensor | None = None
+    failed: bool = False
+    """A peer failed and the method goes on without it; `buffer` holds nothing of use."""
 
     def wait(self) -> None:
         """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged."""
@@ -67,7 +70,8 @@ class Fragment:
 
     def release(self, flight: Flight) -> None:
         """Reuse a landed flight's buffers for a later round: fresh pages cost more than the arithmetic."""
-        self._spare.extend(exchange.buffer for exchange in flight.exchanges())
+        for exchange in flight.exchanges():
+            self._spare.extend(buffer for buffer in (exchange.buffer, exchange.own) if buffer is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers; exchanges under way must have arrived (`settle`)."""
@@ -77,7 +81,9 @@ class Fragment:
             "rounds": self.rounds,
             "sent": self.sent,
             "digest": self.digest,
-            "ahead": self.ahead.buffer.clone() if self.ahead is not None else None,
+            "ahead": None if self.ahead is None else self.ahead.buffer.clone(),
+            "ahead_own": None if self.ahead is None or self.ahead.own is None else self.ahead.own.clone(),
+            "ahead_failed": self.ahead is not None and self.ahead.failed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,4 +97,7 @@ class Fragment:
         for name, vector in self.vectors.items():
             vector.copy_(state["vectors"][name])
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
-        self.ahead = None if state["ahead"] is None else Exchange(state["ahead"].clone(), None)
+        ahead, own = state["ahead"], state["ahead_own"]
+        if ahead is not None:
+            ahead = Exchange(ahead.clone(), None, None if own is None else own.clone(), state["ahead_failed"])
+        self.ahead = ahead

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from isles.comm.codecs import CODECS, codec
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
+from isles.replicas.checks import at_least, group_fits, momentum_in_range, one_of, positive_rate
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import RandomGroups
 from isles.replicas.noloco_forms import SingleVector, ThetaOnly
@@ -94,8 +94,8 @@ class DeltaPhi:
 
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
         """See the class."""
-        assert answer.anchors is not None
-        delta, apart = vectors["momentum"], answer.anchors.sub_(anchor)  # mean phi - phi
+        assert answer.anchors is not None and answer.own_anchor is not None
+        delta, apart = vectors["momentum"], answer.anchors.sub_(answer.own_anchor)  # mean phi - phi
         delta.mul_(self.momentum).sub_(answer.mean, alpha=self.beta).add_(apart, alpha=self.gamma)
         anchor.add_(delta)
 
@@ -114,6 +114,7 @@ class NoLoCo(OuterSync):
     def compose(self) -> Composition:
         """See OuterSync.compose."""
         config = self.config
+        group_fits(config.group_size, self.group.size)
         warn_unless_stable(config.outer_momentum, config.pull, config.group_size)
         return Composition(
             cadence=EveryH(config.sync_every),

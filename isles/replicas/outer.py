@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from isles.comm.codecs import Codec
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.mean import Stamp, mean
+from isles.comm.mean import Stamp, mean, sent_bytes
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.flat import digest, word_sum
 from isles.replicas.fragment import Exchange, Flight, Fragment
@@ -165,7 +165,10 @@ class OuterSync(ReplicaSync):
             members = (self.group.rank,)
         group = self.group.among(members)
         call = group.call(round=round, fragment=fragment.index)
-        return Exchange(buffer, group.start(mean(call, buffer, codec, Stamp(self.steps, fragment.digest), part=part)))
+        nbytes = sent_bytes(buffer.numel(), buffer.dtype, codec, group.size, group.rank)
+        own = fragment.staging() if part == _ANCHORS and not codec.lossless else None
+        stamp = Stamp(self.steps, fragment.digest)
+        return Exchange(buffer, group.start(mean(call, buffer, codec, stamp, own, part), nbytes=nbytes), own)
 
     def _receive(self, flight: Flight) -> None:
         """Wait for a flight; where its round failed and the method may go on alone, take this worker's own share for
@@ -188,17 +191,20 @@ class OuterSync(ReplicaSync):
                 raise
             if isinstance(error, PeerLost) and error.rank in self.group.ranks:
                 self.lost.add(self.group.ranks.index(error.rank))
-            return False
-        return True
+            exchange.failed = True
+        return not exchange.failed
 
     def _land(self, flight: Flight) -> None:
         fragment, rule, landing = flight.fragment, self.parts.rule, self.parts.landing
         sums = []
         for block in fragment.flat.blocks():
             anchor = block.of(fragment.anchor)
-            anchors = block.of(flight.anchors.buffer) if flight.anchors is not None else None
+            answer = Answer(block.of(flight.payload.buffer))
+            if (shared := flight.anchors) is not None:
+                own = anchor if shared.own is None else block.of(shared.own)
+                answer = Answer(answer.mean, block.of(shared.buffer), own)
             vectors = {name: block.of(vector) for name, vector in fragment.vectors.items()}
-            rule.apply(anchor, Answer(block.of(flight.payload.buffer), anchors), vectors)
+            rule.apply(anchor, answer, vectors)
             landing.land(block.live, block.shaped(anchor))
             if self.agrees:
                 sums.append(word_sum(anchor))

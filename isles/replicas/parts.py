@@ -60,11 +60,14 @@ class Answer:
     """What came back of one round, as blocks (b,) of the same entries.
 
     mean: the mean of what the participants sent, as every one of them decoded it; may be written to.
-    anchors: the mean of the participants' anchors, where the rule shares anchors.
+    anchors: the mean of the participants' anchors, where the rule shares anchors; may be written to.
+    own_anchor: this worker's anchor as the others decoded it: what `anchors` must be compared with, or a lossy codec's
+    rounding would pull anchors to its grid.
     """
 
     mean: Tensor
     anchors: Tensor | None = None
+    own_anchor: Tensor | None = None
 
 
 class OuterRule(Protocol):

@@ -30,14 +30,17 @@ class Planned(NamedTuple):
 def planned_rounds(
     parts: Composition, fragments: Sequence[tuple[int, torch.dtype]], size: int, steps: int
 ) -> list[Planned]:
-    """All exchanges of `steps` inner steps among `size` workers; fragments: (elements, dtype) each."""
+    """All exchanges of `steps` inner steps and `finish` among `size` workers; fragments: (elements, dtype) each."""
     plan = []
     rounds, landed = [0] * len(fragments), [0] * len(fragments)
     for step in range(1, steps + 1):
-        for index in parts.cadence.sends(step):
+        sending = list(parts.cadence.sends(step))
+        if step == steps:  # finish: a last, shorter round
+            sending += [index for index in range(len(fragments)) if index not in sending]
+        for index in sending:
             rounds[index] += 1
             elements, dtype = fragments[index]
-            lands = parts.cadence.lands(step)
+            lands = min(parts.cadence.lands(step), steps)
             groups = groups_of(parts.mixing, rounds[index], size)
             if (
                 parts.rule.shares_anchors
@@ -48,7 +51,7 @@ def planned_rounds(
                 plan.append(_planned(started, lands, index, "anchor", groups, elements, dtype, parts.anchor_codec))
             plan.append(_planned(step, lands, index, "payload", groups, elements, dtype, parts.codec))
             landed[index] = lands
-    if parts.prefetch_anchors:  # the run ends before the round that these anchors were sent for
+    if parts.prefetch_anchors and steps > 0:  # the run ends before the round that these anchors were sent for
         for index, (elements, dtype) in enumerate(fragments):
             groups = groups_of(parts.mixing, rounds[index] + 1, size)
             assert parts.anchor_codec is not None

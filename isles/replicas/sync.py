@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -123,7 +124,7 @@ class ReplicaSync(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.reduce_gradients()
-        self.charge(1.0 - self._charged)
+        self.charge(max(1.0 - self._charged, 0.0))  # the shares charged so far may add up to a little over 1
         self._charged = 0.0
         if scaler is not None:
             scaler.unscale_(self.inner)
@@ -224,6 +225,7 @@ class ReplicaSync(Optimizer):
         return {
             "method": type(self).__name__,
             "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
+            "shapes": self._shapes(),
             "steps": self.steps,
             "inner": self.inner.state_dict(),
             "outer": self.outer_state(),
@@ -242,12 +244,17 @@ class ReplicaSync(Optimizer):
             here, saved = getattr(self.config, field.name), state_dict["config"].get(field.name)
             if here != saved:
                 raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
+        if state_dict["shapes"] != self._shapes():
+            raise ValueError("the state is of a model with other parameter shapes: load it into its own model")
         self.settle()
         self.steps = state_dict["steps"]
         self.inner.load_state_dict(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
         self.group.traffic.load_state_dict(state_dict["traffic"])
         self.group.transport.load_state_dict(state_dict["transport"])
+
+    def _shapes(self) -> list[list[int]]:
+        return [list(parameter.shape) for parameter in self.parameters]
 
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""
@@ -261,11 +268,12 @@ class ReplicaSync(Optimizer):
     @torch.no_grad()
     def _begin(self) -> None:
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
-        text = f"{type(self).__name__} {self.config} {[(tuple(p.shape), str(p.dtype)) for p in self.parameters]}"
-        self._compare(
-            _fingerprint(text), "its method, settings or model shapes differ; start all workers with the same ones"
-        )
         tensors: Sequence[Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
+        self._compare(
+            _fingerprint(f"{type(self).__name__} {self.config} {self.max_norm} {shapes}"),
+            "its method, settings or model shapes differ; start all workers with the same ones",
+        )
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
@@ -280,8 +288,10 @@ class ReplicaSync(Optimizer):
         )
 
     def _compare(self, value: int, detail: str) -> None:
-        for position, theirs in enumerate(self.group.all_gather(torch.tensor([value]))):
-            if int(theirs) != value:
+        values = [int(theirs) for theirs in self.group.all_gather(torch.tensor([value]))]
+        usual = Counter(values).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
+        for position, theirs in enumerate(values):
+            if theirs != usual:
                 raise Diverged(self.group.ranks[position], 0, detail)
 
 

@@ -32,6 +32,7 @@ class WorldConfig:
     links: str = "home-fibre"
     step_seconds: float = 0.1
     outer_deadline: float = 60.0
+    slowest_link: float = 10e6
 
     def __post_init__(self) -> None:
         for key in ("workers", "threads"):
@@ -39,6 +40,10 @@ class WorldConfig:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
         if self.step_seconds < 0:
             raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
+        if not self.slowest_link > 0:
+            raise ValueError(
+                f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
+            )
         if not self.outer_deadline > 0:
             raise ValueError(f"outer_deadline = {self.outer_deadline}: choose a positive number of seconds")
 

@@ -60,7 +60,7 @@ def launch(
 
 def _start(config: Config, out: str, on_event: Callable[[Any], None]) -> list[dict[str, Any]]:
     world, args = config.world, (config, out)
-    deadlines = Deadlines(outer=world.outer_deadline)
+    deadlines = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
     if world.backend == "virtual":
         return run_virtual(
             train_worker,

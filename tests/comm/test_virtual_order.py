@@ -15,7 +15,7 @@ JITTERY = Links(bandwidth=[4e4, 8e4, 1e5], latency=0.05, jitter=1.0, uplinks=[0,
 
 
 def pattern(seed, nap=0.0):
-    """A random program of five workers: pairs at random moments, reports to rank 0, transfers that overlap computing."""
+    """A random program of five workers: pairs at random moments, reports to rank 0, transfers behind computing."""
     plan = random.Random(seed)
     rounds = []
     for _ in range(6):
@@ -134,6 +134,21 @@ def test_one_slot_runs_one_thread_and_two_run_two():
 
     assert most_at_once(1) == 1
     assert most_at_once(2) == 2
+
+
+def test_charging_computation_lets_others_go_on():
+    # Rank 0 computes, and has said so: rank 1, whose call came first in host time, need not wait for the end of it.
+    went_on = threading.Event()
+
+    def worker(transport):
+        if transport.rank == 0:
+            time.sleep(0.05)
+            transport.compute(10.0)
+            return went_on.wait(10.0)
+        assert transport.traffic is not None  # a call that takes a turn
+        return went_on.set()
+
+    assert VirtualCluster(2, links="lan", slots=2).run(worker) == [True, None]
 
 
 def test_with_one_slot_the_global_generator_is_each_workers_own():

@@ -47,8 +47,10 @@ def test_the_buffer_may_be_reused_once_the_send_is_done(posted, named, slots):
 
 
 @slots
-def test_messages_under_one_tag_keep_their_order(slots):
-    # A mailbox uses one tag again and again, so receives may outnumber or lag behind what is on its way.
+@pytest.mark.parametrize("first", [0.0, 1.5, 2.5, 20.0])
+def test_messages_under_one_tag_keep_their_order(first, slots):
+    # A mailbox uses one tag again and again, so receives may outnumber or lag behind what is on its way. At 1.5 s the
+    # oldest message is gone without a receive, and the next is still on the uplink.
     def worker(transport):
         tag = Tag("control", -1, 4, 1)
 
@@ -62,14 +64,31 @@ def test_messages_under_one_tag_keep_their_order(slots):
 
         if transport.rank == 0:
             return transport.run(posts(), "control", 60.0).wait()
-        seen = []
-        for peer, pause in [(0, 0.0), (None, 0.7), (0, 2.2), (0, 0.0), (None, 0.0), (0, 0.0)]:
+        transport.compute(first)
+        seen = [transport.run(take(0), "control", 60.0) for _ in range(2)]
+        for peer, pause in [(None, 0.7), (0, 2.2), (None, 0.0), (0, 0.0)]:
             transport.compute(pause)
-            seen.append(transport.run(take(peer), "control", 60.0).wait())
-        return seen
+            seen.append(transport.run(take(peer), "control", 60.0))
+            seen[-1].wait()
+        return [transfer.wait() for transfer in seen]
 
     links = Links(bandwidth=8000.0, latency=1.3)
     assert VirtualCluster(2, links=links, slots=slots).run(worker)[1] == list(range(6))
+
+
+def test_what_has_ended_is_forgotten():
+    def worker(transport):
+        def swap(number):
+            works = [transport.recv(1 - transport.rank, u8(8), Tag("outer", number))]
+            works.append(transport.send(1 - transport.rank, u8(8), Tag("outer", number)))
+            yield works
+
+        for number in range(2000):
+            transport.run(swap(number), "outer", 1e6).wait()
+        wire, timeline = transport._wire, transport._scheduler.timeline
+        return len(timeline._heap) < 1000, len(wire._coming) <= 1, len(wire._posted) <= 1, len(wire._arrived) <= 1
+
+    assert VirtualCluster(2, links="lan").run(worker) == [(True, True, True, True)] * 2
 
 
 def test_work_is_done_when_gone_or_arrived():
@@ -128,6 +147,20 @@ def test_a_checkpoint_continues_to_the_bit(cut, slots):
     for rank in range(4):
         assert begun[rank][0] + resumed[rank][0] == whole[rank][0]
         assert resumed[rank][1] == whole[rank][1]
+
+
+def test_messages_from_before_a_checkpoint_are_not_overtaken():
+    def worker(transport):
+        def one():
+            verb = transport.send if transport.rank == 0 else transport.recv
+            yield verb(1 - transport.rank, u8(8), Tag("outer", 0))
+
+        state = transport.state_dict()
+        transport.load_state_dict({**state, "latest": [[1, "outer", 50.0]] if transport.rank == 0 else []})
+        transport.run(one(), "outer", 60.0).wait()
+        return transport.now(), transport.state_dict()["latest"]
+
+    assert VirtualCluster(2, links=Links(bandwidth=64.0)).run(worker) == [(1.0, [[1, "outer", 50.0]]), (50.0, [])]
 
 
 def test_clocks_only_move_forward():

@@ -47,7 +47,7 @@ def test_two_flows_share_equally():
 
 
 def test_a_late_flow_takes_its_share_from_then_on():
-    # Alone for 1 s: 100 of 200 bits gone; then shared: 50 bit/s each; "first" ends at 3 s, "late" has 50 of 150 bits left.
+    # Alone for 1 s: 100 of 200 bits gone; then 50 bit/s each: "first" ends at 3 s, "late" has 50 of 150 bits left.
     uplink = Uplink(100.0)
     uplink.add(0.0, "a", 200.0, "first")
     uplink.add(1.0, "b", 150.0, "late")

@@ -32,5 +32,5 @@ class Codec(Protocol):
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of the contiguous tensor x as flat uint8, without a copy. ValueError if it is not contiguous."""
     if not x.is_contiguous():  # reshape would copy, and what arrives in the copy would be lost
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} that is not contiguous cannot travel: .contiguous() first")
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} is not contiguous: send and receive x.contiguous()")
     return x.view(-1).view(torch.uint8)

@@ -27,7 +27,7 @@ class Identity:
 
 
 class BFloat16:
-    """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes an entry, relative error at most 2**-9."""
+    """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes an entry, relative error at most 2**-8."""
 
     name = "bf16"
     lossless = False

@@ -1,0 +1,166 @@
+"""What the worker processes of test_failures.py run. Times are the host's: all workers share one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import torch
+
+from isles.comm import collectives
+from isles.comm.codecs import codec
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, PeerLost
+from isles.comm.group import Group
+from isles.comm.mean import Stamp, mean
+from isles.comm.mesh import Mesh
+
+
+def told(action) -> tuple[str, int, float]:
+    """(class of the error that `action` raises, or "" ; the peer it names, seconds until then)."""
+    start = time.monotonic()
+    try:
+        action()
+    except CommError as error:
+        peer = error.peer if isinstance(error, (DeadlinePassed, Diverged)) else getattr(error, "rank", -9)
+        return type(error).__name__, peer, time.monotonic() - start
+    return "", -9, time.monotonic() - start
+
+
+def swap(group: Group, position: int, value: float, deadline: float) -> float:
+    """Exchange one number over `outer`."""
+    call = group.call("outer")
+    steps = collectives.exchange(call, position, torch.tensor([value]))
+    return float(group.start(steps, "outer", deadline).wait())
+
+
+def keeps_going(group: Group, position: int, seconds: float) -> tuple[int, float]:
+    """Exchange with one member all the time, both for `seconds`: (exchanges, longest gap between two)."""
+    start = before = time.monotonic()
+    count, gap, going = 0, 0.0, 1.0
+    while going:
+        mine = float(time.monotonic() - start < seconds)
+        going = mine * swap(group, position, mine, 20.0)
+        now = time.monotonic()
+        count, gap, before = count + 1, max(gap, now - before), now
+    return count, gap
+
+
+def silent(world: Mesh, deadline: float) -> dict[str, object]:
+    """Worker 3 says nothing for a while: 0 gives it up, 1 and 2 notice nothing, and 3 is welcome later."""
+    group, rank = world.world, world.rank
+    seen: dict[str, object] = {}
+    group.barrier()
+    if rank == 0:
+        seen["told"] = told(lambda: swap(group, 3, 1.0, deadline))
+        call = group.call("outer", round=3)
+        forgotten = group.start(mean(call, torch.ones(9), codec("none")), "outer", 0.2)
+        time.sleep(0.3)
+        seen["over"] = forgotten.done()  # nobody waited: it is over all the same
+        seen["forgotten"] = told(forgotten.wait)
+    elif rank == 3:
+        time.sleep(deadline + 0.8)
+        seen["told"] = told(lambda: swap(group, 0, 3.0, 10.0))  # 0 did send before it gave up
+    else:
+        seen["pair"] = keeps_going(group, 3 - rank, deadline + 0.5)
+    if rank in (0, 3):
+        seen["later"] = swap(group, 3 - rank, 10.0 + rank, 10.0)
+    group.barrier()
+    return seen
+
+
+def killed(world: Mesh) -> dict[str, object]:
+    """Worker 3 is killed while 0 waits for it; 1 and 2 go on, and so do all three survivors."""
+    group, rank = world.world, world.rank
+    seen: dict[str, object] = {}
+    group.barrier()
+    if rank == 3:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        seen["told"] = told(lambda: swap(group, 3, 1.0, 20.0))
+        seen["again"] = told(lambda: swap(group, 3, 1.0, 20.0))
+        seen["mean"] = told(
+            lambda: group.start(mean(group.call("outer", 0), torch.ones(99), codec("none"), Stamp(0))).wait()
+        )
+    else:
+        seen["pair"] = keeps_going(group, 3 - rank, 1.5)
+        # In a mean of all four everyone waits for 3 itself, so everyone is told the true culprit.
+        seen["mean"] = told(
+            lambda: group.start(mean(group.call("outer", 0), torch.ones(99), codec("none"), Stamp(0))).wait()
+        )
+    survivors = group.among([0, 1, 2])
+    buffer = torch.full((1000,), float(rank))
+    survivors.mean(buffer, codec("none"))
+    seen["survivors"] = buffer.unique().tolist()
+    return seen
+
+
+def stopped(world: Mesh, deadline: float) -> dict[str, object]:
+    """Worker 3 is stopped (as by Ctrl-Z) and continued when 0 has given it up."""
+    group, rank = world.world, world.rank
+    seen: dict[str, object] = {}
+    pids = [int(pid) for pid in group.all_gather(torch.tensor([os.getpid()]))]
+    group.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        seen["late"] = swap(group, 0, 3.0, 20.0)
+    elif rank == 0:
+        seen["told"] = told(lambda: swap(group, 3, 1.0, deadline))
+        seen["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))  # within the control deadline
+        os.kill(pids[3], signal.SIGCONT)
+    else:
+        seen["pair"] = keeps_going(group, 3 - rank, deadline + 0.3)
+        seen["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
+    if rank == 3:
+        seen["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
+    if rank in (0, 3):
+        seen["later"] = swap(group, 3 - rank, 10.0 + rank, 20.0)
+    return seen
+
+
+def stopped_for_good(world: Mesh) -> None:
+    """Worker 1 is stopped and never continued; worker 0 raises what it is told."""
+    world.world.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    swap(world.world, 1 - world.rank, 1.0, 0.7)
+
+
+def deserted(world: Mesh) -> dict[str, object]:
+    """Mail from anyone when one of three is dead: the others' mail still comes."""
+    group, rank = world.world, world.rank
+    group.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(0.5)
+        group.post(0, b"alive").wait()
+        return {}
+    seen: dict[str, object] = {"mail": group.receive(deadline=10.0)}
+    seen["nothing more"] = told(lambda: group.receive(deadline=0.3))
+    seen["dead"] = told(lambda: group.receive(2, topic=1, deadline=10.0))
+    return seen
+
+
+def everything(world: Mesh, seed: int) -> tuple[float, int]:
+    """A bit of all there is, with transfers left behind on purpose: (a mean, threads alive)."""
+    group, rank = world.world, world.rank
+    buffer = torch.full((10_000,), float(rank + seed))
+    flights = [
+        group.start(mean(group.call("outer", seed, fragment), buffer.clone(), codec(name), Stamp(seed)), "outer")
+        for fragment, name in enumerate(("none", "bf16", "fp16", "int8"))
+    ]
+    group.mean(buffer, codec("none"))
+    posts = [group.post(peer, b"hello" * 1000) for peer in group.others]
+    letters = {group.receive()[1] for _ in group.others}
+    for transfer in (*flights, *posts):
+        transfer.wait()
+    assert letters == {b"hello" * 1000}
+    # Nobody answers these: a receive that never ends, a transfer that was given up, a letter that was not picked up.
+    group.start(collectives.exchange(group.call("eval", round=rank), group.others[0], torch.zeros(10)), "eval")
+    given_up = group.start(collectives.exchange(group.call("inner", round=rank), group.others[1], torch.zeros(10)))
+    group.post(group.others[2], b"junk", topic=9)
+    assert not given_up.done()
+    return buffer[0].item(), threading.active_count()

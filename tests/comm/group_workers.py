@@ -1,0 +1,266 @@
+"""What the worker processes of test_group.py run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple
+
+import torch
+
+import isles
+from isles.comm import collectives
+from isles.comm.codecs import codec
+from isles.comm.errors import DeadlinePassed
+from isles.comm.group import Group
+from isles.comm.mean import mean
+from isles.comm.mesh import Mesh
+
+
+def refusal(action) -> str:
+    """The text of the ValueError that `action` raises."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def everyone_sends(world: Mesh) -> dict[str, object]:
+    """all_gather, exchange, all_to_all and barrier among four, and in groups of another order."""
+    group, rank = world.world, world.rank
+    seen: dict[str, object] = {}
+    seen["gathered"] = [[int(x) for x in part] for part in group.all_gather(torch.tensor([rank, rank * rank]))]
+    kinds = [torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+    seen["kinds"] = all(
+        [float(abs(x.to(torch.complex64))) for x in group.all_gather(torch.full((), rank, dtype=torch.int64).to(kind))]
+        == [float(bool(r)) if kind is torch.bool else r for r in range(4)]
+        for kind in kinds
+    )
+    seen["empty"] = [part.shape for part in group.all_gather(torch.empty(0, 3))]
+    seen["strided"] = [part.tolist() for part in group.all_gather(torch.full((2, 2), float(rank)).t()[:, :1])]
+
+    # Everyone with everyone, all partners in one order: the pair (a, b) meets at shift a xor b.
+    swapped = {shift ^ rank: int(group.exchange(shift ^ rank, torch.tensor([10 * rank]))) for shift in (1, 2, 3)}
+    seen["swapped"] = swapped == {peer: 10 * peer for peer in range(4) if peer != rank}
+
+    # outgoing[p] has rank * p entries: none at all between some pairs.
+    outgoing = [torch.full((rank * peer,), 10.0 * rank + peer) for peer in range(4)]
+    incoming = [torch.full((rank * peer,), -1.0) for peer in range(4)]
+    group.all_to_all(outgoing, incoming)
+    seen["all to all"] = all(torch.equal(incoming[p], torch.full((rank * p,), 10.0 * p + rank)) for p in range(4))
+
+    # Positions are the order of the list, whatever the ranks.
+    shuffled = group.among([2, 0, 3, 1])
+    seen["positions"] = (shuffled.rank, shuffled.ranks[shuffled.rank], shuffled.size)
+    seen["gathered in order"] = [int(x) for x in shuffled.all_gather(torch.tensor([rank]))]
+    inner = shuffled.among([1, 3] if rank in (0, 1) else [2, 0])  # positions of positions
+    seen["pair"] = (inner.ranks, int(inner.exchange(1 - inner.rank, torch.tensor([rank]))))
+    seen["alone"] = [int(x) for x in group.among([rank]).all_gather(torch.tensor([rank]))]
+
+    # A barrier lets nobody through before the last has come.
+    time.sleep(0.3 if rank == 2 else 0.0)
+    came = time.time()
+    group.barrier()
+    seen["barrier"] = (came, time.time())
+
+    seen["refusals"] = [
+        refusal(lambda: group.among([(rank + 1) % 4])),
+        refusal(lambda: group.among([rank, rank])),
+        refusal(lambda: group.exchange(rank, torch.zeros(1))),
+        refusal(lambda: group.exchange(4, torch.zeros(1))),
+        refusal(lambda: group.exchange(-1, torch.zeros(1))),
+        refusal(lambda: group.broadcast(torch.zeros(1), source=4)),
+        refusal(lambda: group.broadcast(torch.zeros(2, 2).t()[:1], source=0)),
+        refusal(lambda: group.receive(rank)),
+    ]
+    group.barrier()  # nothing of the above is on its way
+    return seen
+
+
+def broadcasts(world: Mesh) -> list[str]:
+    """From every source in groups of 1 to 5, in two orders; returns what was wrong."""
+    wrong = []
+    for size in range(1, world.size + 1):
+        for ranks in (list(range(size)), list(reversed(range(size)))):
+            if world.rank not in ranks:
+                continue
+            group = world.world.among(ranks)
+            for source in range(size):
+                data = torch.full((3, 7), float(100 * size + source) if group.rank == source else -1.0)
+                group.broadcast(data, source)
+                if not (data == 100 * size + source).all():
+                    wrong.append(f"{ranks} from {source}: {data[0, 0]}")
+    return wrong
+
+
+def at_once(world: Mesh) -> dict[str, object]:
+    """Transfers that are under way together."""
+    group, rank = world.world, world.rank
+    seen: dict[str, object] = {}
+
+    # A broadcast's inner nodes send when they have received: what starts behind it must not take its place.
+    mixed = []
+    for turn in range(20):
+        data = torch.full((8,), float(turn) if rank == 0 else -1.0)
+        first = group.start(collectives.broadcast(group.call(), data))
+        second = group.start(collectives.all_gather(group.call(), torch.full((8,), 100.0 + rank)))
+        third = group.start(collectives.broadcast(group.call(), other := torch.full((4,), 50.0 + rank), 3))
+        third.wait(), first.wait()
+        gathered = [part.unique().tolist() for part in second.wait()]
+        if (data != turn).any() or (other != 53).any() or gathered != [[100.0], [101.0], [102.0], [103.0]]:
+            mixed.append((turn, data.tolist(), other.tolist(), gathered))
+    seen["mixed up"] = mixed
+
+    # Two overlapping groups and the same channel.
+    pair = group.among([rank & 2, (rank & 2) + 1], "outer")
+    wide, narrow = torch.full((100_000,), float(rank)), torch.full((50_000,), float(rank))
+    flights = [
+        pair.start(mean(pair.call(), narrow, codec("none"))),
+        group.start(mean(group.call("outer"), wide, codec("none")), "outer"),
+    ]
+    seen["progress"] = [patience(flight.done) for flight in flights]  # nobody waits: it happens behind the computation
+    flights[1].wait(), flights[0].wait()
+    seen["means"] = (wide.unique().tolist(), narrow.unique().tolist())
+    seen["not blocked"] = group.traffic["outer"].blocked_seconds
+
+    # 0 starts with 1, then with 2; 1 comes only when 0 is done with 2: the later transfer ends first.
+    if rank == 0:
+        early = group.start(collectives.exchange(group.call(), 1, torch.tensor([1])))
+        later = group.start(collectives.exchange(group.call(), 2, torch.tensor([2])))
+        seen["order"] = [int(later.wait()), early.done()]
+        group.post(1, b"come").wait()
+        seen["order"] += [int(early.wait()), int(early.wait()), early.done()]
+    elif rank == 1:
+        group.receive(0)
+        group.exchange(0, torch.tensor([11]))
+    elif rank == 2:
+        group.exchange(0, torch.tensor([22]))
+
+    # A second world over the same transport goes on counting where the first one is.
+    again = isles.init().world
+    late = group.start(collectives.exchange(group.call(), rank ^ 1, torch.tensor([7.0, 7.0])))
+    seen["second world"] = [float(x) for x in again.exchange(rank ^ 1, torch.tensor([float(rank)]))]
+    late.wait()
+    return seen
+
+
+def patience(condition, seconds: float = 10.0) -> bool:
+    """Whether `condition()` comes true within `seconds`."""
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        if condition():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def mail(world: Mesh) -> dict[str, object]:
+    """Letters to worker 0 from three others; a receiver that comes too early; many topics."""
+    group, rank = world.world, world.rank
+    large = bytes(range(256)) * 20_000  # 5 MB
+    seen: dict[str, object] = {}
+    if rank:
+        posts = [group.post(0, payload, topic=1) for payload in (bytes([rank]) * rank, b"", large, b"last")]
+        group.post(0, f"topic two of {rank}".encode(), topic=2).wait()
+        for post in posts:
+            post.wait()
+    else:
+        got: dict[int, list[bytes]] = {1: [], 2: [], 3: []}
+        for _ in range(12):
+            sender, payload = group.receive(topic=1)
+            got[sender].append(payload)
+        seen["in order"] = all(got[peer] == [bytes([peer]) * peer, b"", large, b"last"] for peer in got)
+        seen["by sender"] = [group.receive(peer, topic=2) for peer in (3, 1, 2)]
+    group.barrier()
+
+    # Nothing is lost when a receive ends with its deadline: polling is safe.
+    if rank == 1:
+        missed = 0
+        for _ in range(3):
+            try:
+                group.receive(deadline=0.05)
+            except DeadlinePassed as error:
+                missed += error.peer == -1 and error.seconds == 0.05
+        try:
+            group.receive(2, topic=3, deadline=0.05)
+        except DeadlinePassed as error:
+            missed += error.peer == 2
+        seen["missed"] = missed
+        seen["refused"] = [refusal(lambda: group.receive(0)), refusal(lambda: group.receive(topic=3))]
+        group.barrier()
+        first = [group.receive() for _ in range(2)]
+        seen["after the deadlines"] = sorted(first)
+        seen["topic 3"] = group.receive(2, topic=3)
+    else:
+        group.barrier()
+        if rank != 3:
+            group.post(1, f"from {rank}".encode())
+            group.post(1, b"three", topic=3)
+    group.barrier()
+    if rank == 1:
+        seen["topic 3 of 0"] = group.receive(0, topic=3)
+
+    # Positions are those of the group that receives.
+    pair = group.among([3, 1] if rank in (1, 3) else [2, 0])
+    pair.post(1 - pair.rank, b"hi", topic=255)
+    seen["pair"] = pair.receive(topic=255)
+    group.barrier()
+    return seen
+
+
+def counted(world: Mesh) -> dict[str, tuple]:
+    """(bytes sent, bytes received, messages sent, messages received) of single operations of three workers."""
+    group, rank = world.world, world.rank
+
+    def cost(action, channel: str = "control") -> tuple:
+        before = astuple(group.traffic[channel])[:4]
+        total = group.traffic.total("bytes_sent")
+        action()
+        after = astuple(group.traffic[channel])[:4]
+        assert group.traffic.total("bytes_sent") - total == after[0] - before[0], "another channel was charged"
+        return tuple(new - old for new, old in zip(after, before, strict=True))
+
+    x = torch.zeros(1000)
+    return {
+        "all_gather": cost(lambda: group.all_gather(x)),
+        "eval": cost(lambda: group.all_gather(x, channel="eval"), "eval"),
+        "exchange": cost(lambda: group.exchange(1 - rank, x)) if rank < 2 else cost(lambda: None),
+        "broadcast": cost(lambda: group.broadcast(x, 1)),
+        "mean": cost(lambda: group.mean(x, codec("bf16"))),
+        "mail": cost(lambda: group.post(1, b"12345").wait() if rank == 0 else group.receive() if rank == 1 else None),
+    }
+
+
+def failing(world: Mesh) -> list[str]:
+    """A protocol's own error is raised by every wait; a protocol that mends a lost message goes on."""
+    group: Group = world.world
+
+    def broken(after: int):
+        for _ in range(after):
+            yield []
+        if after == 2:
+            yield from collectives.exchange(group.call(), 1 - group.rank, torch.zeros(1))
+        raise KeyError("mine")
+
+    texts = []
+    for after in range(3):
+        transfer = group.start(broken(after))
+        for _ in range(2):
+            try:
+                transfer.wait()
+            except KeyError as error:
+                texts.append(str(error))
+    return texts
+
+
+def threads_untouched(world: Mesh) -> list[int]:
+    """torch's thread counts as the computation and a new thread see them, after messages."""
+    import threading
+
+    group, seen = world.world, [torch.get_num_threads()]
+    for _ in range(3):
+        group.all_gather(torch.zeros(10_000))
+    probe = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    probe.start()
+    probe.join()
+    return [*seen, torch.get_num_threads()]

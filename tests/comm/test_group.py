@@ -1,0 +1,80 @@
+"""Groups over real gloo processes: collectives, transfers under way together, the mailbox, the counts."""
+
+from __future__ import annotations
+
+import isles
+from isles.comm.transport import Deadlines
+from tests.comm import group_workers
+
+SOON = Deadlines(control=20.0, outer=20.0)  # a stuck test ends before the patience of whoever runs it
+
+
+def test_collectives_among_four() -> None:
+    """Everyone's data in group order, for any dtype and order of ranks; a barrier holds; mistakes are refused."""
+    ranks = isles.run_local(group_workers.everyone_sends, 4, deadlines=SOON)
+    order = [2, 0, 3, 1]
+    for rank, seen in enumerate(ranks):
+        assert seen["gathered"] == [[0, 0], [1, 1], [2, 4], [3, 9]] and seen["kinds"]
+        assert seen["empty"] == [(0, 3)] * 4 and seen["strided"] == [[[float(r)]] * 2 for r in range(4)]
+        assert seen["swapped"] and seen["all to all"]
+        assert seen["positions"] == (order.index(rank), rank, 4) and seen["gathered in order"] == order
+        assert seen["pair"] == (((0, 1), 1 - rank) if rank < 2 else ((3, 2), 5 - rank))
+        assert seen["alone"] == [rank]
+        wanted = ["hold their maker", "every rank once", *["not another member"] * 3, "source 4", "not contiguous"]
+        wanted += ["not another member"]
+        for text, want in zip(seen["refusals"], wanted, strict=True):
+            assert want in text, (text, want)
+    last_came = max(seen["barrier"][0] for seen in ranks)
+    assert all(seen["barrier"][1] >= last_came for seen in ranks)
+
+
+def test_broadcast_from_every_source_in_every_size() -> None:
+    """The tree reaches everyone, for sizes 1 to 5 and any order of ranks."""
+    assert isles.run_local(group_workers.broadcasts, 5, deadlines=SOON) == [[]] * 5
+
+
+def test_transfers_under_way_together() -> None:
+    """They keep apart in program order, across groups and worlds, end in any order, and go on while nobody waits."""
+    ranks = isles.run_local(group_workers.at_once, 4, deadlines=SOON)
+    for rank, seen in enumerate(ranks):
+        assert seen["mixed up"] == []
+        assert seen["progress"] == [True, True] and seen["not blocked"] == 0.0
+        assert seen["means"] == ([1.5], [0.5 if rank < 2 else 2.5])
+        assert seen["second world"] == [float(rank ^ 1)]
+    assert ranks[0]["order"] == [22, False, 11, 11, True]
+
+
+def test_mailbox() -> None:
+    """Any sender, any length, each sender's order kept; a passed deadline loses no message; topics keep apart."""
+    zero, one, two, three = isles.run_local(group_workers.mail, 4, deadlines=SOON)
+    assert zero["in order"] and zero["by sender"] == [(p, f"topic two of {p}".encode()) for p in (3, 1, 2)]
+    assert one["missed"] == 4 and all("an earlier receive still waits" in text for text in one["refused"])
+    assert one["after the deadlines"] == [(0, b"from 0"), (2, b"from 2")]
+    assert one["topic 3"] == (2, b"three") and one["topic 3 of 0"] == (0, b"three")
+    assert [seen["pair"] for seen in (zero, one, two, three)] == [(0, b"hi"), (0, b"hi"), (1, b"hi"), (1, b"hi")]
+
+
+def test_counts_are_those_of_the_messages() -> None:
+    """Bytes and messages of each verb by hand, on the channel asked for and no other."""
+    ranks = isles.run_local(group_workers.counted, 3, deadlines=SOON)
+    for rank, seen in enumerate(ranks):
+        assert seen["all_gather"] == seen["eval"] == (8000, 8000, 2, 2)
+        assert seen["exchange"] == ((4000, 4000, 1, 1) if rank < 2 else (0, 0, 0, 0))
+        # The tree from 1: 1 feeds 2 and 0.
+        assert seen["broadcast"] == ((8000, 0, 2, 0) if rank == 1 else (0, 4000, 0, 1))
+        # Shards of 334, 334, 332 entries: the own one gathered to two, the others' scattered.
+        shards = [334, 334, 332]
+        sent = 2 * (1000 - shards[rank]) + 2 * 2 * shards[rank] + 2 * 32
+        received = 2 * 2 * shards[rank] + 2 * (1000 - shards[rank]) + 2 * 32
+        assert seen["mean"] == (sent, received, 6, 6)
+    assert [seen["mail"] for seen in ranks] == [(13, 0, 2, 0), (0, 13, 0, 2), (0, 0, 0, 0)]
+
+
+def test_a_protocols_error_belongs_to_whoever_waits() -> None:
+    """Raised in the first step, after empty waits, or on the driver's thread; by every wait."""
+    assert isles.run_local(group_workers.failing, 2, deadlines=SOON) == [["'mine'"] * 6] * 2
+
+
+def test_messages_leave_torchs_threads_alone() -> None:
+    """The threads that wait for messages change neither the computation's nor new threads' number of threads."""
+    assert isles.run_local(group_workers.threads_untouched, 2, threads=2) == [[2, 2, 2]] * 2

@@ -1,0 +1,218 @@
+"""What the workers of these tests do; in a module of its own, so that fresh processes can import it.
+
+The model is small and odd on purpose: vectors, matrices, 0.2 k entries, a number of them that no world size divides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import isles
+from isles.comm.mesh import Mesh
+
+LINKS = isles.Links(bandwidth=1e8, latency=0.01)
+
+# Every method, and every way of each to put its messages on the wire. H = 3 everywhere.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "ddp": ("ddp", {}),
+    "ddp, small buckets": ("ddp", {"bucket_megabytes": 2e-4}),
+    "ddp, bf16": ("ddp", {"codec": "bf16"}),
+    "localsgd": ("localsgd", {"sync_every": 3}),
+    "diloco": ("diloco", {"sync_every": 3, "outer_momentum": 0.5}),
+    "diloco, int8": ("diloco", {"sync_every": 3, "outer_momentum": 0.5, "codec": "int8"}),
+    "diloco, fp16": ("diloco", {"sync_every": 3, "outer_momentum": 0.5, "codec": "fp16"}),
+    "noloco": ("noloco", {"sync_every": 3}),
+    "noloco, no prefetch": ("noloco", {"sync_every": 3, "prefetch_phi": False}),
+    "noloco, single vector": ("noloco", {"sync_every": 3, "exchange": "single_vector", "gamma": 0.4}),
+    "noloco, theta only": ("noloco", {"sync_every": 3, "exchange": "theta_only"}),
+    "noloco, lossy": ("noloco", {"sync_every": 3, "codec": "int8", "anchor_codec": "bf16"}),
+    "noloco, seed 7": ("noloco", {"sync_every": 3, "seed": 7, "gamma": 0.3}),
+}
+
+
+class Net(nn.Module):
+    """A two-layer network on 5 inputs."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Parameter(torch.randn(11, 5, generator=generator, dtype=torch.float64).to(dtype) / 2)
+        self.bias = nn.Parameter(torch.randn(11, generator=generator, dtype=torch.float64).to(dtype) / 8)
+        self.second = nn.Parameter(torch.randn(7, 11, generator=generator, dtype=torch.float64).to(dtype) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first.T + self.bias) @ self.second.T
+
+
+def batch(worker: int, step: int, rows: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Inputs (rows, 5) and targets (rows, 7): a function of (worker, step) alone."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.sin(2 * x @ torch.ones(5, 7, dtype=torch.float64)).to(dtype)
+
+
+def loss_of(model: nn.Module, worker: int, step: int, rows: int = 4) -> Tensor:
+    """Mean squared error on `batch(worker, step)`."""
+    x, y = batch(worker, step, rows, next(model.parameters()).dtype)
+    return F.mse_loss(model(x), y)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def wrap(
+    world: Mesh,
+    name: str,
+    model: nn.Module,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    **options: Any,
+) -> isles.ReplicaSync:
+    """The method of `RUNS[name]` (or of that name) around a fresh inner optimizer; its warnings are tested elsewhere."""
+    method, defaults = RUNS.get(name, (name, {}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return isles.method(method)(model, inner(model), world.outer, **{**defaults, **options})
+
+
+def train_step(optimizer: isles.ReplicaSync, worker: int, step: int, rows: int = 4) -> float:
+    """One step; the loss before it."""
+    loss = loss_of(optimizer.model, worker, step, rows)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All weights as one flat vector (n,)."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
+
+
+def bits(tensor: Tensor) -> str:
+    """A hash of every bit."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def counted(world: Mesh) -> dict[str, int]:
+    """Bytes and messages on the replicas' channel so far."""
+    traffic = world.world.traffic["outer"]
+    return {
+        "sent": traffic.bytes_sent,
+        "received": traffic.bytes_received,
+        "messages": traffic.messages_sent,
+    }
+
+
+def train(world: Mesh, name: str, steps: int) -> dict[str, Any]:
+    """A whole run: losses, bytes, the weights at its end, after `finish`, and consolidated."""
+    before = counted(world)
+    model = Net(seed=world.rank)
+    optimizer = wrap(world, name, model)
+    losses = [train_step(optimizer, world.rank, step) for step in range(1, steps + 1)]
+    ran = bits(weights(model))
+    optimizer.finish()
+    traffic = {key: value - before[key] for key, value in counted(world).items()}
+    finished = bits(weights(model))
+    with optimizer.evaluation_weights() as judged:
+        judged_bits = bits(weights(judged))
+    spread = optimizer.replica_std()
+    optimizer.consolidate()
+    return {
+        "losses": losses,
+        "bytes": traffic,
+        "weights": [ran, finished, judged_bits, bits(weights(model))],
+        "spread": spread,
+    }
+
+
+def train_all(world: Mesh, names: list[str], steps: int) -> dict[str, Any]:
+    """Several runs after each other in one world: starting processes costs more than training."""
+    results = {}
+    for name in names:
+        results[name] = train(world, name, steps)
+        world.world.barrier()
+    return results
+
+
+def save(optimizer: isles.ReplicaSync) -> bytes:
+    """A worker's checkpoint as a file's bytes."""
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "model": optimizer.model.state_dict()}, file)
+    return file.getvalue()
+
+
+def load(optimizer: isles.ReplicaSync, file: bytes) -> None:
+    """Continue from `save`. No pickle is needed to read it."""
+    state = torch.load(io.BytesIO(file), weights_only=True)
+    optimizer.model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def checkpointed(
+    world: Mesh, name: str, steps: int, save_at: int | None = None, files: list[bytes] | None = None
+) -> dict[str, Any]:
+    """A run that takes a checkpoint after step `save_at` and goes on, or one that goes on from this worker's file."""
+    model = Net(seed=world.rank if files is None else 99)  # a restored worker starts from other weights than these
+    optimizer = wrap(world, name, model)
+    log: list[Any] = []
+    result: dict[str, Any] = {}
+    if files is not None:
+        load(optimizer, files[world.rank])
+    while optimizer.steps < steps:
+        loss = train_step(optimizer, world.rank, optimizer.steps + 1)
+        if optimizer.steps == save_at:
+            at = world.transport.now()
+            result["file"] = save(optimizer)
+            result["waited"] = world.transport.now() - at
+        log.append((optimizer.steps, loss, world.transport.now(), counted(world), bits(weights(model))))
+    optimizer.finish()
+    log.append((world.transport.now(), counted(world), bits(weights(model))))
+    return result | {"log": log}
+
+
+def without_time(log: list[Any]) -> list[Any]:
+    """The log of `checkpointed` without its clocks."""
+    return [(*entry[:-3], *entry[-2:]) for entry in log]
+
+
+def local_checkpoint(world: Mesh, names: list[str], steps: int, save_at: int) -> dict[str, Any]:
+    """Real processes: go on after a checkpoint, then go on from it once more with new objects."""
+    results = {}
+    for name in names:
+        before = counted(world)
+        first = checkpointed(world, name, steps, save_at)
+        world.world.barrier()
+        # Traffic is restored too, so what is counted afterwards starts where it stood at the checkpoint.
+        again = checkpointed(world, name, steps, files=[first["file"]] * world.size)
+        world.world.barrier()
+        results[name] = (before, without_time(first["log"]), without_time(again["log"]))
+    return results
+
+
+def killed(world: Mesh, steps: int, die_at: int, victim: int, on_peer_failure: str) -> dict[str, Any]:
+    """NoLoCo where `victim` is killed in the middle of a round."""
+    model = Net(seed=0)
+    optimizer = wrap(world, "noloco", model, on_peer_failure=on_peer_failure)
+    losses = []
+    for step in range(1, steps + 1):
+        if world.rank == victim and step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(train_step(optimizer, world.rank, step))
+    optimizer.finish()
+    return {"losses": losses, "lost": sorted(optimizer.lost), "weights": bits(weights(model))}  # type: ignore[attr-defined]
