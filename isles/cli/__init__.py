@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 
 import typer
@@ -11,35 +13,52 @@ from isles.cli import report, train
 app = typer.Typer(
     name="isles",
     help="Train one language model on poorly connected workers.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
 app.command("report")(report.report)
 
+_UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 
-@app.callback()
-def _isles() -> None:
+
+@app.callback(invoke_without_command=True)
+def _isles(context: typer.Context) -> None:
     """Train one language model on poorly connected workers."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, a failed run one line and 1."""
+    sys.path.append(os.getcwd())  # where package.module:Class of one's own is looked for last, as under python -m
     try:
-        app()
+        code = _run()
+    finally:
+        for child in multiprocessing.active_children():  # left over where a run was interrupted while it started
+            child.kill()
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        return app(standalone_mode=False) or 0
+    except _UsageError as error:
+        return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except ValueError as error:
-        sys.exit(_fail(error, 2))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        return _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except OSError as error:  # a full disk, a closed terminal
+        return _fail(str(error), 1)
     except RuntimeError as error:
         from isles.comm.errors import CommError
 
         if not isinstance(error, CommError):
             raise
-        sys.exit(_fail(error, 1))
+        return _fail(str(error), 1)
 
 
-def _fail(error: Exception, code: int) -> int:
-    print(f"isles: {error}", file=sys.stderr)
+def _fail(message: str, code: int) -> int:
+    print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr)
     return code

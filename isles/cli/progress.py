@@ -45,7 +45,7 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Show a remark about the settings."""
-        self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
+        self.console.print(f"note: {text}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def line(self, line: dict[str, Any]) -> None:
         """Take in one worker's line."""

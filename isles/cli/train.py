@@ -5,7 +5,10 @@ path.
 from __future__ import annotations
 
 import math
+import signal
+import sys
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,18 +30,39 @@ def train(
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
+    from isles.training.border import gather, resolve
+    from isles.training.server import start_server
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
+    flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
+    tables = gather(config, flags, set_ or [])
+    if tables.get("world", {}).get("backend") != "virtual":
+        start_server()  # it loads torch while this process does
+    resolved = resolve(tables)
+
     from isles.cli.progress import Progress
     from isles.report import write_report
-    from isles.training.border import read_config
     from isles.training.launch import launch
 
-    flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
-    resolved = read_config(config, flags, set_ or [])
-    name = resolved.method.replace(":", ".")
-    out = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = out or _new_directory(resolved.method)
     with Progress(resolved.method, resolved.world.workers, resolved.run.steps) as progress:
         summary = launch(resolved, out, progress.line, progress.notice)
     _print_summary(summary, out, write_report(out))
+
+
+def _new_directory(method: str) -> Path:
+    """runs/METHOD-DATE-TIME, made here, so that no other run can take it."""
+    name = f"{method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in count(1):
+        out = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            out.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"{out}: cannot be made ({error.strerror}); name a directory with --out") from error
+        return out
+    raise AssertionError
 
 
 def _print_summary(summary: dict[str, Any], out: Path, page: Path) -> None:
@@ -52,9 +76,8 @@ def _print_summary(summary: dict[str, Any], out: Path, page: Path) -> None:
     table.add_column(justify="right")
     for label, value in summary_rows(summary):
         table.add_row(label, value)
-    console = Console()
-    console.print(table)
-    console.print(f"run     {out}", f"report  {page}", sep="\n", soft_wrap=True, highlight=False)
+    Console().print(table)
+    print(f"run     {out}", f"report  {page}", sep="\n")
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -62,10 +85,15 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     from isles.report.units import format_bytes, format_seconds
 
     sent, ddp = summary["bytes_sent_per_worker"], summary["ddp_bytes_per_worker"]
-    rows = [
-        ("validation loss, mean of replicas", f"{summary['val_loss_replicas']:.4f} nats/token"),
-        ("validation loss, consolidated model", f"{summary['val_loss']:.4f} nats/token"),
-        ("  as perplexity", f"{math.exp(summary['val_loss']):.2f}"),
+    rows = []
+    if summary["val_loss"] is not None:
+        rows = [
+            ("validation loss, mean of replicas", f"{summary['val_loss_replicas']:.4f} nats/token"),
+            ("validation loss, consolidated model", f"{summary['val_loss']:.4f} nats/token"),
+        ]
+        if summary["val_loss"] < 100:  # of a model that blew up it says nothing
+            rows.append(("  as perplexity", f"{math.exp(summary['val_loss']):.2f}"))
+    rows += [
         ("spread of replicas", f"{summary['replica_std']:.2e}"),
         ("tokens, all workers", f"{summary['tokens']:,}"),
         ("sent per worker", format_bytes(sent)),

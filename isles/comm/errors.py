@@ -8,10 +8,11 @@ class CommError(RuntimeError):
 
 
 class PeerLost(CommError):
-    """The connection to `rank` broke: its process ended or the link was cut. Other pairs stay usable."""
+    """The connection to `rank` (-1: to someone) broke: its process ended or the link was cut. Others stay usable."""
 
     def __init__(self, rank: int, detail: str = "") -> None:
-        super().__init__(f"worker {rank} is lost" + (f" ({detail})" if detail else ""))
+        who = f"worker {rank}" if rank >= 0 else "a worker"
+        super().__init__(f"{who} is lost" + (f" ({detail})" if detail else ""))
         self.rank = rank
         self.detail = detail
 

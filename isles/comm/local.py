@@ -174,12 +174,12 @@ def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tupl
     torch.set_num_threads(seat.threads)
     _stay_on_this_machine()
     closing = threading.Event()
+    threading.Thread(target=_watch_launcher, args=(pipe, closing), daemon=True).start()  # also while it joins
     transport: DistributedTransport | None = None
     try:
         store = dist.TCPStore("127.0.0.1", seat.port, None, False, timeout=timedelta(minutes=5))
         transport = DistributedTransport.join(dist.PrefixStore("isles", store), seat.rank, seat.size)
         mesh.enter(transport)
-        threading.Thread(target=_watch_launcher, args=(pipe, closing), daemon=True).start()
         world = replace(mesh.init(deadlines=seat.deadlines), report=lambda event: pipe.send(("event", event)))
         message = ("done", worker(world, *args))
     except Exception as error:  # the launcher reports it

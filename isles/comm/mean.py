@@ -168,14 +168,16 @@ class _Segment(ABC):
     def decode(self, wire: Tensor, elements: int) -> Tensor:
         return self.codec.decode(wire, elements, self.buffer.dtype)
 
-    def reduce(self, wire: Tensor, elements: int) -> Tensor:
-        """Mean of the inbox and the own `wire`, summed in group order."""
+    def reduce(self, wire: Tensor, out: Tensor) -> None:
+        """Write the mean of the inbox and the own `wire`, summed in group order, into `out`: it may be what `wire` is a
+        view of.
+        """
         group = self.call.group
         wires = [wire if position == group.rank else self.inbox[position] for position in range(group.size)]
-        total = self.decode(wires[0], elements)
+        total = self.decode(wires[0], out.numel())
         for other in wires[1:]:
-            total.add_(self.decode(other, elements))
-        return total.div_(group.size)
+            total.add_(self.decode(other, out.numel()))
+        torch.div(total, group.size, out=out)
 
 
 class _Swap(_Segment):
@@ -191,7 +193,7 @@ class _Swap(_Segment):
         elements = self.buffer.numel()
         if self.own is not None:
             self.own.copy_(self.decode(self.wire, elements))
-        self.buffer.copy_(self.reduce(self.wire, elements))
+        self.reduce(self.wire, self.buffer)
 
 
 class _TwoShot(_Segment):
@@ -216,13 +218,15 @@ class _TwoShot(_Segment):
         yield self.works
         group = self.call.group
         first, last = self.shards[group.rank]
-        wire = self.codec.encode(self.reduce(self.wire, last - first))
+        shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
+        self.reduce(self.wire, shard)
+        wire = self.codec.encode(shard)
         works = []
         for position in group.others:
             start, stop = self.shards[position]
             works.append(self.receive(position, stop - start, self.phase + 1))
         works += [self.call.send(position, wire, self.phase + 1) for position in group.others]
-        self.buffer[first:last].copy_(self.decode(wire, last - first))
+        shard.copy_(self.decode(wire, last - first))
         yield works
         for position in group.others:
             start, stop = self.shards[position]

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .factory import autocast, build, choose_device
     from .config import ModelConfig
     from .decoder import Decoder, Output, next_token_loss
+    from .factory import autocast, build, choose_device
     from .sizes import (
         SIZES,
         Shape,

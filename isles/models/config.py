@@ -20,10 +20,10 @@ class ModelConfig:
 
     size: a named shape, see `isles.models.sizes.SIZES`. The next seven override parts of it; None keeps the size's own.
     d_model: width of the residual stream. layers: blocks. heads: attention heads. ffn: inner width of the gated MLP.
-    vocab: token ids (256 for bytes; must cover the tokenizer's). context: longest sequence, in tokens. tie_embeddings:
-    embedding and head share one matrix. compile: run the model through torch.compile; pays on GPUs, costs seconds to
-    minutes at the first step. autocast: number format of the matrix products while weights stay in `dtype`: none, bf16,
-    or fp16 (CUDA only; its
+    vocab: token ids (256 for bytes; must cover the tokenizer's). context: longest sequence, in tokens.
+    tie_embeddings: embedding and head share one matrix.
+    compile: run the model through torch.compile; pays on GPUs, costs seconds to minutes at the first step.
+    autocast: number format of the matrix products while weights stay in `dtype`: none, bf16, or fp16 (CUDA only; its
         gradients underflow without a torch.amp.GradScaler).
     device: "auto" is a GPU if torch sees one, else the CPU; several workers may share a GPU.
     dtype: format of the weights, and so of the gradients and of the optimizer's state.

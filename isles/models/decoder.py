@@ -6,12 +6,18 @@ Tensor names end in their axes (the torchtitan habit):
 B batch, T sequence (tokens), D d_model, H heads, C head width (D = H C), F ffn, V vocabulary.
 `qkv_BTN` has N = 3D (queries, keys and values side by side), `qk_BTNC` N = 2H.
 
-Initialisation, from `seed` alone: every matrix is drawn from N(0, s^2), where s = 1/sqrt(fan-in) for matrices that read
-the normed residual stream, s = 1/sqrt(2 L fan-in) for the two of a block that write to it (so that the stream's
-variance does not grow with depth), and s = 1/sqrt(D) for the embedding; norm gains start at 1. Each parameter has a
-generator of its own, seeded from (seed, name) and drawn on the CPU in float32. So the global generators are never
-touched, every device and dtype starts from the same numbers, and a pipeline stage that holds some of the blocks can
-draw just its own.
+Initialisation, from `seed` alone. Matrices are drawn from N(0, s^2):
+
+    s = 1 / sqrt(D)                  the embedding (and so a tied head)
+    s = 1 / sqrt(fan-in)             what reads the normed stream: qkv, gate, up, an untied head
+    s = 0.1 / sqrt(2 L fan-in)       what writes to the stream: attention.out, mlp.down
+    1                                the gains of the norms
+
+Dividing by sqrt(2 L) keeps the stream's variance from growing with depth. The further 0.1 is ours and lets blocks start
+close to the identity: 0.02 nats a byte better after 800 steps of "0.13M". Starting at zero does as well, but then a
+fresh model would not notice a skipped or swapped block. Each parameter has a generator of its own, seeded from (seed,
+name) and drawn on the CPU in float32. So the global generators are never touched, every device and dtype starts from
+the same numbers, and a pipeline stage that holds some of the blocks can draw just its own.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from .rotary import Rotary
 from .sizes import Shape
 
 NORM_EPS = 1e-5
+STREAM_WRITER_SCALE = 0.1  # see the module docstring
 
 
 class Output(NamedTuple):
@@ -103,7 +110,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        device = torch.device("cpu" if device is None else device)
+        device = torch.get_default_device() if device is None else torch.device(device)
         self.shape = shape
         empty = nn.utils.skip_init(nn.Embedding, shape.vocab, shape.d_model, device=device, dtype=dtype)
         self.embed = cast(nn.Embedding, empty)
@@ -157,10 +164,12 @@ def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
 
 
 def _init_std(name: str, fan_in: int, layers: int) -> float:
-    writes_to_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
-    return (fan_in * (2 * layers if writes_to_stream else 1)) ** -0.5
+    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+        return STREAM_WRITER_SCALE * (2 * layers * fan_in) ** -0.5
+    return fan_in**-0.5  # the embedding's second axis is D, so it needs no case of its own
 
 
 def _linear(inputs: int, outputs: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Linear:
     """A matrix with nothing in it yet: torch's own initialisation would draw from the global generator."""
+    device = torch.get_default_device() if device is None else device  # skip_init takes None for the meta device
     return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype))

@@ -59,13 +59,20 @@ def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManage
     if config.autocast == "none":
         return nullcontext()
     _refuse_fp16_on_cpu(config, device)
-    if config.autocast == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        config.autocast == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         warnings.warn(
-            'model.autocast = "bf16" is emulated on this GPU and slow; use "fp16" with a GradScaler, or "none"', stacklevel=2
+            'model.autocast = "bf16" is emulated on this GPU and slow; use "fp16" with a GradScaler, or "none"',
+            stacklevel=2,
         )
     return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[config.autocast])
 
 
 def _refuse_fp16_on_cpu(config: ModelConfig, device: torch.device) -> None:
     if config.autocast == "fp16" and device.type == "cpu":
-        raise ValueError('model.autocast = "fp16" needs a GPU and this worker computes on the CPU; use "bf16" or "none"')
+        raise ValueError(
+            'model.autocast = "fp16" needs a GPU and this worker computes on the CPU; use "bf16" or "none"'
+        )

@@ -14,9 +14,8 @@ not counted.
 Sizes of the papers, and how their labels compare with our counts:
 
 - "35M" ... "4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden dim" is the
-FFN
-  width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two matrices. Ours
-  is gated and has three, so at the same width each layer holds 16 d^2: "35M" counts 35.3M in the paper's way and
+  FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two matrices.
+  Ours is gated and has three, so at the same width each layer holds 16 d^2: "35M" counts 35.3M in the paper's way and
   41.6M here. For the paper's parameter count rather than its width, set `model.ffn` to two thirds.
 - "noloco-small", "-medium", "-large": NoLoCo (arXiv 2506.10911), labelled 125M, 1.3B and 6.8B there. The labels leave
   out most of the 128000-word vocabulary; ours is Llama's gated MLP at the printed width.
@@ -102,7 +101,7 @@ def _noloco(d_model: int, layers: int, heads: int, ffn: int) -> Shape:
 
 
 SIZES: dict[str, Shape] = {
-    # Ours, over bytes. "0.13M" is the embedded default: see docs for what else was measured.
+    # Ours, over bytes. "0.13M" is the embedded default: the lowest validation loss at 40 ms a step and core.
     "0.13M": _bytes_level(64, 2, 2, 192, 128),
     "0.5M": _bytes_level(128, 3, 4, 256, 256),
     "2M": _bytes_level(192, 4, 6, 576, 256),

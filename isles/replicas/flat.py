@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 15  # entries; 128 KB of float32
+BLOCK = 1 << 16  # entries; 256 KB of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,6 @@ class FlatParameters:
         largest = max((run[-1].start + run[-1].elements - run[0].start for run in self._runs), default=0)
         return torch.empty(largest, dtype=self.dtype)
 
-    @torch.no_grad()
     def blocks(self) -> Iterator[Block]:
         """All blocks in order. The live views are made anew each time: a user may move parameters between rounds."""
         for run in self._runs:

@@ -1,10 +1,14 @@
 """Where a user's words become a `Config`: TOML, `--set`, and the checks, one line an error that names key and mend.
 
 embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
+
+`gather` does all that needs no torch, so that a slip is answered at once; `resolve` the rest, the method's settings.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -18,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.models.config import ModelConfig
-from isles.replicas import method
+from isles.replicas import METHODS, method
 from isles.training.config import Config, RunConfig, WorldConfig
 from isles.training.inner import InnerConfig
 
@@ -34,6 +38,13 @@ def read_config(path: str | None, flags: Mapping[str, Any], assignments: Sequenc
 
     ValueError: anything that is not as it should be.
     """
+    return resolve(gather(path, flags, assignments))
+
+
+def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+    """The user's tables, over the embedded ones where no file is given; all but [replicas] is checked. Arguments as in
+    `read_config`.
+    """
     given = _parse_file(path) if path is not None else {}
     for key, value in flags.items():
         if value is not None:
@@ -46,16 +57,35 @@ def read_config(path: str | None, flags: Mapping[str, Any], assignments: Sequenc
     for name in given:
         if name not in (*_SECTIONS, "replicas"):
             raise ValueError(unknown_name("section", name, [*_SECTIONS, "replicas"]))
-    return resolve(given if path is not None else _over(_embedded(_method_of(given)), given))
+    tables = given if path is not None else _over(_embedded(_method_of(given)), given)
+    _sections(tables)
+    return tables
 
 
 def resolve(tables: Tables) -> Config:
     """The typed configuration of complete tables."""
-    name = _method_of(tables)
+    name, sections = _method_of(tables), _sections(tables)
+    made_for = method(name).Config
     settings = {key: value for key, value in tables.get("replicas", {}).items() if key != "method"}
-    replicas = _typed("replicas", method(name).Config, settings)
-    sections = {section: _typed(section, cls, tables.get(section, {})) for section, cls in _SECTIONS.items()}
-    return Config(method=name, replicas=replicas, **sections)
+    known = [field.name for field in fields(made_for)]
+    for key in settings:
+        if key not in known:
+            raise ValueError(_foreign(key, name, known))
+    if "seed" in known:  # one seed makes the whole run another one
+        settings.setdefault("seed", sections["run"].seed)
+    return Config(method=name, replicas=_typed("replicas", made_for, settings), **sections)
+
+
+def _sections(tables: Tables) -> dict[str, Any]:
+    return {section: _typed(section, cls, tables.get(section, {})) for section, cls in _SECTIONS.items()}
+
+
+def _foreign(key: str, name: str, known: Sequence[str]) -> str:
+    """The line for a key of [replicas] that method `name` does not have: a slip, or another method's."""
+    owners = [other for other in METHODS if key in [field.name for field in fields(method(other).Config)]]
+    if not owners:
+        return unknown_name("key", f"replicas.{key}", [f"replicas.{key}" for key in ("method", *known)])
+    return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
 
 
 def to_toml(config: Config) -> str:
@@ -111,6 +141,10 @@ def _method_of(tables: Tables) -> str:
     name = tables.get("replicas", {}).get("method", DEFAULT_METHOD)
     if not isinstance(name, str):
         raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
+    if ":" not in name and name not in METHODS:
+        raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
+    if ":" in name and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
     return name
 
 
@@ -128,17 +162,27 @@ def _over(below: Tables, above: Tables) -> Tables:
 
 def _typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields(cls)]
-    if section == "replicas":
-        known.append("method")
     for key in values:
         if key not in known:
             raise ValueError(unknown_name("key", f"{section}.{key}", [f"{section}.{name}" for name in known]))
     try:
-        return TypeAdapter(cls).validate_python(dict(values))
+        # As JSON, for the strict check of Python values takes no list for a tuple; strict: "yes" is no boolean, true no
+        # number. TOML's dates become strings: `--set data.path=2024-05-01` means a folder.
+        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "value_error":
-            raise ValueError(message if message.startswith(f"{section}.") else f"{section}.{message}") from None
-        key = ".".join([section, *(str(part) for part in first["loc"])])
-        raise ValueError(f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}") from None
+        raise ValueError(_worded(section, error)) from None
+
+
+def _worded(section: str, error: ValidationError) -> str:
+    """pydantic's first complaint in one line that begins with section.key."""
+    first = error.errors()[0]
+    message = " ".join(first["msg"].removeprefix("Value error, ").split())
+    if first["type"] == "value_error":
+        if message.startswith("unknown "):  # unknown codec 'zip': choose ...
+            return f"unknown {section}.{message.removeprefix('unknown ')}"
+        return message if message.startswith(f"{section}.") else f"{section}.{message}"
+    key = ".".join([section, *(str(part) for part in first["loc"])])
+    if first["type"] == "missing":
+        return f"{key} is missing: give it a value"
+    hint = ", in quotes" if first["type"] == "string_type" else ""
+    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{hint}"

@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from isles.data.config import DataConfig
 from isles.models.config import ModelConfig
-from isles.replicas.sync import MethodConfig
+from isles.network.links import links
 from isles.training.inner import InnerConfig
+
+if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
+    from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,8 @@ class WorldConfig:
     in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results
     equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`. step_seconds: virtual only:
     what an inner step is charged with. outer_deadline: longest wait for a peer's part of a round, seconds; raise it if
-    workers differ much in speed.
+    workers differ much in speed. slowest_link: bits per second; long transfers get five times what such a link would
+    need; lower it if a big model's peers are called late on slower links.
     """
 
     workers: int = 4
@@ -38,22 +43,24 @@ class WorldConfig:
         for key in ("workers", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
-        if self.step_seconds < 0:
+        if not 0 <= self.step_seconds < math.inf:
             raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
-        if not self.slowest_link > 0:
+        if not 0 < self.slowest_link < math.inf:
             raise ValueError(
                 f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
             )
-        if not self.outer_deadline > 0:
+        if not 0 < self.outer_deadline < math.inf:
             raise ValueError(f"outer_deadline = {self.outer_deadline}: choose a positive number of seconds")
+        links(self.links)  # refuses an unknown name
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How long, how often.
 
-    steps: inner steps a worker. seed: of the weights, the data order and NoLoCo's pairs. log_every: steps between lines
-    of metrics.jsonl. validate_every: steps between validations (0: only at the end).
+    steps: inner steps a worker. seed: of the weights and the data order, and of a method that draws (NoLoCo's pairs)
+    unless `replicas.seed` is given. log_every: steps between lines of metrics.jsonl. validate_every: steps between
+    validations (0: only at the end).
     """
 
     steps: int = 800

@@ -36,14 +36,13 @@ class InnerConfig:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"lr = {self.lr}: choose a positive rate, such as 6e-4")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {self.betas}: choose both in [0, 1), such as [0.9, 0.95]")
-        if self.weight_decay < 0 or self.max_norm < 0:
-            raise ValueError(
-                f"weight_decay = {self.weight_decay}, max_norm = {self.max_norm}: choose 0 (off) or more for both"
-            )
+        for key in ("weight_decay", "max_norm"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 (off) or more")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps = {self.warmup_steps}: choose 0 or more steps")
         if not 0 <= self.final_lr_fraction <= 1:

@@ -1,85 +1,159 @@
 """From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
 
-RUN/config.toml        resolved          at the start
+RUN/config.toml        resolved          with the first line of metrics
 RUN/metrics.jsonl      one object a line live, by this process alone
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
+RUN/failure.txt        traceback         where a worker failed for a reason that nobody foresaw
+
+A run that ends before its first line of metrics leaves nothing behind, so that the same --out can be used again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from isles import __version__
+from isles.comm.errors import WorkerFailed
 from isles.comm.local import LocalWorkers, raise_first
+from isles.comm.mesh import Mesh
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
 from isles.training.border import to_toml
 from isles.training.config import Config
+from isles.training.server import start_server
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
+_CONFIG, _METRICS, _SUMMARY, _FAILURE = "config.toml", "metrics.jsonl", "summary.json", "failure.txt"
 
 
 def launch(
     config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], on_notice: Callable[[str], None]
 ) -> Summary:
-    """Run `config` into the new directory `out`.
+    """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
 
-    ValueError: `out` holds a run already. A worker's failure is raised as it is; what was written until then stays.
+    ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
+    until then stays, if the run had got as far as its first metrics.
     """
-    if (out / "metrics.jsonl").exists():
-        raise ValueError(f"--out {out}: holds a run already; name another directory or remove it")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.toml").write_text(to_toml(config), encoding="utf-8")
     started = time.perf_counter()
-    with (out / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
+    _claim(out)
+    try:
+        with (out / _METRICS).open("w", encoding="utf-8") as metrics:
 
-        def on_event(line: dict[str, Any]) -> None:
-            if "notice" in line:
-                on_notice(line["notice"])
-                return
-            metrics.write(json.dumps({key: value for key, value in line.items() if value is not None}) + "\n")
-            metrics.flush()
-            on_line(line)
+            def on_event(line: dict[str, Any]) -> None:
+                if "notice" in line:
+                    on_notice(line["notice"])
+                    return
+                if not metrics.tell():
+                    (out / _CONFIG).write_text(to_toml(config), encoding="utf-8")
+                metrics.write(json.dumps({key: value for key, value in line.items() if value is not None}) + "\n")
+                metrics.flush()
+                on_line(line)
 
-        results = _start(config, str(out), on_event)
+            results = _start(config, str(out), on_event)
+    except BaseException as error:  # Ctrl-C too
+        if not _has_begun(out):
+            _forget(out)
+        if isinstance(error, WorkerFailed) and "\n" in error.report:
+            raise _in_short(error, out / _FAILURE) from None
+        raise
     summary = summarise(config, results, time.perf_counter() - started)
     partial = out / "summary.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, out / "summary.json")
+    os.replace(partial, out / _SUMMARY)
     return summary
+
+
+def _claim(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        held = [name for name in (_CONFIG, _SUMMARY) if (out / name).exists()]
+        if held or _has_begun(out):
+            raise ValueError(f"--out {out}: holds a run already ({(held or [_METRICS])[0]}); name another directory")
+        (out / _FAILURE).unlink(missing_ok=True)
+        (out / _METRICS).touch()
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
+
+
+def _has_begun(out: Path) -> bool:
+    """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
+    metrics = out / _METRICS
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def _forget(out: Path) -> None:
+    (out / _METRICS).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty, or not ours to remove
+        out.rmdir()
+
+
+def _in_short(error: WorkerFailed, file: Path) -> WorkerFailed:
+    """The error in one line; its traceback in a file."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"worker {error.rank}\n{error.report}\n", encoding="utf-8")
+    return WorkerFailed(error.rank, f"{error.report.splitlines()[-1]} (traceback in {file})")
 
 
 def _start(config: Config, out: str, on_event: Callable[[Any], None]) -> list[dict[str, Any]]:
     world, args = config.world, (config, out)
     deadlines = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
     if world.backend == "virtual":
-        return run_virtual(
-            train_worker,
-            world.workers,
-            args=args,
-            links=world.links,
-            step_seconds=world.step_seconds,
-            seed=config.run.seed,
-            deadlines=deadlines,
-            on_event=on_event,
-        )
-    pool = LocalWorkers(train_worker, world.workers, args=args, threads=world.threads, deadlines=deadlines)
+        with _warnings_told(on_event):
+            return run_virtual(
+                train_worker,
+                world.workers,
+                args=args,
+                links=world.links,
+                threads=world.threads,
+                step_seconds=world.step_seconds,
+                seed=config.run.seed,
+                deadlines=deadlines,
+                on_event=on_event,
+            )
+    start_server()
+    pool = LocalWorkers(_train_process, world.workers, args=args, threads=world.threads, deadlines=deadlines)
     results = pool.join(on_event)
     raise_first(results, pool.failures)
     return results
 
 
+def _train_process(world: Mesh, config: Config, out: str) -> dict[str, Any]:
+    """`train_worker` in a process of its own; worker 0 speaks for all."""
+    with _warnings_told(world.report if world.rank == 0 else lambda event: None):
+        return train_worker(world, config, out)
+
+
+@contextlib.contextmanager
+def _warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Python warnings become notices to the user, each once, instead of source lines on stderr."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in told:
+            told.add(text)
+            tell({"notice": text})
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
-    """The contents of summary.json from what the workers returned. Means are over workers."""
+    """The contents of summary.json from what the workers returned. Means are over workers; a loss is None where no text
+    was kept for validation.
+    """
 
     def mean(key: str) -> float:
         return sum(result[key] for result in results) / len(results)
@@ -95,7 +169,7 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
         "tokens": sum(result["tokens"] for result in results),
         "parameters": first["parameters"],
         "val_loss": first["val_loss"],
-        "val_loss_replicas": mean("val_loss_replica"),
+        "val_loss_replicas": None if first["val_loss_replica"] is None else mean("val_loss_replica"),
         "replica_std": first["replica_std"],
         "bytes_sent_per_worker": mean("bytes_sent"),
         "bytes_received_per_worker": mean("bytes_received"),

@@ -77,7 +77,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
-        for notice in self.optimizer.advise(config.run.steps):  # refuses what cannot work before anything is trained
+        for notice in self.advise():  # refuses what cannot work before anything is trained
             if world.rank == 0:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"
@@ -86,13 +86,32 @@ class Trainer:
         self.training_seconds = 0.0
         self.losses: list[Tensor] = []
 
+    def advise(self) -> list[str]:
+        """What a user should know about these settings; ValueError where the run cannot mean what they say."""
+        inner, steps = self.config.inner, self.config.run.steps
+        notices = []
+        if inner.warmup_steps > steps:
+            reached = inner.lr * lr_factor(steps, steps, inner)
+            notices.append(
+                f"inner.warmup_steps = {inner.warmup_steps} is more than the run's {steps} steps: the rate ends at "
+                f"{reached:.2g} instead of {inner.lr:g}; lower it"
+            )
+        if not self.judges:
+            notices.append("data.validation_fraction = 0: there will be no validation loss")
+        return notices + self.optimizer.advise(steps)
+
+    @property
+    def judges(self) -> bool:
+        """Whether text was kept for validation."""
+        return len(self.corpus.validation) > 0
+
     def run(self, out: str | None) -> dict[str, Any]:
         """Train all steps; rank 0 writes OUT/model.safetensors. Returns this worker's share of the summary."""
         run = self.config.run
         started = time.perf_counter()
         for step in range(1, run.steps + 1):
             self.step()
-            validating = run.validate_every and step % run.validate_every == 0 and step < run.steps
+            validating = self.judges and run.validate_every and step % run.validate_every == 0 and step < run.steps
             if validating or step % run.log_every == 0 or step == run.steps:
                 self.world.report(asdict(self.metrics(self.validate() if validating else None)))
         return self.conclude(out, started)
@@ -122,8 +141,8 @@ class Trainer:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
 
-    def validate(self) -> float:
-        """Validation loss of this worker's evaluation weights, nats per token."""
+    def validate(self) -> float | None:
+        """Validation loss of this worker's evaluation weights, nats per token; None without validation text."""
         with self.optimizer.evaluation_weights() as model:
             return self._judge(model)
 
@@ -149,8 +168,9 @@ class Trainer:
 
     def conclude(self, out: str | None, started: float) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
-        self.optimizer.finish()
         traffic, group = self.world.world.traffic, self.world.outer
+        computing = self.training_seconds - traffic.total("blocked_seconds", "outer", "inner")
+        self.optimizer.finish()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         blocked = traffic.total("blocked_seconds", "outer", "inner")
         trained_by, seconds = self.world.transport.now(), time.perf_counter() - started
@@ -164,20 +184,22 @@ class Trainer:
         return {
             "tokens": self.tokens,
             "parameters": parameters,
-            "val_loss": self._judge(model),
+            "val_loss": self._judge(model) if self.world.rank == 0 else None,
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "bytes_sent": sent,
             "bytes_received": received,
             "ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp),
-            "compute_seconds": self.training_seconds - blocked,
+            "compute_seconds": computing,
             "blocked_seconds": blocked,
             "train_seconds": seconds,
             "virtual_seconds": trained_by,
             "corpus_sha256": self.corpus.sha256,
         }
 
-    def _judge(self, model: torch.nn.Module) -> float:
+    def _judge(self, model: torch.nn.Module) -> float | None:
+        if not self.judges:
+            return None
         return validation_loss(model, self.loader.validation_batches(), autocast(self.config.model, self.device))
 
 

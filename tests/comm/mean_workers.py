@@ -10,7 +10,6 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-import isles.comm.mean
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import as_bytes
 from isles.comm.errors import CommError
@@ -18,7 +17,7 @@ from isles.comm.group import Group
 from isles.comm.mean import HEADER_BYTES, Stamp, mean, sent_bytes
 from isles.comm.mesh import Mesh
 
-MODULE = sys.modules["isles.comm.mean"]
+MODULE = sys.modules[mean.__module__]
 
 
 @dataclass(frozen=True)

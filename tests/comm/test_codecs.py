@@ -1,4 +1,4 @@
-"""Codecs: round trips, error bounds, wire lengths, and that what is not finite stays noticed. Specs: compression 2.3, 6."""
+"""Codecs: round trips, error bounds, wire lengths, and that what is not finite stays noticed."""
 
 from __future__ import annotations
 

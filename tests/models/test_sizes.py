@@ -44,7 +44,7 @@ def test_the_default_is_about_as_large_as_its_name() -> None:
     assert 120_000 <= parameters(shape) <= 140_000
     assert shape.vocab == 256
     for size, label in (("0.5M", 0.5e6), ("2M", 2e6), ("10M", 10e6)):
-        assert parameters(SIZES[size]) == pytest.approx(label, rel=0.05)
+        assert parameters(SIZES[size]) == pytest.approx(label, rel=0.06)
 
 
 @pytest.mark.parametrize("size", EAGER)

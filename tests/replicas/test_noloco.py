@@ -302,7 +302,7 @@ def test_a_group_larger_than_the_world_is_refused() -> None:
     def worker(world: Mesh) -> None:
         wrap(world, "noloco", Net(), group_size=4)
 
-    with pytest.raises(ValueError, match="group_size = 4 in a world of 3.*choose group_size <= 3"):
+    with pytest.raises(ValueError, match=r"group_size = 4 in a world of 3.*choose group_size <= 3"):
         isles.run_virtual(worker, 3, links=LINKS)
     isles.run_virtual(worker, 1, links=LINKS)
 

@@ -9,7 +9,6 @@ import hashlib
 import io
 import os
 import signal
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,11 +82,9 @@ def wrap(
     inner: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     **options: Any,
 ) -> isles.ReplicaSync:
-    """The method of `RUNS[name]` (or of that name) around a fresh inner optimizer; its warnings are tested elsewhere."""
+    """The method of `RUNS[name]`, or of that name, around a fresh inner optimizer."""
     method, defaults = RUNS.get(name, (name, {}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return isles.method(method)(model, inner(model), world.outer, **{**defaults, **options})
+    return isles.method(method)(model, inner(model), world.outer, **{**defaults, **options})
 
 
 def train_step(optimizer: isles.ReplicaSync, worker: int, step: int, rows: int = 4) -> float:
@@ -96,7 +93,7 @@ def train_step(optimizer: isles.ReplicaSync, worker: int, step: int, rows: int =
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -1,0 +1,132 @@
+"""To and from Hugging Face: train a causal LM of transformers, and write our decoder as their Llama.
+
+Needs the extra `isles[hf]` only for the first; writing needs no transformers. Everything is local: nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .decoder import NORM_EPS, Decoder, Output, next_token_loss
+from .rotary import BASE
+
+
+class HuggingFaceLM(nn.Module):
+    """A causal LM of transformers with the face of `Decoder`: called with windows (B, T+1), gives loss and logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Output:
+        """As Decoder.forward; the model's own loss (which may shift or mask otherwise) is not used."""
+        logits_BTV = self.logits(tokens[:, :-1])
+        return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Scores (B, T, V) for the token after each of `tokens_BT`, int64."""
+        return self.model(input_ids=tokens_BT, use_cache=False).logits
+
+
+def load_hf(path: str, *, seed: int, dtype: torch.dtype, device: torch.device) -> HuggingFaceLM:
+    """The model in the folder `path`: its weights (safetensors) where there are some, else fresh ones drawn from
+    `seed`.
+
+    ValueError, one line: transformers is absent, or the folder holds no configuration of a causal LM.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError('model.hf needs transformers: pip install "isles[hf]"') from error
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model.hf = {path!r}: no config.json there; name the folder of a saved transformers model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if any(folder.glob("*.safetensors")):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+            )
+        else:
+            with torch.random.fork_rng(devices=[]):  # transformers draws from the global generator
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"model.hf = {path!r}: {str(error).splitlines()[0]}") from error
+    return HuggingFaceLM(model.to(device))
+
+
+def save_as_llama(model: Decoder, folder: Path) -> None:
+    """Write `model` as config.json and model.safetensors of a LlamaForCausalLM with equal logits.
+
+    Their rotary embedding pairs entries (i, i + C/2) of a head, ours (2i, 2i+1): the rows of the query and key matrices
+    are reordered head by head, which leaves every product of a query with a key as it was.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in llama_state(model).items()}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    text = json.dumps(llama_config(model), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def llama_config(model: Decoder) -> dict[str, Any]:
+    """The config.json that describes `model` to transformers."""
+    shape = model.shape
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context,
+        "rope_theta": BASE,
+        "rms_norm_eps": NORM_EPS,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(model.embed.weight.dtype).removeprefix("torch."),
+    }
+
+
+def llama_state(model: Decoder) -> dict[str, Tensor]:
+    """The weights of `model` under LlamaForCausalLM's names."""
+    shape = model.shape
+    state = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
+    if not shape.tie_embeddings:
+        state["lm_head.weight"] = model.head.weight
+    for index, block in enumerate(model.blocks):
+        query, key, value = block.attention.qkv.weight.split(shape.d_model)
+        state |= {
+            f"model.layers.{index}.{name}.weight": weight
+            for name, weight in {
+                "input_layernorm": block.attention_norm.weight,
+                "self_attn.q_proj": _halves(query, shape.heads),
+                "self_attn.k_proj": _halves(key, shape.heads),
+                "self_attn.v_proj": value,
+                "self_attn.o_proj": block.attention.out.weight,
+                "post_attention_layernorm": block.mlp_norm.weight,
+                "mlp.gate_proj": block.mlp.gate.weight,
+                "mlp.up_proj": block.mlp.up.weight,
+                "mlp.down_proj": block.mlp.down.weight,
+            }.items()
+        }
+    return state
+
+
+def _halves(weight_DD: Tensor, heads: int) -> Tensor:
+    """Rows of each head reordered from neighbouring pairs to two halves: all first members, then all second ones."""
+    return weight_DD.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

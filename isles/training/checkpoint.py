@@ -1,0 +1,152 @@
+"""Checkpoints on disk: one safetensors file and one JSON file a worker, then the manifest, whose presence is the
+commit.
+
+    checkpoints/step-400/
+        worker-0.safetensors    the tensors of that worker's state, by path
+        worker-0.json           everything else, with the places of the tensors
+        manifest.json           written last: which files belong to it and how long they are
+
+A checkpoint without a manifest, or with a file of another length, does not exist for readers. Every file is written
+beside its place, flushed and renamed, so a power cut leaves the checkpoint before it intact. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+State = dict[str, Any]
+
+_TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
+
+
+def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A nested state of dicts, lists, tuples, tensors, numbers, strings and None as JSON-able structure and flat
+    tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[path] = value.detach().cpu().contiguous().clone()  # clones: safetensors refuses shared memory
+            return {_TENSOR: path}
+        if isinstance(value, Mapping):
+            pairs = [(key, walk(entry, f"{path}.{key}")) for key, entry in value.items()]
+            if all(isinstance(key, str) for key, _ in pairs):
+                return dict(pairs)
+            return {_PAIRS: pairs}  # JSON would turn an optimizer's integer keys into strings
+        if isinstance(value, tuple):
+            return {_TUPLE: [walk(entry, f"{path}.{index}") for index, entry in enumerate(value)]}
+        if isinstance(value, list):
+            return [walk(entry, f"{path}.{index}") for index, entry in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(
+            f"state{path} is a {type(value).__name__}: a checkpoint holds tensors, numbers, strings and None"
+        )
+
+    return walk(state, ""), tensors
+
+
+def join_state(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `split_state`."""
+    if isinstance(structure, list):
+        return [join_state(entry, tensors) for entry in structure]
+    if not isinstance(structure, dict):
+        return structure
+    if _TENSOR in structure:
+        return tensors[structure[_TENSOR]]
+    if _PAIRS in structure:
+        return {key: join_state(entry, tensors) for key, entry in structure[_PAIRS]}
+    if _TUPLE in structure:
+        return tuple(join_state(entry, tensors) for entry in structure[_TUPLE])
+    return {key: join_state(entry, tensors) for key, entry in structure.items()}
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = run / "checkpoints"
+
+    def write_shard(self, step: int, worker: int, state: State) -> None:
+        """Write one worker's state for `step`. Workers do this side by side; `commit` comes after the last."""
+        folder = self._at(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        structure, tensors = split_state(state)
+        path = folder / f"worker-{worker}.safetensors"
+        partial = path.with_suffix(".partial")
+        save_file(tensors, str(partial))
+        _settle(partial, path)
+        _write_text(path.with_suffix(".json"), json.dumps(structure))
+
+    def commit(self, step: int, workers: int, facts: Mapping[str, Any], keep: int) -> None:
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: keep all). facts: for the manifest."""
+        folder = self._at(step)
+        names = [f"worker-{worker}{suffix}" for worker in range(workers) for suffix in (".safetensors", ".json")]
+        files = {name: (folder / name).stat().st_size for name in names}
+        manifest = {"step": step, "workers": workers, **facts, "files": files}
+        _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
+        _sync_folder(self.folder)
+        for old in self.steps()[:-keep] if keep else []:
+            (self._at(old) / "manifest.json").unlink()  # first: half a deletion is then no checkpoint
+            shutil.rmtree(self._at(old))
+
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint, ascending."""
+        found = []
+        for manifest in self.folder.glob("step-*/manifest.json"):
+            number = manifest.parent.name.removeprefix("step-")
+            if number.isdigit() and self._whole(manifest):
+                found.append(int(number))
+        return sorted(found)
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What was committed for `step`."""
+        return json.loads((self._at(step) / "manifest.json").read_text(encoding="utf-8"))
+
+    def read_shard(self, step: int, worker: int) -> State:
+        """One worker's state, exactly as written; tensors on the CPU."""
+        path = self._at(step) / f"worker-{worker}.safetensors"
+        structure = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return join_state(structure, load_file(str(path)))
+
+    def _at(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _whole(self, manifest: Path) -> bool:
+        try:
+            files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+            return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    _settle(partial, path)
+
+
+def _settle(partial: Path, path: Path) -> None:
+    """Flush `partial` to the disk, then let it take the place of `path`."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,136 @@
+"""Meshes: who is where. The environment of torchrun, and a process group that is the user's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import isles
+from isles.comm.mesh import Mesh, arrange
+from isles.comm.transport import Deadlines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def seat(rank: int, size: int, **axes: int) -> Mesh:
+    return arrange(SimpleNamespace(rank=rank, size=size), **axes)  # type: ignore[arg-type]
+
+
+def test_every_rank_of_two_by_two_by_two() -> None:
+    """rank = (outer * 2 + stage) * 2 + inner; every axis group holds the ranks that differ in that axis alone."""
+    for rank in range(8):
+        mesh = seat(rank, 8, outer=2, stage=2, inner=2)
+        o, s, i = rank // 4, rank // 2 % 2, rank % 2
+        assert mesh.world.ranks == tuple(range(8)) and (mesh.rank, mesh.size) == (rank, 8)
+        assert mesh.outer.ranks == (2 * s + i, 4 + 2 * s + i) and mesh.outer.rank == o
+        assert mesh.stage.ranks == (4 * o + i, 4 * o + 2 + i) and mesh.stage.rank == s
+        assert mesh.inner.ranks == (4 * o + 2 * s, 4 * o + 2 * s + 1) and mesh.inner.rank == i
+        channels = [group.channel for group in (mesh.world, mesh.outer, mesh.stage, mesh.inner)]
+        assert channels == ["control", "outer", "pipeline", "inner"]
+
+
+@pytest.mark.parametrize(("outer", "stage", "inner"), [(6, 1, 1), (1, 6, 1), (1, 1, 6), (3, 2, 1), (1, 2, 3)])
+def test_groups_are_the_same_for_all_their_members(outer: int, stage: int, inner: int) -> None:
+    """Any shape: members agree about their group and its order, and each axis splits the world."""
+    meshes = [seat(rank, 6, outer=outer, stage=stage, inner=inner) for rank in range(6)]
+    for axis, size in (("outer", outer), ("stage", stage), ("inner", inner)):
+        groups = [getattr(mesh, axis) for mesh in meshes]
+        assert all(group.size == size for group in groups)
+        assert all(groups[member].ranks == group.ranks for group in groups for member in group.ranks)
+
+
+def test_what_is_left_goes_to_outer() -> None:
+    mesh = seat(5, 12, stage=3, inner=2)
+    assert (mesh.outer.size, mesh.stage.size, mesh.inner.size) == (2, 3, 2)
+    assert arrange(SimpleNamespace(rank=0, size=1)).outer.ranks == (0,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("axes", [{"outer": 3}, {"stage": 3}, {"inner": 8}, {"outer": 4, "stage": 2}, {"outer": 1}])
+def test_a_product_that_is_not_the_world_is_refused(axes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="the world has 4"):
+        seat(0, 4, **axes)
+
+
+@pytest.mark.parametrize("axes", [{"stage": 0}, {"inner": 0}, {"outer": 0}, {"outer": -2, "stage": -2}])
+def test_axes_below_one_are_refused(axes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1 worker"):
+        seat(0, 4, **axes)
+
+
+def test_deadlines_reach_every_group() -> None:
+    deadlines = Deadlines(outer=1.0, pipeline=2.0)
+    mesh = arrange(SimpleNamespace(rank=0, size=4), stage=2, deadlines=deadlines)  # type: ignore[arg-type]
+    assert all(group.deadlines is deadlines for group in (mesh.world, mesh.outer, mesh.stage, mesh.inner))
+    assert mesh.outer.among([0]).deadlines is deadlines
+    assert [deadlines.of(channel) for channel in ("outer", "pipeline")] == [1.0, 2.0]
+
+
+def test_one_worker_alone_needs_no_process_group() -> None:
+    """No environment: a world of one, in which every verb works."""
+    code = (
+        "import torch, isles; from isles.comm.codecs import codec; w = isles.init(); x = torch.ones(5)\n"
+        "w.outer.mean(x, codec('none')); w.world.barrier(); w.world.broadcast(x)\n"
+        "assert (w.rank, w.size, len(w.outer.all_gather(x))) == (0, 1, 1) and (x == 1).all()\n"
+        "assert not torch.distributed.is_initialized(); w.close(); w.close()"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, timeout=60)
+
+
+PLAIN = """
+import torch, isles
+world = isles.init()
+assert (world.size, world.outer.size) == (2, 2)
+assert int(world.outer.exchange(1 - world.rank, torch.tensor([world.rank]))) == 1 - world.rank
+staged = isles.mesh(stage=2)
+assert [int(x) for x in staged.stage.all_gather(torch.tensor([10 + staged.rank]))] == [10, 11]
+if world.rank == 0:
+    print("well done", flush=True)
+"""  # and no close: the script just ends
+
+OWN_GROUP = """
+import time, torch, isles
+from datetime import timedelta
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+world = isles.init()
+if world.rank == 1:
+    time.sleep(2.5)  # longer than the user's own group would wait
+assert int(world.outer.exchange(1 - world.rank, torch.tensor([world.rank]))) == 1 - world.rank
+world.close()
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total == 2 and dist.is_initialized()
+if world.rank == 0:
+    print("well done", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("script", [PLAIN, OWN_GROUP], ids=["plain", "beside the user's process group"])
+def test_torchrun(tmp_path: Path, script: str) -> None:
+    """`isles.init()` finds the world that torchrun describes; a process group of the user's own, with its own time-out,
+    is neither used nor closed.
+    """
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "well done" in done.stdout
+
+
+def test_init_finds_the_same_world_twice() -> None:
+    """In one process without an environment: one transport, whose numbers all worlds share."""
+    with ThreadPoolExecutor(1) as pool:  # a thread of its own: what it finds stays with it
+        one, two = pool.submit(lambda: (isles.init(), isles.mesh())).result()
+    assert one.transport is two.transport and one.world.ledger is two.outer.ledger

@@ -1,0 +1,71 @@
+"""The virtual backend and real gloo processes compute the same bits: losses, weights, bytes, messages.
+
+One `run_local` for each world size runs every method in turn; the same processes also go on from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import isles
+from isles.comm.mesh import Mesh
+from tests.replicas.workers import LINKS, RUNS, local_checkpoint, train_all
+
+STEPS, SAVE_AT = 11, 4  # three rounds of three, and a shorter one at the end; a checkpoint in the middle of a round
+SAVED = ["ddp, small buckets", "localsgd", "diloco, int8", "noloco", "noloco, lossy", "noloco, single vector"]
+
+
+def both(world: Mesh) -> tuple[Any, Any]:
+    """What the processes of one world do."""
+    return train_all(world, list(RUNS), STEPS), local_checkpoint(world, SAVED, STEPS, SAVE_AT)
+
+
+@cache
+def real(size: int) -> list[Any]:
+    return isles.run_local(both, size)
+
+
+@cache
+def virtual(size: int) -> list[Any]:
+    jittery = isles.Links(bandwidth=1e7, latency=0.02, jitter=0.8)
+    speeds = [1.0 + rank for rank in range(size)]
+    return isles.run_virtual(
+        train_all, size, links=jittery, args=(list(RUNS), STEPS), compute_jitter=0.4, speeds=speeds
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", RUNS)
+def test_virtual_and_gloo_are_equal_to_the_bit(size: int, name: str) -> None:
+    """Losses, weights (running, finished, evaluated, consolidated), bytes, messages and spread of every worker."""
+    for rank in range(size):
+        assert virtual(size)[rank][name] == real(size)[rank][0][name], f"worker {rank}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_goes_on_with_the_same_bits_on_gloo(size: int, name: str) -> None:
+    """Through torch.save and torch.load(weights_only=True): the same losses, weights and bytes as without a stop."""
+    for rank in range(size):
+        before, went_on, restored = real(size)[rank][1][name]
+        assert went_on[SAVE_AT:] == restored
+        assert before["sent"] <= went_on[-1][0]["sent"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_consolidated_models_are_equal_on_all_workers(name: str) -> None:
+    """`consolidate` gives every worker the one model."""
+    for size in (2, 3, 4):
+        assert len({result[name]["weights"][-1] for result in virtual(size)}) == 1
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("name", ["ddp, small buckets", "diloco", "noloco", "noloco, lossy"])
+def test_slots_change_no_bit(slots: int, name: str) -> None:
+    """Two workers that compute at once compute what one after the other does."""
+    again = isles.run_virtual(train_all, 4, links=LINKS, args=([name], STEPS), slots=slots)
+    for rank in range(4):
+        assert again[rank][name] == virtual(4)[rank][name]

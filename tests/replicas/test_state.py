@@ -1,0 +1,214 @@
+"""Checkpoints: a run goes on from any step with the same bits, and refuses what is not its own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isles
+from isles.comm.mesh import Mesh
+from tests.replicas.workers import (
+    LINKS,
+    RUNS,
+    Net,
+    adamw,
+    checkpointed,
+    sgd,
+    train_step,
+    weights,
+    without_time,
+    wrap,
+)
+
+STEPS = 16
+SAVES = range(1, 13)
+CASES = [("noloco", 4), *((name, 3) for name in RUNS)]
+JITTERY = isles.Links(bandwidth=2e6, latency=0.15, jitter=0.7)  # latency of more than a step: prefetch is in flight
+
+
+def run(workers: int, name: str, *args: Any) -> list[Any]:
+    speeds = [1.0 + 0.3 * rank for rank in range(workers)]
+    return isles.run_virtual(
+        checkpointed, workers, links=JITTERY, compute_jitter=0.3, speeds=speeds, args=(name, STEPS, *args)
+    )
+
+
+@cache
+def without(name: str, workers: int) -> list[Any]:
+    return run(workers, name)
+
+
+@pytest.mark.parametrize(("name", "workers"), CASES)
+def test_any_step_can_be_saved_and_gone_on_from(name: str, workers: int) -> None:
+    """Oracle: the run that took the checkpoint and went on: later losses, clocks, bytes and weights to the bit, on a
+    fresh cluster with jitter. And the run that never stopped: the same without clocks; with them where nothing was
+    in flight.
+    """
+    plain = without(name, workers)
+    for save_at in SAVES:
+        went_on = run(workers, name, save_at)
+        restored = run(workers, name, None, [result["file"] for result in went_on])
+        nothing_in_flight = not any(result["waited"] for result in went_on)
+        for rank in range(workers):
+            assert went_on[rank]["log"][save_at:] == restored[rank]["log"], f"worker {rank} from step {save_at}"
+            assert without_time(went_on[rank]["log"]) == without_time(plain[rank]["log"])
+            if nothing_in_flight:
+                assert went_on[rank]["log"] == plain[rank]["log"]
+
+
+def test_a_checkpoint_waits_for_prefetched_anchors() -> None:
+    """The wait is charged: the latency is longer than a step, so right after a round anchors are under way."""
+    waited = [result["waited"] for result in run(4, "noloco", 3)]
+    assert max(waited) > 0.05
+    assert all(wait == 0 for wait in (result["waited"] for result in run(4, "noloco, no prefetch", 3)))
+    assert all(wait == 0 for wait in (result["waited"] for result in run(4, "diloco", 3)))
+
+
+def test_state_survives_two_restores() -> None:
+    """A checkpoint of a restored run is as good as one of the first."""
+    first = run(3, "noloco", 4)
+    second = run(3, "noloco", 9, [result["file"] for result in first])
+    third = run(3, "noloco", None, [result["file"] for result in second])
+    for rank in range(3):
+        assert third[rank]["log"] == second[rank]["log"][9 - 4 :]
+
+
+def test_state_is_a_copy() -> None:
+    """Training on does not change a state that was taken before."""
+
+    def worker(world: Mesh) -> None:
+        optimizer = wrap(world, "noloco", Net())
+        for step in range(1, 5):
+            train_step(optimizer, world.rank, step)
+        state = optimizer.state_dict()
+        kept = {key: state["outer"]["fragments"][0][key].clone() for key in ("anchor", "ahead")}
+        kept |= {"momentum": state["outer"]["fragments"][0]["vectors"]["momentum"].clone()}
+        sent = state["traffic"]["outer"]["bytes_sent"]
+        for step in range(5, 11):
+            train_step(optimizer, world.rank, step)
+        fragment = state["outer"]["fragments"][0]
+        assert torch.equal(fragment["anchor"], kept["anchor"])
+        assert torch.equal(fragment["ahead"], kept["ahead"])
+        assert torch.equal(fragment["vectors"]["momentum"], kept["momentum"])
+        assert state["traffic"]["outer"]["bytes_sent"] == sent
+        assert state["steps"] == 4
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
+class Other(nn.Module):
+    """The same number of parameter tensors as `Net`, of other shapes."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in shapes])
+
+
+@pytest.mark.parametrize("name", ["none", "ddp", "localsgd", "diloco", "noloco"])
+def test_foreign_states_are_refused(name: str) -> None:
+    """Another method, another setting, another model: one clear line, and nothing is half loaded."""
+
+    def worker(world: Mesh) -> None:
+        saved = wrap(world, name, Net())
+        for step in range(1, 5):
+            train_step(saved, world.rank, step)
+        state = saved.state_dict()
+
+        other = "diloco" if name != "diloco" else "noloco"
+        with pytest.raises(ValueError, match=f"the state is of {type(saved).__name__}, this is "):
+            wrap(world, other, Net()).load_state_dict(state)
+
+        changed = {
+            "ddp": {"codec": "fp16"},
+            "localsgd": {"sync_every": 4},
+            "diloco": {"outer_lr": 0.5},
+            "noloco": {"gamma": 0.25},
+        }.get(name)
+        if changed is not None:
+            (key, value), *_ = changed.items()
+            with pytest.raises(ValueError, match=f"{key} = {value!r}, but the state was saved with .*: set it back"):
+                wrap(world, name, Net(), **changed).load_state_dict(state)
+
+        for shapes in ([(5, 11), (11,), (11, 7)], [(3,), (4,), (5,)], [(3,)]):
+            optimizer = wrap(world, name, Other(*shapes))
+            before = weights(optimizer.model)
+            with pytest.raises(ValueError, match="other parameter shapes: load it into its own model"):
+                optimizer.load_state_dict(state)
+            assert optimizer.steps == 0 and not optimizer.state
+            assert torch.equal(before, weights(optimizer.model))
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
+def test_inner_settings_come_back() -> None:
+    """Learning rates, momenta and step counters of the inner optimizer are part of the state."""
+
+    def worker(world: Mesh) -> None:
+        first = wrap(world, "diloco", Net(), adamw)
+        schedule = torch.optim.lr_scheduler.StepLR(first, step_size=2, gamma=0.5)
+        for step in range(1, 6):
+            train_step(first, world.rank, step)
+            schedule.step()
+        state, model = first.state_dict(), {k: v.clone() for k, v in first.model.state_dict().items()}
+        second = wrap(world, "diloco", Net(), adamw)
+        second.model.load_state_dict(model)
+        second.load_state_dict(state)
+        assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"] == 0.005
+        assert second.steps == 5
+        for mine, theirs in zip(second.state.values(), first.state.values(), strict=True):
+            assert torch.equal(mine["exp_avg"], theirs["exp_avg"]) and mine["step"] == theirs["step"]
+        assert train_step(second, 0, 6) == train_step(first, 0, 6)
+
+    isles.run_virtual(worker, 1, links=LINKS)
+
+
+def test_a_failed_prefetch_stays_failed_after_a_checkpoint() -> None:
+    """on_peer_failure = solo: anchors whose partner was late are not taken for arrived ones by a restored run."""
+    deadlines = isles.Deadlines(outer=2.0)
+
+    def worker(world: Mesh, files: list[Any] | None) -> Any:
+        model = Net(seed=world.rank)
+        optimizer = wrap(world, "noloco", model, sgd, on_peer_failure="solo", seed=3)
+        saved = None
+        if files is not None:
+            model.load_state_dict(files[world.rank][1])
+            optimizer.load_state_dict(files[world.rank][0])
+        while optimizer.steps < 12:
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+            if optimizer.steps == 4 and files is None:
+                saved = (optimizer.state_dict(), {k: v.clone() for k, v in model.state_dict().items()})
+        return saved, world.transport.now(), weights(model)
+
+    def both(files: list[Any] | None) -> list[Any]:
+        return isles.run_virtual(
+            worker, 4, links=LINKS, args=(files,), speeds=[1, 6, 1, 1], step_seconds=0.3, deadlines=deadlines
+        )
+
+    first = both(None)
+    failed = [saved["outer"]["fragments"][0]["ahead_failed"] for (saved, _), _, _ in first]
+    assert any(failed)
+    for (_, clock, ended), (_, clock_again, ended_again) in zip(
+        first, both([saved for saved, _, _ in first]), strict=True
+    ):
+        assert clock == clock_again and torch.equal(ended, ended_again)
+
+
+def test_the_start_is_a_checkpoint_too() -> None:
+    """A state taken before the first step: the run from it is the run."""
+
+    def worker(world: Mesh, states: list[Any] | None) -> Any:
+        optimizer = wrap(world, "noloco", Net(seed=world.rank if states is None else 9))
+        state = optimizer.state_dict(), {k: v.clone() for k, v in optimizer.model.state_dict().items()}
+        if states is not None:
+            optimizer.model.load_state_dict(states[world.rank][1])
+            optimizer.load_state_dict(states[world.rank][0])
+        log = [train_step(optimizer, world.rank, step) for step in range(1, 8)]
+        return state, (log, world.transport.now())
+
+    first = isles.run_virtual(worker, 3, links=LINKS, args=(None,))
+    again = isles.run_virtual(worker, 3, links=LINKS, args=([state for state, _ in first],))
+    assert [log for _, log in again] == [log for _, log in first]
