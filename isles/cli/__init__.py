@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from isles.cli import report, train
+from isles.cli import config, evaluate, export, generate, methods, report, train
 
 app = typer.Typer(
     name="isles",
@@ -17,7 +17,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("export")(export.export)
 app.command("report")(report.report)
+app.command("config")(config.config)
+app.command("methods")(methods.methods)
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

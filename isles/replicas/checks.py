@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from isles.errors import unknown_name
@@ -42,10 +43,10 @@ def one_of(key: str, name: str, allowed: Collection[str]) -> None:
 
 def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
     """A warning where a run has too few rounds for its outer momentum: below 20 / (1 - momentum)."""
-    needed = 20 / (1 - momentum)
-    if rounds >= needed:
+    needed = math.ceil(20 / (1 - momentum) - 1e-9)  # 20 / (1 - 0.9) is a little over 200
+    if rounds >= needed or momentum == 0:
         return []
     return [
-        f"outer_momentum = {momentum:g} wants {needed:.0f} rounds or more, this run has {rounds}: "
+        f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: "
         "lower outer_momentum (0.5 suits short runs) or sync_every"
     ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isles.comm.codecs import CODECS, codec
 from isles.comm.mean import Stamp, mean, native_bytes, native_mean, sent_bytes
@@ -65,7 +65,8 @@ class Bucket:
         """Gradients not ready yet in this backward pass."""
         self.transfer: Transfer[None] | None = None
         self.stale = False
-        """True if a gradient changed after the bucket had left."""
+        """True if a backward pass changed a gradient after the bucket had left."""
+        self._loaded: list[tuple[Tensor | None, int]] = []
 
     def load(self) -> None:
         """Copy the gradients in; one that was not computed counts as zero."""
@@ -73,9 +74,21 @@ class Bucket:
         pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        self._loaded = self._gradients()
+
+    def is_changed(self) -> bool:
+        """Whether somebody else wrote to a gradient since `load`: what travels does not know of it."""
+        return any(
+            old is not new or before != now
+            for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
+        )
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
     def unload(self) -> None:
         """Copy the means back into the gradients."""
+        self._loaded = []  # holds gradients that the user may want freed
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -129,6 +142,11 @@ class DDP(ReplicaSync):
                 self._wait(bucket)
                 bucket.load()
                 self._start(bucket, round=2 * self.steps + 1)
+        if any(bucket.is_changed() for bucket in self.buckets):
+            raise ValueError(
+                "gradients were changed between backward() and step(), but they travel during backward() already: "
+                "clip with max_norm=, unscale with step(scaler=)"
+            )
         for bucket in self.buckets:
             self._wait(bucket)
             bucket.unload()

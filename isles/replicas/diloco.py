@@ -31,7 +31,9 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(MethodConfig):
-    """Defaults of the paper, section 3. codec: form of the outer gradient on the wire (none, fp16, bf16, int8)."""
+    """Defaults of the paper, section 3. sync_every: inner steps a round (H). outer_lr: lr. outer_momentum: mu.
+    codec: form of the outer gradient on the wire (none, fp16, bf16, int8).
+    """
 
     sync_every: int = 500
     outer_lr: float = 0.7

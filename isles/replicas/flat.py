@@ -87,8 +87,11 @@ class FlatParameters:
 
     def blocks(self) -> Iterator[Block]:
         """All blocks in order. The live views are made anew each time: a user may move parameters between rounds."""
+        whole = [parameter.detach() for parameter in self.parameters]
+        lines = [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in whole]
         for run in self._runs:
-            yield Block(run[0].start, run[-1].start + run[-1].elements, [self._live(piece) for piece in run])
+            live = [lines[p.index] if p.first is None else lines[p.index][p.first : p.last] for p in run]
+            yield Block(run[0].start, run[-1].start + run[-1].elements, live)
 
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
@@ -109,10 +112,6 @@ class FlatParameters:
             return block.of(flat)
         parts = zip(block.shaped(block.of(flat)), block.live, strict=True)
         return torch.cat([part.to(live.dtype).to(self.dtype).reshape(-1) for part, live in parts])
-
-    def _live(self, piece: _Piece) -> Tensor:
-        parameter = self.parameters[piece.index].detach()
-        return parameter if piece.first is None else parameter.view(-1)[piece.first : piece.last]
 
     def _cut(self) -> list[list[_Piece]]:
         runs: list[list[_Piece]] = []

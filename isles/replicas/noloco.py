@@ -39,10 +39,11 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class NoLoCoConfig(MethodConfig):
-    """Defaults of the paper, Table 1, and of its code. gamma None: equal to outer_lr.
-
-    codec, anchor_codec: forms of Delta and phi on the wire; lossy ones need exchange = "delta+phi". seed: of the
-    groups. on_peer_failure: raise, or solo: go on alone in a round whose partner is lost or late.
+    """Defaults of the paper, Table 1, and of its code. sync_every: inner steps a round (m). outer_lr: beta.
+    outer_momentum: alpha. gamma: pull to the group's anchors; left out, it equals outer_lr. group_size: workers a group
+    (n). exchange: what travels, see the module. prefetch_phi: send phi as soon as it is final, not with Delta. codec,
+    anchor_codec: forms of Delta and phi on the wire; lossy ones need exchange = "delta+phi". on_peer_failure: raise, or
+    solo: go on alone in a round whose partner is lost or late. seed: of the groups.
     """
 
     sync_every: int = 50

@@ -74,6 +74,10 @@ class ReplicaSync(Optimizer):
         for name in options:
             if name not in known:
                 raise ValueError(unknown_name(f"option of {type(self).__name__}", name, [*known, "max_norm"]))
+        if not isinstance(group, Group):
+            raise ValueError(f"group is a {type(group).__name__}: pass a group of workers, such as world.outer")
+        if config is not None and not isinstance(config, self.Config):
+            raise ValueError(f"{type(self).__name__} takes a {self.Config.__name__}, not a {type(config).__name__}")
         if config is not None and options:
             raise ValueError(f"give {type(self).__name__} a config or options ({', '.join(options)}), not both")
         if max_norm is not None and not max_norm > 0:
@@ -85,6 +89,7 @@ class ReplicaSync(Optimizer):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
+        self._refuse_strangers(inner.param_groups)
         self.steps = 0
         """Inner steps done."""
         self.gradient_norm: Tensor | None = None
@@ -112,6 +117,29 @@ class ReplicaSync(Optimizer):
     def state(self, state: Any) -> None:
         if state:
             self.inner.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the inner optimizer's. ValueError for parameters that are not exchanged: those that were no trainable ones
+        of the model when it was wrapped.
+        """
+        if not hasattr(self, "parameters"):  # called by Optimizer.__init__, with the inner optimizer's own groups
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(param_group)
+        try:
+            self._refuse_strangers(self.param_groups[-1:])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _refuse_strangers(self, groups: Sequence[dict[str, Any]]) -> None:
+        own = set(map(id, self.parameters))
+        strange = sum(p.requires_grad and id(p) not in own for group in groups for p in group["params"])
+        if strange:
+            raise ValueError(
+                f"{strange} parameters of the inner optimizer are not trainable parameters of the model and would "
+                "never be exchanged: wrap the module that holds them all, after setting requires_grad"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """One inner step and whatever is due after it.

@@ -26,7 +26,7 @@ from isles.replicas import METHODS, method
 from isles.training.config import Config, RunConfig, WorldConfig
 from isles.training.inner import InnerConfig
 
-_SECTIONS = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig, "world": WorldConfig, "run": RunConfig}
+SECTIONS = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig, "world": WorldConfig, "run": RunConfig}
 DEFAULT_METHOD = "noloco"
 
 Tables = dict[str, dict[str, Any]]
@@ -55,8 +55,8 @@ def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str
             raise ValueError(f"--set {assignment}: write --set section.key=value")
         _assign(given, key.strip(), _parse_value(text.strip()))
     for name in given:
-        if name not in (*_SECTIONS, "replicas"):
-            raise ValueError(unknown_name("section", name, [*_SECTIONS, "replicas"]))
+        if name not in (*SECTIONS, "replicas"):
+            raise ValueError(unknown_name("section", name, [*SECTIONS, "replicas"]))
     tables = given if path is not None else _over(_embedded(_method_of(given)), given)
     _sections(tables)
     return tables
@@ -77,7 +77,7 @@ def resolve(tables: Tables) -> Config:
 
 
 def _sections(tables: Tables) -> dict[str, Any]:
-    return {section: _typed(section, cls, tables.get(section, {})) for section, cls in _SECTIONS.items()}
+    return {section: _typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
 
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
@@ -117,7 +117,7 @@ def _parse_file(path: str) -> Tables:
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ValueError(
-                f"{path}: {name} stands outside a section; put it below [{'], ['.join(_SECTIONS)}] or [replicas]"
+                f"{path}: {name} stands outside a section; put it below [{'], ['.join(SECTIONS)}] or [replicas]"
             )
     return tables
 

@@ -88,7 +88,7 @@ class Checkpoints:
         _write_text(path.with_suffix(".json"), json.dumps(structure))
 
     def commit(self, step: int, workers: int, facts: Mapping[str, Any], keep: int) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: keep all). facts: for the manifest."""
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). facts: for the manifest."""
         folder = self._at(step)
         names = [f"worker-{worker}{suffix}" for worker in range(workers) for suffix in (".safetensors", ".json")]
         files = {name: (folder / name).stat().st_size for name in names}

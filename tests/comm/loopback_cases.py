@@ -9,20 +9,45 @@ import isles
 from isles.comm.codecs import codec
 from isles.comm.mean import Stamp, mean
 from isles.comm.mesh import Mesh
-from tests.netns import on_the_wire
+from tests.netns import Wire, counted_so_far
 
 WORKERS = 4
+PAYLOAD = 4_000_000  # bytes that one worker contributes
 STEPS = 4
 
 
-def one_mean(world: Mesh, name: str, elements: int) -> tuple[int, int]:
+def compared(kind: str, names: list[str]) -> dict[str, tuple[int, int, Wire]]:
+    """For each name: bytes counted by all workers as sent and as received, and what the interface saw."""
+    ranks = isles.run_local(cases, WORKERS, args=(kind, names))
+    sums = {name: [sum(rank[name][side] for rank in ranks) for side in (0, 1)] for name in names}
+    return {name: (sums[name][0], sums[name][1], ranks[0][name][2]) for name in names}
+
+
+def cases(world: Mesh, kind: str, names: list[str]) -> dict[str, tuple[int, int, Wire]]:
+    """Every case between two barriers: this worker's bytes sent and received, and all that crossed meanwhile."""
+    action = {"mean": one_mean, "verb": one_verb, "method": trained}[kind]
+    traffic, answer = world.world.traffic, {}
+    for name in names:
+        world.world.barrier()
+        start = traffic.total("bytes_sent"), traffic.total("bytes_received"), counted_so_far()
+        world.world.barrier()
+        action(world, name)
+        world.world.barrier()
+        wire = counted_so_far() - start[2]
+        sent, received = traffic.total("bytes_sent") - start[0], traffic.total("bytes_received") - start[1]
+        answer[name] = (int(sent), int(received), wire)
+    return answer
+
+
+def one_mean(world: Mesh, name: str) -> None:
+    form = codec(name)
+    elements = PAYLOAD // form.wire_bytes(4096, torch.float32) * 4096 + 1
     buffer = torch.randn(elements, generator=torch.Generator().manual_seed(world.rank))
-    world.outer.start(mean(world.outer.call("outer", 0), buffer, codec(name), Stamp(0)), "outer").wait()
-    return totals(world)
+    world.outer.start(mean(world.outer.call("outer", 0), buffer, form, Stamp(0)), "outer").wait()
 
 
-def one_verb(world: Mesh, name: str, elements: int) -> tuple[int, int]:
-    group, x = world.world, torch.zeros(elements)
+def one_verb(world: Mesh, name: str) -> None:
+    group, x = world.world, torch.zeros(PAYLOAD // 4 + 1)
     if name == "all_gather":
         group.all_gather(x)
     elif name == "all_to_all":
@@ -35,35 +60,17 @@ def one_verb(world: Mesh, name: str, elements: int) -> tuple[int, int]:
         for _ in range(WORKERS - 1):
             group.receive()
     else:
-        group.post(0, bytes(4 * elements)).wait()
-    return totals(world)
+        group.post(0, bytes(PAYLOAD)).wait()
 
 
-def trained(world: Mesh, name: str) -> tuple[int, int]:
-    """A few steps of a method on a plain model of 0.33 million parameters, to its consolidated end."""
+def trained(world: Mesh, name: str) -> None:
+    """A few steps of a method on a plain model of 0.73 million parameters, to its consolidated end."""
     torch.manual_seed(world.rank)
-    model = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 20))
+    model = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 20))
     options = {} if name in ("none", "ddp") else {"sync_every": 2}
     optimizer = isles.method(name)(model, torch.optim.SGD(model.parameters(), lr=0.01), world.outer, **options)
     for _ in range(STEPS):
-        model(torch.randn(8, 400)).square().mean().backward()
+        model(torch.randn(8, 600)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.consolidate()
-    return totals(world)
-
-
-def totals(world: Mesh) -> tuple[int, int]:
-    traffic = world.world.traffic
-    return int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
-
-
-def compared(kind: str, names: list[str], *arguments: object) -> dict[str, dict[str, int]]:
-    """For each name: bytes counted by the workers as sent and as received; on the wire: payload, and with headers."""
-    worker = {"mean": one_mean, "verb": one_verb, "method": trained}[kind]
-    answer = {}
-    for name in names:
-        counts, wire = on_the_wire(lambda name=name: isles.run_local(worker, WORKERS, args=(name, *arguments)))
-        sent, received = (sum(side) for side in zip(*counts, strict=True))
-        answer[name] = {"sent": sent, "received": received, "wire": wire.payload, "with headers": wire.bytes}
-    return answer

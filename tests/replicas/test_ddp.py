@@ -130,6 +130,59 @@ def test_no_sync_ends_with_its_block_even_by_an_error() -> None:
     assert all(sent > 0 for sent in run(worker, 2))  # left during the backward pass
 
 
+@pytest.mark.parametrize("megabytes", BUCKETS.values(), ids=BUCKETS)
+@pytest.mark.parametrize("how", ["clip", "unscale", "replace"])
+def test_gradients_changed_after_they_left_are_not_ignored(how: str, megabytes: float) -> None:
+    """A user's own clipping between backward() and step() would be overwritten by the mean: refused, with the mend."""
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        optimizer = wrap(world, "ddp", model, bucket_megabytes=megabytes)
+        train_step(optimizer, world.rank, 1)
+        loss_of(model, world.rank, 2).backward()
+        if how == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        elif how == "unscale":
+            model.bias.grad.div_(1024)  # type: ignore[union-attr]
+        else:
+            model.second.grad = torch.ones_like(model.second)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"clip with max_norm=, unscale with step\(scaler=\)"):
+        run(worker, 2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_batch_may_be_thrown_away(set_to_none: bool) -> None:
+    """backward, zero_grad, backward, step (everywhere): only the second batch counts."""
+
+    def worker(world: Mesh, both: bool) -> str:
+        model = Net()
+        optimizer = wrap(world, "ddp", model, bucket_megabytes=4e-4)
+        for step in range(1, 4):
+            if both:
+                loss_of(model, world.rank, 50 + step).backward()
+                optimizer.zero_grad(set_to_none)
+            train_step(optimizer, world.rank, step)
+        return bits(weights(model))
+
+    with pytest.warns(UserWarning, match="second backward pass"):
+        thrown = run(worker, 2, True)
+    assert thrown == run(worker, 2, False)
+
+
+def test_the_backend_s_own_reduction_is_refused_where_there_is_none() -> None:
+    """reduction = "native" needs real processes, and no codec."""
+
+    def worker(world: Mesh, **options: Any) -> None:
+        wrap(world, "ddp", Net(), reduction="native", **options)
+
+    with pytest.raises(ValueError, match='use "two_shot" on the virtual one'):
+        run(worker, 2)
+    with pytest.raises(ValueError, match='use "two_shot" with a codec'):
+        run(lambda world: worker(world, codec="bf16"), 2)
+
+
 # Parameters without a gradient.
 
 

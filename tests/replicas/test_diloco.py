@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.replicas.flat import BLOCK, FlatParameters, digest, word_sum
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap
 
 
@@ -254,7 +255,7 @@ def odd_step(optimizer: isles.ReplicaSync, rank: int, step: int) -> float:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize("name", ["none", "ddp", "ddp, small buckets", "localsgd", "diloco", "noloco"])
@@ -398,9 +399,8 @@ def test_a_large_model_is_cut_into_blocks_and_segments() -> None:
 
 def test_digest_sees_every_bit_of_every_block() -> None:
     """The hash that rides in the header changes with any flipped bit and any two swapped blocks."""
-    from isles.replicas.flat import FlatParameters, digest, word_sum
-
-    parameter = nn.Parameter(torch.randn(70_001, generator=torch.Generator().manual_seed(0)))
+    count = 3 * BLOCK + 5
+    parameter = nn.Parameter(torch.randn(count, generator=torch.Generator().manual_seed(0)))
     flat = FlatParameters([parameter])
 
     def hashed(vector: Tensor) -> int:
@@ -408,12 +408,14 @@ def test_digest_sees_every_bit_of_every_block() -> None:
 
     vector = flat.read(flat.new())
     first = hashed(vector)
-    for entry, bit in itertools.product((0, 1, 32_767, 32_768, 69_999, 70_000), (0, 13, 31)):
+    for entry, bit in itertools.product((0, 1, BLOCK - 1, BLOCK, count - 2, count - 1), (0, 13, 31)):
         changed = vector.clone()
         changed.view(torch.int32)[entry] ^= 1 << bit if bit < 31 else -(1 << 31)
         assert hashed(changed) != first
+    one, two, *_ = flat.blocks()
     swapped = vector.clone()
-    swapped[:32_768], swapped[32_768:65_536] = vector[32_768:65_536], vector[:32_768]
+    one.of(swapped).copy_(two.of(vector))
+    two.of(swapped).copy_(one.of(vector))
     assert hashed(swapped) != first
     assert hashed(vector) == first
 

@@ -14,13 +14,14 @@ import isles
 from isles.comm.mesh import Mesh
 from tests.replicas.workers import LINKS, RUNS, local_checkpoint, train_all
 
+NATIVE = "ddp, native"  # gloo's own sums: another order, so not among those that are equal to the bit
 STEPS, SAVE_AT = 11, 4  # three rounds of three, and a shorter one at the end; a checkpoint in the middle of a round
 SAVED = ["ddp, small buckets", "localsgd", "diloco, int8", "noloco", "noloco, lossy", "noloco, single vector"]
 
 
 def both(world: Mesh) -> tuple[Any, Any]:
     """What the processes of one world do."""
-    return train_all(world, list(RUNS), STEPS), local_checkpoint(world, SAVED, STEPS, SAVE_AT)
+    return train_all(world, [*RUNS, NATIVE], STEPS), local_checkpoint(world, SAVED, STEPS, SAVE_AT)
 
 
 @cache
@@ -53,6 +54,16 @@ def test_a_checkpoint_goes_on_with_the_same_bits_on_gloo(size: int, name: str) -
         before, went_on, restored = real(size)[rank][1][name]
         assert went_on[SAVE_AT:] == restored
         assert before["sent"] <= went_on[-1][0]["sent"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_backend_s_own_reduction_is_near(size: int) -> None:
+    """ddp with reduction = "native": equal on all workers, and equal to two_shot's up to the order of the sums."""
+    own, two_shot = ([result[0][name] for result in real(size)] for name in (NATIVE, "ddp"))
+    assert len({result["weights"][0] for result in own}) == 1
+    for mine, theirs in zip(own, two_shot, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+        assert mine["bytes"]["sent"] == mine["planned"]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,0 +1,37 @@
+"""`isles export RUN`: the trained model in a form that others read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
+) -> None:
+    """Write the run's consolidated model for other tools."""
+    from isles.errors import unknown_name
+
+    if format not in ("hf", "safetensors"):
+        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
+    folder = out or run / f"export-{format}"
+    _write(run, folder, "hf" if format == "hf" else "safetensors")
+    print(folder)
+
+
+def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"]) -> None:
+    from isles.models.hf import save_as_llama
+    from isles.training.saved import load_run
+
+    saved = load_run(run)
+    if format == "hf":
+        save_as_llama(saved.model, folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "config.toml"):
+        shutil.copyfile(run / name, folder / name)

@@ -1,0 +1,45 @@
+"""A finished run read back: its configuration and its one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isles.data.tokenizer import Tokenizer, load_tokenizer
+from isles.models import build
+from isles.training.border import read_config
+from isles.training.config import Config
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What evaluation, generation and export need of a run."""
+
+    config: Config
+    model: Any
+    tokenizer: Tokenizer
+
+    @property
+    def context(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.config.model.shape().context
+
+    def encode(self, text: str) -> torch.Tensor:
+        """Token ids of `text`, (T,), int64."""
+        return torch.tensor([int(token) for token in self.tokenizer.encode(text)], dtype=torch.int64)
+
+
+def load_run(run: Path) -> SavedRun:
+    """The consolidated model of the run directory `run`, ready to be evaluated. ValueError where there is none."""
+    from safetensors.torch import load_model
+
+    weights = run / "model.safetensors"
+    if not weights.is_file():
+        raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
+    config = read_config(str(run / "config.toml"), {}, [])
+    model = build(config.model, seed=config.run.seed)
+    load_model(model, str(weights), device=str(next(model.parameters()).device))
+    return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

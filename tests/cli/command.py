@@ -1,0 +1,75 @@
+"""Running `isles` as a user does: a process of its own, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ISLES = str(Path(sys.executable).with_name("isles"))
+PATIENCE = 90.0  # seconds for what takes a few on an idle machine
+_MARK = "ISLES_TEST_RUN"
+
+
+class Command:
+    """`isles ARGUMENTS` in `folder`, in a session of its own; its processes are marked, so that all can be found."""
+
+    def __init__(self, *arguments: str, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [ISLES, *arguments],
+            cwd=folder,
+            env={**os.environ, _MARK: self.mark, "COLUMNS": "100"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) once it and all that hold its pipes have ended."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, err
+
+    def left(self) -> list[psutil.Process]:
+        """Its processes that are still there."""
+        return marked(self.mark)
+
+
+def isles(*arguments: str, folder: Path) -> tuple[int, str, str]:
+    """Run to the end: (exit code, stdout, stderr)."""
+    return Command(*arguments, folder=folder).end()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes of the run with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def gone(mark: str) -> bool:
+    """Whether all processes of the run end within the patience."""
+    return eventually(lambda: not marked(mark))
+
+
+def eventually(condition: Callable[[], object]) -> bool:
+    """Whether the condition holds within the patience."""
+    ends_at = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > ends_at:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,238 @@
+"""`isles train` as a process: what it shows, what it leaves, and how it ends, by itself or by force."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.command import ISLES, Command, eventually, gone, isles, marked
+from tests.training.runs import TINY, metrics, write_text
+
+OWN = """
+import time
+import isles
+
+class Breaks(isles.NoSync):
+    def after_inner_step(self):
+        if self.steps == 3 and self.group.rank == 1:
+            raise ZeroDivisionError("of my own making")
+
+class Slow(isles.NoLoCo):
+    def after_inner_step(self):
+        time.sleep(0.05)  # leaves the machine to the others
+        super().after_inner_step()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with a text, a configuration for it, and a method of their own."""
+    folder = tmp_path_factory.mktemp("user")
+    write_text(folder / "text.txt")
+    (folder / "own.py").write_text(OWN)
+    tables: dict[str, list[str]] = {"data": ['path = "text.txt"'], "replicas": ["sync_every = 3"]}
+    for setting in TINY:
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        if section != "world":  # real processes here
+            tables.setdefault(section, []).append(f"{name} = {value}")
+    lines = [line for section, own in tables.items() for line in (f"[{section}]", *own)]
+    (folder / "tiny.toml").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def short(*more: str) -> list[str]:
+    return ["train", "tiny.toml", "--workers", "2", "--steps", "6", *more]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To the end
+
+
+def test_from_a_config_to_a_report(folder: Path) -> None:
+    """Exit 0; progress and notes on stderr, once each; on stdout the table with loss and bytes, and the paths."""
+    code, out, error = isles(*short("--set", "replicas.gamma=1.9", "--out", "deep/run [1]"), folder=folder)
+    assert code == 0, error
+    run = folder / "deep" / "run [1]"
+    assert {path.name for path in run.iterdir()} == {
+        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html")
+    }
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["method"], summary["backend"], summary["workers"]) == ("noloco", "distributed", 2)
+    assert summary["virtual_seconds"] is None and 0 < summary["train_seconds"] <= summary["wall_seconds"]
+    assert f"{summary['val_loss']:.4f} nats/token" in out and f"{summary['val_loss_replicas']:.4f} nats/token" in out
+    for words in ("noloco: 2 workers, 6 steps", "sent per worker", "data parallel would have sent", "tokens"):
+        assert words in out, out
+    assert out.endswith("run     deep/run [1]\nreport  deep/run [1]/report.html\n")
+    assert "<html" in (run / "report.html").read_text()
+
+    lines = error.splitlines()
+    assert all(line.startswith(("note: ", "step ")) for line in lines), error
+    assert sum("gamma = 1.9" in line for line in lines) == 1  # of one worker, though both found it out
+    assert lines[-1].startswith("step 6/6  loss ")
+
+    code, out, error = isles("report", "deep/run [1]", folder=folder)
+    assert (code, out, error) == (0, "deep/run [1]/report.html\n", "")
+
+
+def test_refused_by_the_workers(folder: Path) -> None:
+    """What only the processes find out is one line and 2 as well, and leaves nothing."""
+    code, out, error = isles(*short("--set", "replicas.sync_every=7", "--out", "refused"), folder=folder)
+    assert (code, out) == (2, "")
+    errors = [line for line in error.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == 1 and errors[0].startswith("isles: ") and "sync_every <= 6" in errors[0]
+    assert not (folder / "refused").exists()
+
+
+def test_a_method_of_ones_own_from_this_folder_that_breaks(folder: Path) -> None:
+    """Found in the working directory; its error is one line that names the worker, and the traceback in a file."""
+    (folder / "none.toml").write_text((folder / "tiny.toml").read_text().replace("sync_every = 3", ""))
+    arguments = ["train", "none.toml", "--workers", "2", "--steps", "6", "--method", "own:Breaks", "--out", "broken"]
+    code, out, error = isles(*arguments, folder=folder)
+    assert (code, out) == (1, "")
+    last = error.splitlines()[-1]
+    assert last == ("isles: worker 1 failed: ZeroDivisionError: of my own making (traceback in broken/failure.txt)")
+    assert "Traceback" not in error
+    text = (folder / "broken" / "failure.txt").read_text()
+    assert "own.py" in text and "after_inner_step" in text
+    assert {line["step"] for line in metrics(folder / "broken") if line["worker"] == 1} == {2}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By force. All four runs start together, for most of a start is waiting.
+
+
+@pytest.fixture(scope="module")
+def endless(folder: Path) -> Iterator[dict[str, Command]]:
+    """Runs that have trained their first steps and would go on for hours."""
+    commands = {
+        name: Command(*short("--steps", "1000000", "--method", "own:Slow", "--out", name), folder=folder)
+        for name in ("worker", "SIGINT", "SIGTERM", "SIGKILL")
+    }
+    try:
+        for name, command in commands.items():
+            began = eventually(lambda name=name: (folder / name / "config.toml").exists() and metrics(folder / name))
+            assert began, command.end() if command.process.poll() is not None else name
+        yield commands
+    finally:
+        for command in commands.values():
+            for process in command.left():
+                process.kill()
+
+
+def test_a_killed_worker_ends_the_run_with_its_name(endless: dict[str, Command]) -> None:
+    """Exit 1, one line, and no process stays."""
+    command = endless["worker"]
+    workers = [process for process in command.left() if len(process.parents()) > 2 and _is_worker(process, command)]
+    assert len(workers) == 2
+    sorted(workers, key=lambda process: (process.create_time(), process.pid))[1].kill()
+    code, _, error = command.end()
+    errors = [line for line in error.splitlines() if not line.startswith(("note: ", "step "))]
+    assert code == 1
+    assert len(errors) == 1 and errors[0].startswith("isles: worker 1 failed: ") and "-9" in errors[0], error
+    assert gone(command.mark)
+
+
+def _is_worker(process: psutil.Process, command: Command) -> bool:
+    """A child of the fork server, which is a child of the launcher."""
+    parent = process.parent()
+    return parent is not None and parent.ppid() == command.process.pid
+
+
+def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path) -> None:
+    """Ctrl-C: 130, no traceback from any process, what was measured stays."""
+    command = endless["SIGINT"]
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: every process of the group
+    code, out, error = command.end()
+    assert (code, out) == (130, "")
+    assert all(line.startswith(("note: ", "step ")) for line in error.splitlines()), error
+    assert gone(command.mark)
+    assert metrics(folder / "SIGINT") and not (folder / "SIGINT" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_no_worker_outlives_the_launcher(endless: dict[str, Command], name: str) -> None:
+    command = endless[name]
+    command.process.send_signal(signal.Signals[name])
+    code, _, error = command.end()
+    assert code == (143 if name == "SIGTERM" else -9)
+    assert "Traceback" not in error
+    assert gone(command.mark)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_stopped_while_it_starts(folder: Path, name: str) -> None:
+    """As soon as it has its fork server, before any worker trains: the same codes, no process, no directory."""
+    command = Command(*short("--steps", "1000000", "--out", f"early-{name}"), folder=folder)
+    assert eventually(lambda: len(command.left()) >= 3)  # launcher, resource tracker, fork server
+    os.killpg(command.process.pid, signal.SIGINT) if name == "SIGINT" else command.process.terminate()
+    code, out, error = command.end()
+    assert (code, out, error) == (130 if name == "SIGINT" else 143, "", "")
+    assert gone(command.mark)
+    assert not (folder / f"early-{name}").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a terminal
+
+
+def on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str]:
+    """(exit code, everything that a terminal of 80 columns was sent) of `isles`."""
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(
+        [ISLES, *arguments],
+        cwd=folder,
+        env={**environment, "TERM": "xterm-256color"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    sent = b""
+    while True:
+        try:
+            sent += (part := os.read(master, 65536))
+        except OSError:  # the last holder of the other end is gone
+            break
+        if not part:
+            break
+    os.close(master)
+    return process.wait(60), sent.decode("utf-8", "replace")
+
+
+def test_on_a_terminal_a_bar_and_a_table(folder: Path) -> None:
+    """The bar is drawn over itself, the cursor comes back, and what stays on the screen reads well."""
+    code, sent = on_a_terminal(folder, *short("--set", "world.backend=virtual", "--out", "terminal"))
+    assert code == 0
+    assert sent.rfind("\x1b[?25h") > sent.rfind("\x1b[?25l") >= 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sent)
+    assert "step 6/6" in plain and "noloco" in plain and "2 workers" in plain
+    assert "validation loss, consolidated model" in plain and "virtual clock" in plain
+    assert "report  terminal/report.html" in plain
+    assert "Traceback" not in plain
+    assert all(
+        len(line) <= 80 for line in re.split(r"[\r\n]+", plain) if not line.startswith(("note", "run", "report"))
+    )
+
+
+def test_marks_are_of_one_run_only(folder: Path) -> None:
+    """The search for what is left finds something, or the tests above would prove nothing."""
+    command = Command("--help", folder=folder)
+    found = eventually(lambda: command.process.poll() is not None or bool(marked(command.mark)))
+    command.end()
+    assert found and not command.left()

@@ -1,0 +1,57 @@
+"""The examples run as their docstrings say, and show what they claim."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def output(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, env=None)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers"),
+    [
+        (["examples/bare_loop.py"], 1),
+        (["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/bare_loop.py"], 2),
+        (["examples/bare_loop.py", "--workers", "3"], 3),
+    ],
+    ids=["alone", "torchrun", "run_local"],
+)
+def test_bare_loop(arguments: list[str], workers: int) -> None:
+    """The same file alone, under torchrun, and in processes that it starts; more workers, lower loss."""
+    text = output(*arguments)
+    found = re.search(r"(\d) worker\(s\): loss of the one model (\d\.\d+)", text)
+    assert found and int(found[1]) == workers
+    assert float(found[2]) < {1: 3.0, 2: 2.9, 3: 2.8}[workers]
+
+
+def test_bare_loop_is_plain_but_for_three_lines() -> None:
+    """Without the three marked lines and the world's rank it is a script that knows nothing of Isles."""
+    source = (ROOT / "examples" / "bare_loop.py").read_text()
+    body = source[source.index("def train()") : source.index("def worker(")]
+    lines = [line for line in body.splitlines() if "isles." in line or "consolidate" in line]
+    assert [line.rstrip()[-3:] for line in lines] == ["# 1", "# 2", "# 3"]
+
+
+def test_add_a_method() -> None:
+    """Gossip in under 40 lines beats working alone, on every worker."""
+    source = (ROOT / "examples" / "add_a_method.py").read_text()
+    method = source[source.index("# The method") : source.index("# To here")]
+    assert len([line for line in method.splitlines() if line.strip()]) < 40
+    rows = {
+        line.split()[0]: list(map(float, line.split()[1:]))
+        for line in output("examples/add_a_method.py").splitlines()[1:]
+    }
+    assert rows["gossip"][0] < 0.5 * rows["none"][0]
+    assert rows["gossip"][1] < 0.5 * rows["none"][1]

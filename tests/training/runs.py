@@ -1,0 +1,82 @@
+"""Small runs for these tests; in a module of its own, so that fresh processes can import what they do."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from isles.comm.mesh import Mesh
+from isles.training.border import read_config
+from isles.training.config import Config
+from isles.training.launch import launch
+from isles.training.trainer import train_worker
+
+CONTEXT, BATCH = 16, 2
+TINY = [
+    "model.d_model=16",
+    "model.layers=1",
+    "model.heads=2",
+    "model.ffn=24",
+    f"model.context={CONTEXT}",
+    f"data.batch_size={BATCH}",
+    "data.validation_sequences=7",
+    "inner.warmup_steps=2",
+    "inner.lr=0.01",
+    "run.log_every=2",
+    "world.backend=virtual",
+]
+EVERY_3 = {"localsgd", "diloco", "noloco"}  # the methods with sync_every
+CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
+
+
+def write_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:
+    """A file of words in lines: little to learn, but something."""
+    draw = random.Random(seed)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "again"]
+    text = ""
+    while len(text) < characters:
+        text += draw.choice(words) + draw.choice([" ", " ", " ", ".\n"])
+    path.write_text(text[:characters], encoding="utf-8")
+    return path
+
+
+def tiny(text: Path, *assignments: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:
+    """The configuration of a run of a fraction of a second: sync_every = 3 where the method has it."""
+    every = ["replicas.sync_every=3"] if method in EVERY_3 else []
+    flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
+    return read_config(None, flags, [f"data.path={text}", *TINY, *every, *assignments])
+
+
+class Told:
+    """What `launch` told while it ran."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.notices: list[str] = []
+
+
+def run(config: Config, out: Path, told: Told | None = None) -> dict[str, Any]:
+    """`launch`, into `told`."""
+    told = told or Told()
+    return launch(config, out, told.lines.append, told.notices.append)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run directory's metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_all(world: Mesh, configs: list[Config], outs: list[str]) -> list[dict[str, Any]]:
+    """Several runs after each other in one world: starting processes costs more than training."""
+    results = []
+    for config, out in zip(configs, outs, strict=True):
+        results.append(train_worker(world, config, out))
+        world.world.barrier()
+    return results
+
+
+def without_clocks(values: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics, or a worker's result, without what a clock measured."""
+    return {key: value for key, value in values.items() if key not in CLOCKS}

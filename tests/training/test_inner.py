@@ -1,0 +1,86 @@
+"""The inner optimizer: the schedule by hand values, and who is decayed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from isles.training.inner import InnerConfig, adamw, lr_factor
+
+
+def factors(steps: int, **settings: float) -> list[float]:
+    config = InnerConfig(**settings)
+    return [lr_factor(step, steps, config) for step in range(1, steps + 1)]
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    rising = factors(10, warmup_steps=4, final_lr_fraction=0.1)[:4]
+    assert rising == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_cosine_by_hand() -> None:
+    """8 steps after a warm-up of 2: a quarter, half and the whole of the way down to 0.2."""
+    rates = factors(10, warmup_steps=2, final_lr_fraction=0.2)
+    assert rates[1] == 1.0
+    assert rates[3] == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2, abs=1e-15)
+    assert rates[5] == pytest.approx(0.6, abs=1e-15)
+    assert rates[9] == pytest.approx(0.2, abs=1e-15)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
+def test_the_last_step_has_the_final_fraction(fraction: float) -> None:
+    assert factors(50, warmup_steps=10, final_lr_fraction=fraction)[-1] == pytest.approx(fraction, abs=1e-15)
+
+
+def test_without_warm_up_the_cosine_begins_at_once() -> None:
+    rates = factors(4, warmup_steps=0, final_lr_fraction=0.0)
+    assert rates == pytest.approx([(1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)], abs=1e-15)
+
+
+@pytest.mark.parametrize("warmup", [5, 6, 1000])
+def test_a_run_within_its_warm_up_only_rises(warmup: int) -> None:
+    rates = factors(5, warmup_steps=warmup)
+    assert rates == [step / warmup for step in range(1, 6)]
+
+
+def test_one_step() -> None:
+    assert factors(1, warmup_steps=0, final_lr_fraction=0.1) == pytest.approx([0.1])
+    assert factors(1, warmup_steps=1) == [1.0]
+
+
+def test_after_the_end_the_rate_stays() -> None:
+    """The scheduler looks one step ahead."""
+    config = InnerConfig(warmup_steps=2, final_lr_fraction=0.3)
+    assert lr_factor(11, 10, config) == lr_factor(99, 10, config) == pytest.approx(0.3)
+
+
+def test_vectors_are_not_decayed() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    frozen = model[0].weight.new_zeros(2, 2).requires_grad_(False)
+    model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+    optimizer = adamw(model, InnerConfig(lr=0.01, weight_decay=0.3, betas=(0.8, 0.95)))
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert [p.ndim for p in decayed["params"]] == [2]
+    assert [p.ndim for p in plain["params"]] == [1, 1, 1]
+    assert all(group["lr"] == 0.01 and group["betas"] == (0.8, 0.95) for group in optimizer.param_groups)
+
+
+def test_no_empty_group() -> None:
+    matrices = nn.Linear(3, 4, bias=False)
+    assert len(adamw(matrices, InnerConfig()).param_groups) == 1
+
+
+def test_a_step_is_adamws_own() -> None:
+    """Decay shrinks a matrix without gradient by lr * weight_decay, and leaves a vector alone."""
+    model = nn.Linear(2, 2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    adamw(model, InnerConfig(lr=0.1, weight_decay=0.5)).step()
+    assert torch.allclose(model.weight, before["weight"] * (1 - 0.05))
+    assert torch.equal(model.bias, before["bias"])
