@@ -60,7 +60,9 @@ class DistributedTransport:
             return cls()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if dist.is_initialized():
-            return cls(rank, size, dist.new_group(backend="gloo", timeout=_NEVER))
+            beside = dist.new_group(backend="gloo", timeout=_NEVER)
+            assert isinstance(beside, dist.ProcessGroup)
+            return cls(rank, size, beside)
         dist.init_process_group("gloo", timeout=_NEVER)
         return cls(rank, size)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,7 @@ def _watch_launcher(pipe: Connection, closing: threading.Event) -> None:
 def _portable(error: Exception, rank: int) -> Exception:
     """The error itself where the launcher can rebuild it, else its traceback as text."""
     if isinstance(error, (CommError, ValueError)):
-        make, arguments, *_ = error.__reduce__()
+        make, arguments, *_ = cast("tuple[Any, ...]", error.__reduce__())
         try:
             make(*arguments)
         except Exception as why:  # its __init__ takes other arguments than it hands on

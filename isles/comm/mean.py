@@ -84,14 +84,16 @@ def mean(
     """
     headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
     steps = _Swap if call.group.size == 2 else _TwoShot
+    wires = _Wires()
     waiting: _Segment | None = None
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
         piece = own[start:stop] if own is not None else None
-        segment = steps(call, buffer[start:stop], codec, piece, part * _PHASES_A_PART + 2 * index)
+        segment = steps(call, buffer[start:stop], codec, piece, part * _PHASES_A_PART + 2 * index, wires)
         if waiting is None:
             yield from headers.compare()  # the first segment is already on its way behind them
         else:
             yield from waiting.finish()
+            waiting.release()
         waiting = segment
     assert waiting is not None
     yield from waiting.finish()
@@ -142,11 +144,28 @@ class _Headers:
                 raise Diverged(peer, self.stamp.step, f"anchor hash {digest:#x} against {self.stamp.digest:#x} here")
 
 
+class _Wires:
+    """Buffers to receive into, used again by later segments: large ones made anew each time fragment the heap."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[Tensor]] = {}
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of exactly `nbytes`, its content undefined."""
+        spare = self._spare.get(nbytes)
+        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, wire: Tensor) -> None:
+        """Take back a buffer that nothing is received into or read from any more."""
+        self._spare.setdefault(wire.numel(), []).append(wire)
+
+
 class _Segment(ABC):
     """One segment under way: made when its first messages leave, finished when the mean is in place."""
 
-    def __init__(self, call: Call, buffer: Tensor, codec: Codec, own: Tensor | None, phase: int) -> None:
+    def __init__(self, call: Call, buffer: Tensor, codec: Codec, own: Tensor | None, phase: int, wires: _Wires) -> None:
         self.call, self.buffer, self.codec, self.own, self.phase = call, buffer, codec, own, phase
+        self.wires = wires
         self.works: list[Work] = []
         self.inbox: dict[int, Tensor] = {}
         self.start()
@@ -161,9 +180,15 @@ class _Segment(ABC):
 
     def receive(self, position: int, elements: int, phase: int) -> Work:
         """Post the receive of an encoded run of `elements` entries."""
-        wire = torch.empty(self.codec.wire_bytes(elements, self.buffer.dtype), dtype=torch.uint8)
+        wire = self.wires.take(self.codec.wire_bytes(elements, self.buffer.dtype))
         self.inbox[position] = wire
         return self.call.recv(position, wire, phase)
+
+    def release(self) -> None:
+        """Give back what was received, once it is decoded."""
+        for wire in self.inbox.values():
+            self.wires.give(wire)
+        self.inbox.clear()
 
     def decode(self, wire: Tensor, elements: int) -> Tensor:
         return self.codec.decode(wire, elements, self.buffer.dtype)
@@ -220,6 +245,7 @@ class _TwoShot(_Segment):
         first, last = self.shards[group.rank]
         shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
         self.reduce(self.wire, shard)
+        self.release()
         wire = self.codec.encode(shard)
         works = []
         for position in group.others:

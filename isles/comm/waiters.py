@@ -41,6 +41,7 @@ class Waiters:
     def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
         while (job := inbox.get()) is not None:
             job()
+            del job  # an idle thread keeps no message, and so no buffer, alive
             with self._lock:
                 if self._closed:
                     return

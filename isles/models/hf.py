@@ -6,13 +6,14 @@ Needs the extra `isles[hf]` only for the first; writing needs no transformers. E
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .decoder import NORM_EPS, Decoder, Output, next_token_loss
+from .decoder import NORM_EPS, Block, Decoder, Output, next_token_loss
 from .rotary import BASE
 
 
@@ -108,7 +109,7 @@ def llama_state(model: Decoder) -> dict[str, Tensor]:
     state = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
     if not shape.tie_embeddings:
         state["lm_head.weight"] = model.head.weight
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(cast(Iterable[Block], model.blocks)):
         query, key, value = block.attention.qkv.weight.split(shape.d_model)
         state |= {
             f"model.layers.{index}.{name}.weight": weight

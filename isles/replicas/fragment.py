@@ -99,5 +99,6 @@ class Fragment:
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
         ahead, own = state["ahead"], state["ahead_own"]
         if ahead is not None:
-            ahead = Exchange(ahead.clone(), None, None if own is None else own.clone(), state["ahead_failed"])
+            own = None if own is None else self.staging().copy_(own)  # copied: the state may lie on another device
+            ahead = Exchange(self.staging().copy_(ahead), None, own, state["ahead_failed"])
         self.ahead = ahead

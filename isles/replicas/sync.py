@@ -297,9 +297,10 @@ class ReplicaSync(Optimizer):
     def _begin(self) -> None:
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
         tensors: Sequence[Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        inner = _settings(self.inner) if self.level == "gradient" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         self._compare(
-            _fingerprint(f"{type(self).__name__} {self.config} {self.max_norm} {shapes}"),
+            _fingerprint(f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"),
             "its method, settings or model shapes differ; start all workers with the same ones",
         )
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -321,6 +322,13 @@ class ReplicaSync(Optimizer):
         for position, theirs in enumerate(values):
             if theirs != usual:
                 raise Diverged(self.group.ranks[position], 0, detail)
+
+
+def _settings(inner: Optimizer) -> list[Any]:
+    """The hyper-parameters that are plain numbers: objects may print differently on every worker."""
+    items = [item for group in inner.param_groups for item in group.items() if item[0] != "params"]
+    plain = [(key, float(value) if isinstance(value, Tensor) else value) for key, value in items]
+    return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
 
 
 def _fingerprint(text: str) -> int:

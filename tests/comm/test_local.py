@@ -165,7 +165,7 @@ def started(launcher: subprocess.Popen, folder: Path, how: str) -> list[psutil.P
 
 @pytest.mark.parametrize(
     ("by", "how"),
-    [(signal.SIGKILL, "running"), (signal.SIGKILL, "joining"), (signal.SIGTERM, "running"), (signal.SIGINT, "running")],
+    [(signal.SIGKILL, "running"), (signal.SIGKILL, "joining"), (signal.SIGINT, "running")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_no_worker_outlives_its_launcher(tmp_path: Path, by: signal.Signals, how: str) -> None:

@@ -293,6 +293,21 @@ def test_settings_that_differ_name_the_worker(odd_one: int, what: str) -> None:
     assert "method, settings or model shapes differ" in str(errors[0])
 
 
+def test_inner_settings_may_differ_but_not_for_ddp() -> None:
+    """Equal gradients with different learning rates would drift apart in silence: Diverged. Outer methods allow it."""
+
+    def worker(world: Mesh, name: str) -> str:
+        model = Net()
+        optimizer = wrap(world, name, model, lambda m: sgd(m, 0.2 if world.rank == 1 else 0.1))
+        for step in range(1, 4):
+            train_step(optimizer, world.rank, step)
+        return bits(weights(model))
+
+    with pytest.raises(isles.Diverged, match="worker 1 diverged"):
+        run(worker, 3, "ddp")
+    assert len(set(run(worker, 3, "diloco"))) == 1
+
+
 def test_workers_at_different_steps_are_noticed() -> None:
     """A worker that skipped a step meets the others one round late: Diverged, not a mean of different times."""
 
@@ -486,3 +501,63 @@ def test_training_goes_on_after_finish() -> None:
         return rounds
 
     assert run(worker, 3) == [[0, 0, 1, 2, 2, 3, 3, 3, 4]] * 3
+
+
+# Company.
+
+
+@pytest.mark.parametrize("name", ["ddp", "localsgd", "diloco", "noloco", "noloco, lossy"])
+def test_replicas_of_a_stage_know_nothing_of_other_stages(name: str) -> None:
+    """On a mesh of 3 x 2 each stage's replicas do what they do in a world of three: bits, bytes, spread, one model."""
+
+    def worker(world: Mesh, on: str) -> Any:
+        mesh = isles.mesh(outer=3, stage=2) if on == "mesh" else world
+        stage, model = mesh.stage.rank if on == "mesh" else 0, Net(seed=mesh.outer.rank)
+        optimizer = wrap(mesh, name, model)
+        losses = [train_step(optimizer, mesh.outer.rank + 40 * stage, step) for step in range(1, 9)]
+        optimizer.finish()
+        sent, spread = counted(world)["sent"], optimizer.replica_std()
+        optimizer.consolidate()
+        return stage, (losses, bits(weights(model)), sent, spread)
+
+    alone = isles.run_virtual(worker, 3, links=LINKS, args=("world",))
+    staged = isles.run_virtual(worker, 6, links=LINKS, args=("mesh",))
+    assert [result for stage, result in staged if stage == 0] == [result for _, result in alone]
+    assert len({result[1] for _, result in staged}) == 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_optimizers_in_one_world(name: str) -> None:
+    """Two models trained in turns, each with its own optimizer over the same group: the bits of two runs."""
+
+    def worker(world: Mesh, seeds: tuple[int, ...]) -> list[str]:
+        models = [Net(seed=seed) for seed in seeds]
+        optimizers = [wrap(world, name, model) for model in models]
+        for step in range(1, 9):
+            for seed, optimizer in zip(seeds, optimizers, strict=True):
+                train_step(optimizer, world.rank + 10 * seed, step)
+        for optimizer in optimizers:
+            optimizer.finish()
+        return [bits(weights(model)) for model in models]
+
+    both = run(worker, 4, (1, 2))
+    first, second = run(worker, 4, (1,)), run(worker, 4, (2,))
+    assert both == [one + two for one, two in zip(first, second, strict=True)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_loading_its_own_state_changes_nothing(name: str) -> None:
+    """What accelerate does in `prepare`: load_state_dict(state_dict()), at any step."""
+
+    def worker(world: Mesh, reload: bool) -> Any:
+        model = Net()
+        optimizer = wrap(world, name, model)
+        log = []
+        for step in range(1, 9):
+            if reload:
+                optimizer.load_state_dict(optimizer.state_dict())
+            log.append(train_step(optimizer, world.rank, step))
+        optimizer.finish()
+        return log, bits(weights(model)), counted(world)
+
+    assert run(worker, 3, True) == run(worker, 3, False)
