@@ -1,7 +1,7 @@
 """What the benchmarks share: interleaved timing, rows with bounds, tables.
 
-Shared machines are noisy, so parties that are compared run in turns, and a number is a median. CPU seconds of the process
-(all threads) are what bounds look at; wall seconds stand beside them.
+Shared machines are noisy, so parties that are compared run in turns, and a number is a median. CPU seconds of the
+process (all threads) are what bounds look at; wall seconds stand beside them.
 """
 
 from __future__ import annotations

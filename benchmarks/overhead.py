@@ -1,7 +1,7 @@
 """What wrapping an optimizer costs on the worker itself, with nobody on the other end: time and memory.
 
     steps    a 10 M-parameter model and AdamW, bare against wrapped, blocks of 20 steps with one outer round each
-    round    one outer round of 100 M parameters, against one SGD step and against the same round written with torch.optim
+    round    one outer round of 100 M parameters, against one SGD step and against the same round by torch.optim
     memory   resident bytes a parameter that a method adds at its peak, against its formula, alone and in a pair
 
     python -m benchmarks.overhead [steps|round|memory ...] [--json]
@@ -152,12 +152,12 @@ def rounds(parameters: int = 100_000_000, repeats: int = 9) -> list[Row]:
 
 # Memory.
 
-METHODS = {  # flat float32 vectors that a method holds at its peak
-    "DiLoCo": ("anchor", "momentum", "outer gradient"),
-    "NoLoCo": ("anchor", "momentum", "outer gradient", "anchors of the pair"),
-    "LocalSGD": ("anchor", "payload"),
+METHODS = {  # the flat float32 vectors that a method holds at its peak, and how many of them travel at a time
+    "DiLoCo": (("anchor", "momentum", "outer gradient"), 1),
+    "NoLoCo": (("anchor", "momentum", "outer gradient", "anchors of the pair"), 2),
+    "LocalSGD": (("anchor", "payload"), 1),
 }
-IN_FLIGHT = 2 * 16 * 2**20  # two segments of received bytes, whatever the model's size; nothing arrives without peers
+IN_FLIGHT = 2 * 16 * 2**20  # received by each exchange before it is added up, whatever the model's size: two segments
 
 
 def resident(key: str) -> int:
@@ -197,10 +197,10 @@ def memory(parameters: int = 50_000_000) -> list[Row]:
         print("memory: skipped, it reads Linux's /proc", file=sys.stderr)
         return []
     rows = []
-    for name, vectors in METHODS.items():
+    for name, (vectors, exchanges) in METHODS.items():
         for workers in (1, 2):
             peak, after = isles.run_local(memory_worker, workers=workers, args=(name, parameters))[0]
-            formula = 4 * len(vectors) + (IN_FLIGHT / parameters if workers > 1 else 0)
+            formula = 4 * len(vectors) + (exchanges * IN_FLIGHT / parameters if workers > 1 else 0)
             note = f"peak {peak:.2f}, between rounds {after:.2f}, formula {formula:.2f} bytes a parameter"
             where = "alone" if workers == 1 else "a pair"
             rows.append(Row(f"memory  {name}, {where}", abs(peak / formula - 1), "off formula", ("<=", 0.05), note))

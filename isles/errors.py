@@ -9,6 +9,13 @@ from difflib import get_close_matches
 def unknown_name(key: str, given: str, known: Iterable[str]) -> str:
     """The line for a name that is not in `known`: the closest one first, then all."""
     names = sorted(known)
-    close = get_close_matches(given, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    folded = {name.casefold(): name for name in names}
+    close = get_close_matches(given.casefold(), folded, n=1)
+    hint = f"did you mean {folded[close[0]]!r}? " if close else ""
     return f"unknown {key} {given!r}: {hint}choose one of {', '.join(names)}"
+
+
+def in_section(section: str, message: str, keys: Iterable[str]) -> str:
+    """The message with its section in front where it begins with one of the section's keys."""
+    first = message.split(maxsplit=1)[0] if message else ""
+    return f"{section}.{message}" if first in keys else message

@@ -30,7 +30,7 @@ def method(name: str) -> type[ReplicaSync]:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or empty name
         raise ValueError(f"method {name!r} cannot be imported: {error}") from error
     from isles.replicas.sync import ReplicaSync
 

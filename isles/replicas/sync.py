@@ -212,11 +212,12 @@ class ReplicaSync(Optimizer):
         """Finish, then give every worker the one model of the run and return it.
 
         Methods whose workers agree have it already; else it is the mean of the replicas' weights. Floating-point
-        buffers are averaged.
+        buffers that belong to the state are averaged.
         """
         self.finish()
         averaged = [] if self.agrees else list(self.parameters)
-        averaged += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
+        averaged += [b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()]
         if averaged:
             flat = FlatParameters(averaged)
             total = flat.read(flat.new())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 import warnings
@@ -56,7 +57,7 @@ def launch(
                     return
                 if not metrics.tell():
                     (out / _CONFIG).write_text(to_toml(config), encoding="utf-8")
-                metrics.write(json.dumps({key: value for key, value in line.items() if value is not None}) + "\n")
+                metrics.write(_json({key: value for key, value in line.items() if value is not None}) + "\n")
                 metrics.flush()
                 on_line(line)
 
@@ -69,9 +70,15 @@ def launch(
         raise
     summary = summarise(config, results, time.perf_counter() - started)
     partial = out / "summary.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, out / _SUMMARY)
     return summary
+
+
+def _json(record: dict[str, Any], indent: int | None = None) -> str:
+    """JSON of a flat record; a loss that is no number any more (nan, inf) becomes null: JSON has no such numbers."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, indent=indent)
 
 
 def _claim(out: Path) -> None:

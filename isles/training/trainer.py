@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from isles.comm.codecs import codec
 from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Loader, load_corpus
+from isles.errors import in_section
 from isles.models import autocast, build
 from isles.replicas import method
 from isles.training.config import Config
@@ -67,17 +68,22 @@ class Trainer:
         )
         self.model = build(config.model, seed=config.run.seed, rank=world.rank)
         self.device = next(self.model.parameters()).device
-        self.optimizer = method(config.method)(
-            self.model,
-            adamw(self.model, config.inner),
-            group,
-            config.replicas,
-            max_norm=config.inner.max_norm or None,
-        )
+        try:
+            self.optimizer = method(config.method)(
+                self.model,
+                adamw(self.model, config.inner),
+                group,
+                config.replicas,
+                max_norm=config.inner.max_norm or None,
+            )
+            notices = self.advise()  # refuses what cannot work before anything is trained
+        except ValueError as error:
+            keys = [field.name for field in fields(config.replicas)]
+            raise ValueError(in_section("replicas", str(error), keys)) from error
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
-        for notice in self.advise():  # refuses what cannot work before anything is trained
+        for notice in notices:
             if world.rank == 0:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"
