@@ -10,9 +10,12 @@ import sys
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from isles.training.config import Config
 
 
 def train(
@@ -40,13 +43,21 @@ def train(
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
 
+    run(resolved, out or _new_directory(resolved.method))
+
+
+def run(config: Config, out: Path, resume: int | None = None) -> None:
+    """Launch, with live progress, and print how it ended."""
     from isles.cli.progress import Progress
     from isles.report import write_report
-    from isles.training.launch import launch
+    from isles.training.launch import Interrupted, launch
 
-    out = out or _new_directory(resolved.method)
-    with Progress(resolved.method, resolved.world.workers, resolved.run.steps) as progress:
-        summary = launch(resolved, out, progress.line, progress.notice)
+    try:
+        with Progress(config.method, config.world.workers, config.run.steps) as progress:
+            summary = launch(config, out, progress.line, progress.notice, resume)
+    except Interrupted as stop:
+        print(f"isles: {stop}", file=sys.stderr)
+        raise typer.Exit(130) from None
     _print_summary(summary, out, write_report(out))
 
 

@@ -129,20 +129,23 @@ class DistributedTransport:
         """The work of what `start` posts; a waiter thread sees its end."""
         work = PostedWork(peer, buffer)
         try:
-            message = start()
+            message = [start()]
         except RuntimeError as error:  # the pair is already closed
             work.finished(PeerLost(-1 if peer is None else peer, _first_line(error)))
             return work
 
         def wait() -> None:
+            lost: PeerLost | None = None
             try:
-                message.wait()
+                message[0].wait()
                 if ask_sender:
-                    work.peer = message.source_rank()
+                    work.peer = message[0].source_rank()
             except RuntimeError as error:
-                work.finished(PeerLost(-1 if peer is None else peer, _first_line(error)))
-            else:
-                work.finished()
+                lost = PeerLost(-1 if peer is None else peer, _first_line(error))
+            # Before anyone hears of it: torch gives up Python's lock to release a message, and a thread that does so
+            # while a script comes to its end takes the process down (SIGABRT).
+            message.clear()
+            work.finished(lost)
 
         self._waiters.submit(wait)
         return work

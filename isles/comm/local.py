@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,8 +28,10 @@ import torch.distributed as dist
 from isles.comm import mesh
 from isles.comm.distributed import DistributedTransport
 from isles.comm.errors import CommError, WorkerFailed
+from isles.comm.orders import Orders
 from isles.comm.transport import Deadlines
 
+_GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
 _GRACE = 5.0  # seconds that workers have to notice a failed one by themselves before they are ended
 
 
@@ -93,6 +95,7 @@ class LocalWorkers:
         # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.failures: list[int] = []  # ranks in the order in which they failed
+        self._stop_wanted = False
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(workers):
@@ -106,6 +109,10 @@ class LocalWorkers:
             self._pipes.append(ours)
             self.processes.append(process)
 
+    def stop(self) -> None:
+        """Ask all workers to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
+        self._stop_wanted = True
+
     def join(self, on_event: Callable[[Any], None] | None = None) -> list[Any]:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 
@@ -114,11 +121,14 @@ class LocalWorkers:
         results: list[Any] = [None] * len(self.processes)
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         ends_at: float | None = None
+        bounds: dict[int, int] | None = None  # by rank, how far those asked to hold may have come
         try:
             while waiting:
-                left = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
-                ready = wait(list(waiting), left)
-                if not ready:
+                if self._stop_wanted and bounds is None:
+                    bounds = {}
+                    self._tell(waiting, "hold")
+                ready = wait(list(waiting), _GLANCE)
+                if not ready and ends_at is not None and time.monotonic() > ends_at:
                     break  # the rest did not notice the failure in time: ended below
                 for pipe in ready:
                     rank = waiting[pipe]  # type: ignore[index]
@@ -126,6 +136,11 @@ class LocalWorkers:
                     if kind == "event":
                         if on_event is not None:
                             on_event(value)
+                        continue
+                    if kind == "held" and bounds is not None:
+                        bounds[rank] = value
+                        if bounds.keys() >= set(waiting.values()):
+                            self._tell(waiting, ("stop", max(bounds.values())))
                         continue
                     del waiting[pipe]  # type: ignore[arg-type]
                     results[rank] = value
@@ -138,8 +153,14 @@ class LocalWorkers:
             self._end(patience=1.0 if waiting or self.failures else 10.0)
         return results
 
+    @staticmethod
+    def _tell(pipes: Iterable[Connection], message: Any) -> None:
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(message)
+
     def _collect(self, pipe: Connection, rank: int) -> tuple[str, Any]:
-        """The next message of a worker: ("event" | "done" | "error", value)."""
+        """The next message of a worker: ("event" | "held" | "done" | "error", value)."""
         try:
             kind, value = pipe.recv()
         except (EOFError, OSError):
@@ -155,9 +176,7 @@ class LocalWorkers:
         return kind, value
 
     def _end(self, patience: float) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send("close")
+        self._tell(self._pipes, "close")
         ends_at = time.monotonic() + patience
         for process in self.processes:
             process.join(max(ends_at - time.monotonic(), 0.0))
@@ -173,36 +192,51 @@ def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tupl
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     torch.set_num_threads(seat.threads)
     _stay_on_this_machine()
-    closing = threading.Event()
-    threading.Thread(target=_watch_launcher, args=(pipe, closing), daemon=True).start()  # also while it joins
+    closing, orders, sending = threading.Event(), Orders(), threading.Lock()
+
+    def send(message: tuple[str, Any]) -> None:
+        with sending:  # the watcher answers while the worker reports
+            pipe.send(message)
+
+    watch = threading.Thread(target=_watch_launcher, args=(pipe, send, closing, orders), daemon=True)
+    watch.start()  # also while it joins
     transport: DistributedTransport | None = None
     try:
         store = dist.TCPStore("127.0.0.1", seat.port, None, False, timeout=timedelta(minutes=5))
         transport = DistributedTransport.join(dist.PrefixStore("isles", store), seat.rank, seat.size)
         mesh.enter(transport)
-        world = replace(mesh.init(deadlines=seat.deadlines), report=lambda event: pipe.send(("event", event)))
+        world = mesh.init(deadlines=seat.deadlines)
+        world = replace(world, report=lambda event: send(("event", event)), stop_here=orders.boundary)
         message = ("done", worker(world, *args))
     except Exception as error:  # the launcher reports it
         message = ("error", _portable(error, seat.rank))
     try:
-        pipe.send(message)
+        send(message)
     except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
         told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
         message = ("error", WorkerFailed(seat.rank, told))
-        pipe.send(message)
+        send(message)
     closing.wait()
     if transport is None or message[0] == "error":
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
     transport.close()
 
 
-def _watch_launcher(pipe: Connection, closing: threading.Event) -> None:
-    """End this process when the launcher is gone; `closing` when it says that all are done."""
-    try:
-        pipe.recv()
-    except (EOFError, OSError):
-        os._exit(1)
-    closing.set()
+def _watch_launcher(
+    pipe: Connection, send: Callable[[tuple[str, Any]], None], closing: threading.Event, orders: Orders
+) -> None:
+    """Do as the launcher says; end this process when the launcher is gone."""
+    while not closing.is_set():
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        if message == "hold":
+            send(("held", orders.hold()))
+        elif message == "close":
+            closing.set()
+        else:
+            orders.stop_after(message[1])
 
 
 def _portable(error: Exception, rank: int) -> Exception:

@@ -28,6 +28,9 @@ class Mesh:
     report: Callable[[object], None] = field(default=lambda event: None, repr=False)
     """Tell whoever started the workers; nobody listens under torchrun or in a world of one."""
 
+    stop_here: Callable[[int], bool] = field(default=lambda step: False, repr=False)
+    """Asked between inner steps with the number done: True if this worker should save its state and return."""
+
     @property
     def transport(self) -> Transport:
         """The backend below all groups."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from isles.comm import mesh
+from isles.comm.orders import SharedOrders
 from isles.comm.transport import Deadlines
 from isles.comm.virtual import VirtualCluster
 from isles.comm.virtual_transport import VirtualTransport
@@ -29,6 +31,7 @@ def run_virtual(
     seed: int = 0,
     deadlines: Deadlines | None = None,
     on_event: Callable[[Any], None] | None = None,
+    orders: SharedOrders | None = None,
     return_errors: bool = False,
 ) -> list[Any]:
     """Run `worker(world, *args)` for `workers` workers in this process, on a virtual clock; results in rank order.
@@ -37,7 +40,7 @@ def run_virtual(
     links: what a message costs; a preset's name or a `Links`. step_seconds: what one inner step costs on a worker of
     speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter: sigma of a log-normal
     factor on each step. slots: workers that compute at once; results do not depend on it. Losses, weights and bytes
-    equal those of `run_local`. Errors as there.
+    equal those of `run_local`. Errors as there. orders: through which the run may be asked to stop.
     """
     cluster = VirtualCluster(
         workers,
@@ -52,7 +55,11 @@ def run_virtual(
     def work(transport: VirtualTransport) -> Any:
         mesh.enter(transport)
         world = mesh.init(deadlines=deadlines)
-        return worker(world if on_event is None else replace(world, report=on_event), *args)
+        if on_event is not None:
+            world = replace(world, report=on_event)
+        if orders is not None:
+            world = replace(world, stop_here=partial(orders.boundary, transport.rank))
+        return worker(world, *args)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -60,20 +60,24 @@ class RunConfig:
 
     steps: inner steps a worker. seed: of the weights and the data order, and of a method that draws (NoLoCo's pairs)
     unless `replicas.seed` is given. log_every: steps between lines of metrics.jsonl. validate_every: steps between
-    validations (0: only at the end).
+    validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only when interrupted).
+    keep_checkpoints: how many of the newest stay (0: all).
     """
 
     steps: int = 800
     seed: int = 0
     log_every: int = 10
     validate_every: int = 200
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         for key in ("steps", "log_every"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more steps")
-        if self.validate_every < 0:
-            raise ValueError(f"validate_every = {self.validate_every}: choose 0 (only at the end) or more steps")
+        for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: choose 0 or more")
 

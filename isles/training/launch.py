@@ -2,6 +2,7 @@
 
 RUN/config.toml        resolved          with the first line of metrics
 RUN/metrics.jsonl      one object a line live, by this process alone
+RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
 RUN/failure.txt        traceback         where a worker failed for a reason that nobody foresaw
@@ -15,8 +16,11 @@ import contextlib
 import json
 import math
 import os
+import signal
+import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +29,11 @@ from isles import __version__
 from isles.comm.errors import WorkerFailed
 from isles.comm.local import LocalWorkers, raise_first
 from isles.comm.mesh import Mesh
+from isles.comm.orders import SharedOrders
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
 from isles.training.border import to_toml
+from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
@@ -37,42 +43,111 @@ _CONFIG, _METRICS, _SUMMARY, _FAILURE = "config.toml", "metrics.jsonl", "summary
 
 
 def launch(
-    config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], on_notice: Callable[[str], None]
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None = None,
 ) -> Summary:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
+    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped.
 
     ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
-    until then stays, if the run had got as far as its first metrics.
+    until then stays, if the run had got as far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step
+    and left a checkpoint. A second Ctrl-C ends them at once.
     """
     started = time.perf_counter()
-    _claim(out)
+    if resume is None:
+        _claim(out)
+    else:
+        cut_metrics(out / _METRICS, resume)
+    records = _Records(config, out, on_line, on_notice)
     try:
-        with (out / _METRICS).open("w", encoding="utf-8") as metrics:
-
-            def on_event(line: dict[str, Any]) -> None:
-                if "notice" in line:
-                    on_notice(line["notice"])
-                    return
-                if not metrics.tell():
-                    (out / _CONFIG).write_text(to_toml(config), encoding="utf-8")
-                metrics.write(_json({key: value for key, value in line.items() if value is not None}) + "\n")
-                metrics.flush()
-                on_line(line)
-
-            results = _start(config, str(out), on_event)
+        with records:
+            results = _start(config, out, resume, records.take)
     except BaseException as error:  # Ctrl-C too
-        if not _has_begun(out):
+        if not _has_begun(out) and not records.committed:
             _forget(out)
         if isinstance(error, WorkerFailed) and "\n" in error.report:
             raise _in_short(error, out / _FAILURE) from None
         raise
-    summary = summarise(config, results, time.perf_counter() - started)
+    finished = [result for result in results if result is not None]
+    if len(finished) < len(results):
+        raise Interrupted(out, max(Checkpoints(out).steps()))
+    summary = summarise(config, finished, time.perf_counter() - started)
     partial = out / "summary.partial"
     partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, out / _SUMMARY)
     return summary
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run stopped after inner step `step`; its checkpoint is in `out`."""
+
+    def __init__(self, out: Path, step: int) -> None:
+        super().__init__(f"stopped after step {step}, checkpoint saved; go on with: isles resume {out}")
+        self.out = out
+        self.step = step
+
+
+class _Records:
+    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
+
+    def __init__(
+        self, config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], on_notice: Callable[[str], None]
+    ) -> None:
+        self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
+        self.shards: Counter[int] = Counter()
+        self.committed = False
+
+    def __enter__(self) -> _Records:
+        self.file = (self.out / _METRICS).open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event of one worker."""
+        if "notice" in event:
+            self.on_notice(event["notice"])
+        elif "checkpoint" in event:
+            self._shard(event["checkpoint"])
+        else:
+            self._config()
+            self.file.write(_json({key: value for key, value in event.items() if value is not None}) + "\n")
+            self.file.flush()
+            self.on_line(event)
+
+    def _shard(self, step: int) -> None:
+        workers, run = self.config.world.workers, self.config.run
+        self.shards[step] += 1
+        if self.shards[step] == workers:
+            self._config()
+            facts = {"isles_version": __version__, "method": self.config.method}
+            Checkpoints(self.out).commit(step, workers, facts, keep=run.keep_checkpoints)
+            self.committed = True
+
+    def _config(self) -> None:
+        path = self.out / _CONFIG
+        if not path.exists():
+            path.write_text(to_toml(self.config), encoding="utf-8")
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl beyond `step`, and a half-written last one: they will be written again."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _json(record: dict[str, Any], indent: int | None = None) -> str:
@@ -112,11 +187,14 @@ def _in_short(error: WorkerFailed, file: Path) -> WorkerFailed:
     return WorkerFailed(error.rank, f"{error.report.splitlines()[-1]} (traceback in {file})")
 
 
-def _start(config: Config, out: str, on_event: Callable[[Any], None]) -> list[dict[str, Any]]:
-    world, args = config.world, (config, out)
+def _start(
+    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None]
+) -> list[dict[str, Any] | None]:
+    world, args = config.world, (config, out, resume)
     deadlines = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
     if world.backend == "virtual":
-        with _warnings_told(on_event):
+        orders = SharedOrders(world.workers)
+        with _warnings_told(on_event), _first_interrupt(orders.ask):
             return run_virtual(
                 train_worker,
                 world.workers,
@@ -127,18 +205,38 @@ def _start(config: Config, out: str, on_event: Callable[[Any], None]) -> list[di
                 seed=config.run.seed,
                 deadlines=deadlines,
                 on_event=on_event,
+                orders=orders,
             )
     start_server()
     pool = LocalWorkers(_train_process, world.workers, args=args, threads=world.threads, deadlines=deadlines)
-    results = pool.join(on_event)
+    with _first_interrupt(pool.stop):
+        results = pool.join(on_event)
     raise_first(results, pool.failures)
     return results
 
 
-def _train_process(world: Mesh, config: Config, out: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `stop` once; a second is KeyboardInterrupt as ever. Outside of the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
     """`train_worker` in a process of its own; worker 0 speaks for all."""
     with _warnings_told(world.report if world.rank == 0 else lambda event: None):
-        return train_worker(world, config, out)
+        return train_worker(world, config, out, resume)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from isles.data import Loader, load_corpus
 from isles.errors import in_section
 from isles.models import autocast, build
 from isles.replicas import method
+from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.evaluation import validation_loss
 from isles.training.inner import adamw, lr_factor
@@ -90,6 +91,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
         self.tokens = 0
         self.training_seconds = 0.0
+        self.clock_before = 0.0
+        self.started = time.perf_counter()
         self.losses: list[Tensor] = []
 
     def advise(self) -> list[str]:
@@ -111,16 +114,59 @@ class Trainer:
         """Whether text was kept for validation."""
         return len(self.corpus.validation) > 0
 
-    def run(self, out: str | None) -> dict[str, Any]:
-        """Train all steps; rank 0 writes OUT/model.safetensors. Returns this worker's share of the summary."""
+    def run(self, out: Path | None) -> dict[str, Any] | None:
+        """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
+        summary, or None where the run was stopped (its state is then in a checkpoint).
+        """
         run = self.config.run
-        started = time.perf_counter()
-        for step in range(1, run.steps + 1):
+        for step in range(self.optimizer.steps + 1, run.steps + 1):
             self.step()
             validating = self.judges and run.validate_every and step % run.validate_every == 0 and step < run.steps
             if validating or step % run.log_every == 0 or step == run.steps:
                 self.world.report(asdict(self.metrics(self.validate() if validating else None)))
-        return self.conclude(out, started)
+            stopping = self.world.stop_here(step) and step < run.steps
+            due = run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps
+            if out is not None and (stopping or due):
+                Checkpoints(out).write_shard(step, self.world.rank, self.state_dict())
+                self.world.report({"checkpoint": step, "worker": self.world.rank})
+            if stopping:
+                return None
+        return self.conclude(out)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps of this worker depend on, and its running totals."""
+        return {
+            "optimizer": self.optimizer.state_dict(),  # first: it waits for what is under way
+            "model": dict(self.model.state_dict()),
+            "schedule": self.schedule.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "loader": self.loader.state_dict(),
+            "tokens": self.tokens,
+            "losses": torch.stack(self.losses) if self.losses else None,
+            "training_seconds": self.training_seconds,
+            "clock_seconds": self.clock(),
+            "host_seconds": time.perf_counter() - self.started,
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly from `state_dict`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.loader.load_state_dict(state["loader"])
+        self.tokens = state["tokens"]
+        self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
+        self.training_seconds = state["training_seconds"]
+        self.clock_before = state["clock_seconds"] - self.world.transport.now()
+        self.started = time.perf_counter() - state["host_seconds"]
+        torch.set_rng_state(state["random"])
+
+    def clock(self) -> float:
+        """Seconds of the run, those before it was resumed included."""
+        return self.clock_before + self.world.transport.now()
 
     def step(self) -> None:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
@@ -168,22 +214,22 @@ class Trainer:
             bytes_received=int(traffic.total("bytes_received")),
             blocked_seconds=blocked,
             compute_seconds=self.training_seconds - blocked,
-            clock_seconds=self.world.transport.now(),
+            clock_seconds=self.clock(),
             val_loss=val_loss,
         )
 
-    def conclude(self, out: str | None, started: float) -> dict[str, Any]:
+    def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
         traffic, group = self.world.world.traffic, self.world.outer
         computing = self.training_seconds - traffic.total("blocked_seconds", "outer", "inner")
         self.optimizer.finish()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         blocked = traffic.total("blocked_seconds", "outer", "inner")
-        trained_by, seconds = self.world.transport.now(), time.perf_counter() - started
+        clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
         model = self.optimizer.consolidate()
         if self.world.rank == 0 and out is not None:
-            save_model(model, Path(out) / "model.safetensors")
+            save_model(model, out / "model.safetensors")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
         ddp = [sent_bytes(parameters, dtype, codec("none"), group.size, position) for position in range(group.size)]
@@ -199,7 +245,7 @@ class Trainer:
             "compute_seconds": computing,
             "blocked_seconds": blocked,
             "train_seconds": seconds,
-            "virtual_seconds": trained_by,
+            "virtual_seconds": clock,
             "corpus_sha256": self.corpus.sha256,
         }
 
@@ -218,6 +264,14 @@ def save_model(model: torch.nn.Module, path: Path) -> None:
     os.replace(partial, path)
 
 
-def train_worker(world: Mesh, config: Config, out: str | None = None) -> dict[str, Any]:
-    """What each worker of a run does; the function that launchers start."""
-    return Trainer(config, world).run(out)
+def train_worker(
+    world: Mesh, config: Config, out: Path | None = None, resume: int | None = None
+) -> dict[str, Any] | None:
+    """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
+    from.
+    """
+    trainer = Trainer(config, world)
+    if resume is not None:
+        assert out is not None
+        trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
+    return trainer.run(out)

@@ -152,13 +152,16 @@ def _is_worker(process: psutil.Process, command: Command) -> bool:
 
 
 def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path) -> None:
-    """Ctrl-C: 130, no traceback from any process, what was measured stays."""
+    """Ctrl-C: 130, how to go on, no traceback from any process; what was measured stays, and a checkpoint."""
     command = endless["SIGINT"]
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: every process of the group
     code, out, error = command.end()
     assert (code, out) == (130, "")
-    assert all(line.startswith(("note: ", "step ")) for line in error.splitlines()), error
+    *lines, last = error.splitlines()
+    assert all(line.startswith(("note: ", "step ")) for line in lines), error
+    assert last.startswith("isles: stopped after step ") and last.endswith("isles resume SIGINT")
     assert gone(command.mark)
+    assert len(list((folder / "SIGINT" / "checkpoints").glob("step-*/manifest.json"))) == 1
     assert metrics(folder / "SIGINT") and not (folder / "SIGINT" / "summary.json").exists()
 
 

@@ -11,7 +11,7 @@ import isles
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.replicas.mixing import RandomGroups
-from tests.replicas.workers import LINKS, RUNS, Net, held_out, killed, sgd, train_step, weights, wrap
+from tests.replicas.workers import LINKS, RUNS, Net, counted, held_out, killed, sgd, train_step, weights, wrap
 
 NOLOCO = [name for name in RUNS if name.startswith("noloco")]
 
@@ -85,14 +85,18 @@ def test_survivors_go_on(name: str, how: str, workers: int) -> None:
 
 
 def test_a_group_with_a_lost_member_is_dissolved_for_the_round() -> None:
-    """Groups of three: the two survivors of a group both do the round alone, so neither waits for the other."""
+    """Groups of three: the two survivors of a group both do the round alone; once they know, nothing is even sent."""
 
     def worker(world: Mesh) -> Any:
-        optimizer = wrap(world, "noloco", Net(), group_size=3, on_peer_failure="solo")
+        options = {"group_size": 3, "on_peer_failure": "solo", "prefetch_phi": False}
+        optimizer = wrap(world, "noloco", Net(), **options)
         for step in range(1, 31):
             if world.rank == 2 and step == 8:
                 return None
+            known, before = set(optimizer.lost), counted(world)["messages"]  # type: ignore[attr-defined]
             train_step(optimizer, world.rank, step)
+            if step % 3 == 0 and known & set(optimizer.members(step // 3)):  # type: ignore[attr-defined]
+                assert counted(world)["messages"] == before
         return sorted(optimizer.lost), world.transport.now()  # type: ignore[attr-defined]
 
     results = isles.run_virtual(worker, 6, links=LINKS)

@@ -72,7 +72,7 @@ def train_all(world: Mesh, configs: list[Config], outs: list[str]) -> list[dict[
     """Several runs after each other in one world: starting processes costs more than training."""
     results = []
     for config, out in zip(configs, outs, strict=True):
-        results.append(train_worker(world, config, out))
+        results.append(train_worker(world, config, Path(out)))
         world.world.barrier()
     return results
 

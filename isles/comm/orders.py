@@ -1,0 +1,67 @@
+"""How running workers are asked to stop, all after the same inner step.
+
+Workers may be up to `sync_every` steps apart, and one that waits for a partner cannot be asked. So the launcher first
+has everyone hold at its next step boundary and asks how far each may already be on its way; the largest answer is a
+step that everyone can still reach, with all the exchanges on the way to it. Then it names that step.
+
+    worker's main thread    boundary(step) between steps; True: stop here
+    its watcher thread      hold() -> bound, then stop_after(step)
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class Orders:
+    """What is asked of one worker process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._step = 0
+        self._held = False
+        self._last: int | None = None
+
+    def boundary(self, step: int) -> bool:
+        """Called by the worker between steps, `step` of them done. Waits while held; True if it must stop here."""
+        with self._changed:
+            self._step = step
+            while self._held and self._last is None:
+                self._changed.wait()
+            return self._last is not None and step >= self._last
+
+    def hold(self) -> int:
+        """Have the worker wait at its next boundary; the number of steps that it may have done by then."""
+        with self._changed:
+            self._held = True
+            return self._step + 1
+
+    def stop_after(self, step: int) -> None:
+        """Let it go on to `step`, no further."""
+        with self._changed:
+            self._last = step
+            self._changed.notify_all()
+
+
+class SharedOrders:
+    """The same for virtual workers, which are threads of the asking process."""
+
+    def __init__(self, workers: int) -> None:
+        self._lock = threading.Lock()
+        self._steps = [0] * workers
+        self._last: int | None = None
+        self._asked = False
+
+    def ask(self) -> None:
+        """Want the run to stop. May be called from a signal handler."""
+        self._asked = True
+
+    def boundary(self, worker: int, step: int) -> bool:
+        """As Orders.boundary. The first worker to come by after the request settles the step: one more than the
+        furthest.
+        """
+        with self._lock:
+            self._steps[worker] = step
+            if self._asked and self._last is None:
+                self._last = max(self._steps) + 1
+            return self._last is not None and step >= self._last
