@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from isles.cli import config, evaluate, export, generate, methods, report, resume, train
+from isles.cli import compare, config, evaluate, export, generate, methods, report, resume, train
 
 app = typer.Typer(
     name="isles",
@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("compare")(compare.compare)
 app.command("resume")(resume.resume)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)

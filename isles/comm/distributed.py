@@ -10,6 +10,8 @@ buffers: the fast path inside an island.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import time
 from datetime import timedelta
@@ -26,6 +28,7 @@ from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.waiters import Waiters
 
+_LOG = logging.getLogger(__name__)
 _NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers
 
 
@@ -62,9 +65,12 @@ class DistributedTransport:
         if dist.is_initialized():
             beside = dist.new_group(backend="gloo", timeout=_NEVER)
             assert isinstance(beside, dist.ProcessGroup)
-            return cls(rank, size, beside)
-        dist.init_process_group("gloo", timeout=_NEVER)
-        return cls(rank, size)
+            transport = cls(rank, size, beside)
+        else:
+            dist.init_process_group("gloo", timeout=_NEVER)
+            transport = cls(rank, size)
+        atexit.register(transport.close)  # a script may just end
+        return transport
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         """See Transport.send."""
@@ -101,16 +107,30 @@ class DistributedTransport:
         """Nothing to restore."""
 
     def close(self) -> None:
-        """End the threads and the process group. All transfers should have ended; a stuck one is left to the
-        process's exit.
-        """
+        """End the threads and the process group. Transfers that were given up are cut off, and with them all others."""
         if self._closed:
             return
         self._closed = True
         self._driver.close()
-        self._waiters.close()
+        if not self._waiters.close(0.05):
+            self._cut_off()
+            self._waiters.close(2.0)
         if dist.is_initialized():
             dist.destroy_process_group(self._processes)
+
+    def _cut_off(self) -> None:
+        """Close all connections of this process, so that threads that wait for a message get an error.
+
+        What is avoided everywhere else does it: a receive with a time-out (see `waiters`).
+        """
+        if not dist.is_initialized():
+            return
+        try:
+            tag = Tag("control", -1, 0, 253)  # nobody sends under it
+            message = dist.irecv(torch.empty(1, dtype=torch.uint8), None, self._processes, pack(tag))
+            message.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            _LOG.debug("closed all connections: %s", _first_line(error))
 
     def _native_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         key = (ranks, backend)

@@ -2,13 +2,15 @@
 
 torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
 with a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
-limit, and deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a dead peer harms nobody and dies
-with the process.
+limit, and deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a silent peer harms nobody until the
+process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the middle of torch,
+takes the process down (SIGABRT).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -18,6 +20,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -27,16 +30,22 @@ class Waiters:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), name="isles-waiter", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(inbox,), name="isles-waiter", daemon=True)
+            self._threads.add(thread)
+            thread.start()
         inbox.put(job)
 
-    def close(self) -> None:
-        """Let idle threads end; busy ones end after their job."""
+    def close(self, seconds: float) -> bool:
+        """Let idle threads end, and busy ones after their job. True if all have ended within `seconds`."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
         for inbox in idle:
             inbox.put(None)
+        ends_at = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(ends_at - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
         while (job := inbox.get()) is not None:

@@ -44,7 +44,7 @@ def loss_chart(run: Run) -> str:
     if top is not None:
         highest = max(y for points in series.values() for _, y in points)
         notes.append(f"Cut off at the top: the highest loss was {format_number(highest)}.")
-    return _figure("Loss, nats per token", chart.svg(), keys, notes)
+    return figure("Loss, nats per token", chart.svg(), keys, notes)
 
 
 def bytes_chart(run: Run) -> str:
@@ -85,7 +85,7 @@ def bytes_chart(run: Run) -> str:
         log=log,
         right=118,
     )
-    return _figure("Bytes sent per worker", chart.svg(), keys, notes)
+    return figure("Bytes sent per worker", chart.svg(), keys, notes)
 
 
 def time_chart(run: Run) -> str:
@@ -117,7 +117,7 @@ def time_chart(run: Run) -> str:
         )
     parts.append("</svg>")
     keys = [("compute", "computing"), ("blocked", "blocked, waiting for the network")]
-    return _figure("Where the time went", "".join(parts), keys, [])
+    return figure("Where the time went", "".join(parts), keys, [])
 
 
 def _points(by_step: dict[int, float]) -> list[Point]:
@@ -167,7 +167,8 @@ def _cut(mean: list[Point], series: dict[int, list[Point]]) -> float | None:
     return top if usual > low and max(losses) - low > 1.25 * (top - low) else None
 
 
-def _figure(title: str, svg: str, keys: list[tuple[str, str]], notes: list[str]) -> str:
+def figure(title: str, svg: str, keys: list[tuple[str, str]], notes: list[str]) -> str:
+    """A `<section>` with heading, legend (css class, text), picture and caption."""
     legend = "".join(f'<span class="key"><i class="swatch {css}"></i>{escape(text)}</span>' for css, text in keys)
     caption = f"<figcaption>{escape(' '.join(notes))}</figcaption>" if notes else ""
     return f'<section><h2>{escape(title)}</h2><figure><p class="legend">{legend}</p>{svg}{caption}</figure></section>'

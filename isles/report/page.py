@@ -47,17 +47,23 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def render_page(run: Run) -> str:
-    """The whole HTML page as text: no scripts, no links, nothing fetched."""
-    title = _title(run)
+    """The whole HTML page of one run as text."""
     charts = loss_chart(run) + bytes_chart(run) + time_chart(run)
+    return document(
+        _title(run), _subtitle(run), f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}"
+    )
+
+
+def document(title: str, subtitle: str, body: str) -> str:
+    """An HTML page: no scripts, no links, nothing fetched."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>\n"
-        f'<header><h1>{escape(title)}</h1><p class="sub">{escape(_subtitle(run))}</p></header>\n'
-        f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}\n</main></body></html>\n"
+        f'<header><h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p></header>\n'
+        f"{body}\n</main></body></html>\n"
     )
 
 

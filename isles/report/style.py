@@ -47,4 +47,15 @@ th { color:var(--soft); width:45%; } td { font-variant-numeric:tabular-nums; ove
 td small { color:var(--soft); font-size:.88rem; margin-left:1.2rem; }
 pre { background:var(--panel); padding:.8rem 1rem; border-radius:8px; overflow-x:auto; font-size:.85rem; }
 summary { cursor:pointer; margin-top:1.5rem; }
+svg .series0 { stroke:#1b5fae; stroke-width:2; } .swatch.series0 { border-color:#1b5fae; }
+svg .series1 { stroke:#c8501e; stroke-width:2; } .swatch.series1 { border-color:#c8501e; }
+svg .series2 { stroke:#2b8a66; stroke-width:2; } .swatch.series2 { border-color:#2b8a66; }
+svg .series3 { stroke:#8a4fb0; stroke-width:2; } .swatch.series3 { border-color:#8a4fb0; }
+svg .series4 { stroke:#b8860b; stroke-width:2; } .swatch.series4 { border-color:#b8860b; }
+svg .series5 { stroke:#c2326f; stroke-width:2; } .swatch.series5 { border-color:#c2326f; }
+svg .series6 { stroke:#4a7f8c; stroke-width:2; } .swatch.series6 { border-color:#4a7f8c; }
+svg .series7 { stroke:#6b6b6b; stroke-width:2; } .swatch.series7 { border-color:#6b6b6b; }
+table.wide { font-size:.85em; }
+table.wide td, table.wide th { white-space:nowrap; padding-right:1em; text-align:right; }
+table.wide td:first-child, table.wide th:first-child { text-align:left; }
 """

@@ -32,13 +32,27 @@ DEFAULT_METHOD = "noloco"
 Tables = dict[str, dict[str, Any]]
 
 
-def read_config(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Config:
+def read_config(
+    path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, shared: bool = False
+) -> Config:
     """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments:
     "section.key=value".
 
+    shared: the words are for several methods, as in a comparison: settings of [replicas] that this one does not have,
+    but another one does, are left to the others.
+
     ValueError: anything that is not as it should be.
     """
-    return resolve(gather(path, flags, assignments))
+    tables = gather(path, flags, assignments)
+    return resolve(_own(tables) if shared else tables)
+
+
+def _own(tables: Tables) -> Tables:
+    """Without the settings of other methods."""
+    known = {field.name for field in fields(method(_method_of(tables)).Config)}
+    others = {field.name for other in METHODS for field in fields(method(other).Config)} - known
+    kept = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
+    return {**tables, "replicas": kept}
 
 
 def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:

@@ -172,3 +172,36 @@ def test_a_solo_round_is_the_outer_step_of_one() -> None:
                 torch.testing.assert_close(weights(model), phi, rtol=0, atol=1e-12)
 
     isles.run_virtual(worker, 2, links=LINKS)
+
+
+def test_a_checkpoint_knows_who_is_lost() -> None:
+    """A run restored without the dead worker does not wait for it: the same weights as the run that went on."""
+
+    def worker(world: Mesh, states: list[Any] | None) -> Any:
+        model = Net()
+        optimizer = wrap(world, "noloco", model, sgd, on_peer_failure="solo", prefetch_phi=False)
+        state = None
+        if states is not None:
+            model.load_state_dict(states[world.rank][1])
+            optimizer.load_state_dict(states[world.rank][0])
+            assert optimizer.lost == {2}  # type: ignore[attr-defined]
+        while optimizer.steps < 36:
+            if world.rank == 2 and optimizer.steps == 7:
+                return None
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+            if optimizer.steps == 30:
+                state = optimizer.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+        return state, weights(model), world.transport.now()
+
+    first = isles.run_virtual(worker, 4, links=LINKS, args=(None,))
+    dead = first[0][0]  # any state will do for the seat of the dead: it leaves when it has loaded
+
+    def again(world: Mesh) -> Any:
+        if world.rank == 2:
+            wrap(world, "noloco", Net(), sgd, on_peer_failure="solo", prefetch_phi=False)
+            return None
+        return worker(world, [result[0] if result else dead for result in first])
+
+    for rank, result in enumerate(isles.run_virtual(again, 4, links=LINKS)):
+        if rank != 2:
+            assert torch.equal(result[1], first[rank][1]) and result[2] == first[rank][2]

@@ -212,3 +212,32 @@ def test_the_start_is_a_checkpoint_too() -> None:
     first = isles.run_virtual(worker, 3, links=LINKS, args=(None,))
     again = isles.run_virtual(worker, 3, links=LINKS, args=([state for state, _ in first],))
     assert [log for _, log in again] == [log for _, log in first]
+
+
+@pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco"])
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_restored_run_may_end_at_once(name: str, steps: int) -> None:
+    """`finish` right after a restore: no second round for steps that were exchanged, one for those that were not. The
+    anchor's hash is there for the next header.
+    """
+
+    def worker(world: Mesh, states: list[Any] | None) -> Any:
+        model = Net(seed=world.rank)
+        optimizer = wrap(world, name, model)
+        state = None
+        if states is None:
+            for step in range(1, steps + 1):
+                train_step(optimizer, world.rank, step)
+            state = optimizer.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+        else:
+            model.load_state_dict(states[world.rank][1])
+            optimizer.load_state_dict(states[world.rank][0])
+        fragment = optimizer.fragments[0]  # type: ignore[attr-defined]
+        digest = fragment.digest
+        optimizer.finish()
+        return state, (digest, fragment.rounds, weights(model).tolist(), world.transport.now())
+
+    first = isles.run_virtual(worker, 3, links=LINKS, args=(None,))
+    again = isles.run_virtual(worker, 3, links=LINKS, args=([state for state, _ in first],))
+    assert [ended for _, ended in again] == [ended for _, ended in first]
+    assert first[0][1][1] == -(-steps // 3) and bool(first[0][1][0]) == (name != "noloco")

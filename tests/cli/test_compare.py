@@ -1,0 +1,55 @@
+"""`isles compare`: every method and seed on the same tokens, one table, one page, slips told before anything is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from isles.cli import app
+from tests.training.runs import TINY, write_text
+
+METHODS = ["none", "ddp", "noloco"]
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    text = write_text(folder / "text.txt")
+    settings = [*TINY, f"data.path={text}", "run.log_every=1", "run.validate_every=0"]
+    flags = ["compare", "--methods", ",".join(METHODS), "--seeds", "0,1", "--workers", "2", "--steps", "4"]
+    return [*flags, *(word for setting in settings for word in ("--set", setting)), *more]
+
+
+def test_all_methods_and_seeds_at_equal_tokens(tmp_path: Path) -> None:
+    """A run directory for each, a table with the spread over seeds, and a page that loads nothing."""
+    out = tmp_path / "out"
+    # A setting that only NoLoCo has is left to NoLoCo.
+    done = CliRunner().invoke(app, arguments(tmp_path, "--set", "replicas.sync_every=2", "--out", str(out)))
+    assert done.exit_code == 0, done.output
+    summaries = json.loads((out / "compare.json").read_text())
+    assert list(summaries) == METHODS
+    assert {summary["tokens"] for group in summaries.values() for summary in group} == {4 * 2 * 2 * 16}
+    assert [[summary["seed"] for summary in group] for group in summaries.values()] == [[0, 1]] * 3
+    assert all((out / f"{name}-{seed}" / "report.html").exists() for name in METHODS for seed in (0, 1))
+    table = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in METHODS]
+    assert [row[0] for row in table] == METHODS and all("±" in row for row in table)
+    page = (out / "report.html").read_text()
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "") and page.count("<svg") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--methods", "noloco,dilco"], "did you mean 'diloco'"),
+        (["--methods", "ddp,ddp"], "name each one once"),
+        (["--seeds", "0,x"], "'x' is no seed"),
+        (["--set", "replicas.sinc_every=2"], "replicas.sync_every"),
+    ],
+)
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
+    """Also one in the last method: nothing is run, nothing is made."""
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out), *more))
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+    assert not out.exists()
