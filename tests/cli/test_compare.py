@@ -44,7 +44,7 @@ def test_all_methods_and_seeds_at_equal_tokens(tmp_path: Path) -> None:
         (["--methods", "noloco,dilco"], "did you mean 'diloco'"),
         (["--methods", "ddp,ddp"], "name each one once"),
         (["--seeds", "0,x"], "'x' is no seed"),
-        (["--set", "replicas.sinc_every=2"], "replicas.sync_every"),
+        (["--set", "replicas.sinc_every=2"], "unknown key 'replicas.sinc_every'"),
     ],
 )
 def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
