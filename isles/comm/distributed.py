@@ -128,7 +128,8 @@ class DistributedTransport:
         try:
             tag = Tag("control", -1, 0, 253)  # nobody sends under it
             message = dist.irecv(torch.empty(1, dtype=torch.uint8), None, self._processes, pack(tag))
-            message.wait(timedelta(milliseconds=1))
+            if message is not None:
+                message.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             _LOG.debug("closed all connections: %s", _first_line(error))
 

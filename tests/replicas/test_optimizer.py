@@ -338,7 +338,7 @@ def test_advice() -> None:
         for name in ("localsgd", "noloco"):
             with pytest.raises(ValueError, match="choose sync_every <= 2"):
                 wrap(world, name, Net()).advise(2)
-        assert wrap(world, "localsgd", Net()).advise(60) == []
+        assert wrap(world, "localsgd", Net()).advise(3) == []  # no momentum, nothing to wait for
         assert wrap(world, "noloco", Net()).advise(3 * 40) == [] and wrap(world, "noloco", Net()).advise(3 * 39)
         for name in ("ddp", "none"):
             assert wrap(world, name, Net()).advise(1) == []
@@ -501,6 +501,26 @@ def test_training_goes_on_after_finish() -> None:
         return rounds
 
     assert run(worker, 3) == [[0, 0, 1, 2, 2, 3, 3, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_consolidate_averages_floating_buffers(name: str) -> None:
+    """Running statistics differ between workers: the one model has their mean; counters stay each worker's."""
+
+    def worker(world: Mesh) -> tuple[Tensor, Tensor]:
+        model = Net()
+        model.register_buffer("average", torch.zeros(3))
+        model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        optimizer = wrap(world, name, model)
+        for step in range(1, 4):
+            train_step(optimizer, world.rank, step)
+        model.average.fill_(float(world.rank))  # type: ignore[operator, union-attr]
+        model.count.fill_(world.rank)  # type: ignore[operator, union-attr]
+        optimizer.consolidate()
+        return model.average, model.count  # type: ignore[return-value]
+
+    for rank, (average, count) in enumerate(run(worker, 4)):
+        assert average.tolist() == [1.5] * 3 and int(count) == rank
 
 
 # Company.
