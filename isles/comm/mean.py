@@ -7,8 +7,9 @@ Two-shot (three members or more), each buffer cut into one shard a member:
     gather    position p sends its shard of the mean to everyone         encode once more; p uses its own decoded
     value too
 
-A pair swaps whole buffers instead: the same bytes, one latency, one encoding. Bytes sent a member: 2 (N-1)/N times the
-encoded buffer, a ring's volume, plus one header a peer. Sums are taken in the buffer's dtype (float32, or float64).
+A pair swaps whole buffers instead: the same bytes, one latency, one encoding. A member alone has its own, as decoded.
+Bytes sent a member: 2 (N-1)/N times the encoded buffer, a ring's volume, plus one header a peer. Sums are taken in the
+buffer's dtype (float32, or float64).
 
 Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is two
 segments and the reduction of one hides behind the transfer of the next.
@@ -83,7 +84,7 @@ def mean(
     After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
     headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
-    steps = _Swap if call.group.size == 2 else _TwoShot
+    steps = {1: _Alone, 2: _Swap}.get(call.group.size, _TwoShot)
     wires = _Wires()
     waiting: _Segment | None = None
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
@@ -203,6 +204,19 @@ class _Segment(ABC):
         for other in wires[1:]:
             total.add_(self.decode(other, out.numel()))
         torch.div(total, group.size, out=out)
+
+
+class _Alone(_Segment):
+    def start(self) -> None:
+        self.wire = self.codec.encode(self.buffer)
+
+    def finish(self) -> Steps[None]:
+        yield self.works
+        mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
+        if self.own is not None:
+            self.own.copy_(mine)
+        if mine.data_ptr() != self.buffer.data_ptr():
+            self.buffer.copy_(mine)
 
 
 class _Swap(_Segment):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from isles.comm.codecs import CODECS, codec
@@ -62,9 +63,19 @@ class Nesterov:
 
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
         """See the class."""
-        g, v = answer.mean, vectors["momentum"]
-        v.mul_(self.momentum).add_(g)
-        anchor.sub_(g.add_(v, alpha=self.momentum), alpha=self.lr)
+        # torch's own fused kernel of exactly this rule: one pass over memory instead of four.
+        torch._fused_sgd_(
+            [anchor],
+            [answer.mean],
+            [vectors["momentum"]] if self.momentum else [],  # what the kernel wants for mu = 0
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=True,
+            dampening=0.0,
+            weight_decay=0.0,
+            maximize=False,
+            is_first_step=False,
+        )
 
 
 class DiLoCo(OuterSync):

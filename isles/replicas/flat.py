@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 16  # entries; 256 KB of float32
+BLOCK = 1 << 17  # entries; 512 KB of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Block:
     def shaped(self, flat_block: Tensor) -> list[Tensor]:
         """A block (b,) as views of the live tensors' shapes."""
         if len(self.live) == 1:
-            return [flat_block.view(self.live[0].shape)]
+            return [flat_block if self.live[0].dim() == 1 else flat_block.view(self.live[0].shape)]
         sizes = [tensor.numel() for tensor in self.live]
         return [part.view(tensor.shape) for part, tensor in zip(flat_block.split(sizes), self.live, strict=True)]
 
