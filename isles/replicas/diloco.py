@@ -64,8 +64,8 @@ class Nesterov:
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
         """See the class."""
         g, v = answer.mean, vectors["momentum"]
-        # torch's fused kernel of this rule takes one pass over memory instead of four, but rounds the last entries (they
-        # do not fill its registers) in another way: those go through plain operations, so bits do not depend on blocks.
+        # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last entries, too few
+        # for its registers, in another way: those go through plain operations, so bits do not depend on the blocks.
         whole = anchor.numel() - anchor.numel() % 16
         torch._fused_sgd_(
             [anchor[:whole]],
