@@ -64,7 +64,7 @@ class Nesterov:
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
         """See the class."""
         g, v = answer.mean, vectors["momentum"]
-        # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last entries, too few
+        # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last ones, too few
         # for its registers, in another way: those go through plain operations, so bits do not depend on the blocks.
         whole = anchor.numel() - anchor.numel() % 16
         torch._fused_sgd_(
