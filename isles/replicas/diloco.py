@@ -66,11 +66,14 @@ class Nesterov:
         g, v = answer.mean, vectors["momentum"]
         # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last ones, too few
         # for its registers, in another way: those go through plain operations, so bits do not depend on the blocks.
-        whole = anchor.numel() - anchor.numel() % 16
+        tail = anchor.numel() % 16
+        if tail:
+            self._plainly(anchor[-tail:], g[-tail:], v[-tail:])
+            anchor, g, v = anchor[:-tail], g[:-tail], v[:-tail]
         torch._fused_sgd_(
-            [anchor[:whole]],
-            [g[:whole]],
-            [v[:whole]] if self.momentum else [],  # what the kernel wants for mu = 0
+            [anchor],
+            [g],
+            [v] if self.momentum else [],  # what the kernel wants for mu = 0
             lr=self.lr,
             momentum=self.momentum,
             nesterov=True,
@@ -79,7 +82,8 @@ class Nesterov:
             maximize=False,
             is_first_step=False,
         )
-        anchor, g, v = anchor[whole:], g[whole:], v[whole:]
+
+    def _plainly(self, anchor: Tensor, g: Tensor, v: Tensor) -> None:
         v.mul_(self.momentum).add_(g)
         anchor.sub_(g.add_(v, alpha=self.momentum), alpha=self.lr)
 
