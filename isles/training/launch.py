@@ -1,7 +1,8 @@
 """From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
 
 RUN/config.toml        resolved          with the first line of metrics
-RUN/metrics.jsonl      one object a line live, by this process alone
+RUN/metrics.jsonl      one object a line live, by this process alone; the lines without a worker are about all of them
+RUN/timeline.jsonl     one span a line   the beginning of the run and its end, see `timeline`
 RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
@@ -36,10 +37,12 @@ from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.server import start_server
+from isles.training.spread import Spread
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
 _CONFIG, _METRICS, _SUMMARY, _FAILURE = "config.toml", "metrics.jsonl", "summary.json", "failure.txt"
+_TIMELINE = "timeline.jsonl"
 
 
 def launch(
@@ -62,7 +65,8 @@ def launch(
     if resume is None:
         _claim(out)
     else:
-        cut_metrics(out / _METRICS, resume)
+        for name in (_METRICS, _TIMELINE):
+            cut_metrics(out / name, resume)
     records = _Records(config, out, on_line, on_notice)
     try:
         with records:
@@ -100,6 +104,7 @@ class _Records:
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
         self.shards: Counter[int] = Counter()
+        self.spread = Spread(config.world.workers)
         self.committed = False
 
     def __enter__(self) -> _Records:
@@ -115,11 +120,21 @@ class _Records:
             self.on_notice(event["notice"])
         elif "checkpoint" in event:
             self._shard(event["checkpoint"])
+        elif "sample" in event:
+            spread = self.spread.take(event["step"], event["worker"], event["sample"])
+            if spread is not None:
+                self._line({"step": event["step"], "replica_std": spread})
+        elif "spans" in event:
+            with (self.out / _TIMELINE).open("a", encoding="utf-8") as file:
+                file.writelines(_json(span) + "\n" for span in event["spans"])
         else:
             self._config()
-            self.file.write(_json({key: value for key, value in event.items() if value is not None}) + "\n")
-            self.file.flush()
+            self._line({key: value for key, value in event.items() if value is not None})
             self.on_line(event)
+
+    def _line(self, record: dict[str, Any]) -> None:
+        self.file.write(_json(record) + "\n")
+        self.file.flush()
 
     def _shard(self, step: int) -> None:
         workers, run = self.config.world.workers, self.config.run
@@ -137,7 +152,9 @@ class _Records:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl beyond `step`, and a half-written last one: they will be written again."""
+    """Drop the lines of metrics.jsonl (or timeline.jsonl) beyond `step`, and a half-written last one: they will be
+    written again.
+    """
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
         try:
