@@ -49,7 +49,7 @@ def train(
 def run(config: Config, out: Path, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended."""
     from isles.cli.progress import Progress
-    from isles.report import write_report
+    from isles.report import write_picture, write_report
     from isles.training.launch import Interrupted, launch
 
     try:
@@ -59,6 +59,7 @@ def run(config: Config, out: Path, resume: int | None = None) -> None:
         print(f"isles: {stop}", file=sys.stderr)
         raise typer.Exit(130) from None
     _print_summary(summary, out, write_report(out))
+    write_picture(out)
 
 
 def _new_directory(method: str) -> Path:

@@ -67,7 +67,8 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert code == 0, error
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html")
+        *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
+        *("report.html", "report.png"),
     }
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["method"], summary["backend"], summary["workers"]) == ("noloco", "distributed", 2)
@@ -84,7 +85,7 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert lines[-1].startswith("step 6/6  loss ")
 
     code, out, error = isles("report", "deep/run [1]", folder=folder)
-    assert (code, out, error) == (0, "deep/run [1]/report.html\n", "")
+    assert (code, out, error) == (0, "deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
 def test_refused_by_the_workers(folder: Path) -> None:
