@@ -7,6 +7,8 @@ RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
 RUN/failure.txt        traceback         where a worker failed for a reason that nobody foresaw
+RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see `loggers`
+RUN/run.lock                             while the run goes on, see `lock`
 
 A run that ends before its first line of metrics leaves nothing behind, so that the same --out can be used again.
 """
@@ -14,6 +16,7 @@ A run that ends before its first line of metrics leaves nothing behind, so that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -36,6 +39,8 @@ from isles.comm.transport import Deadlines
 from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
+from isles.training.lock import locked
+from isles.training.loggers import Loggers, require
 from isles.training.server import start_server
 from isles.training.spread import Spread
 from isles.training.trainer import train_worker
@@ -43,6 +48,7 @@ from isles.training.trainer import train_worker
 Summary = dict[str, Any]
 _CONFIG, _METRICS, _SUMMARY, _FAILURE = "config.toml", "metrics.jsonl", "summary.json", "failure.txt"
 _TIMELINE = "timeline.jsonl"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def launch(
@@ -57,17 +63,38 @@ def launch(
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
     resume: go on from the checkpoint of that step in `out`, as if the run had never stopped.
 
-    ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
-    until then stays, if the run had got as far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step
-    and left a checkpoint. A second Ctrl-C ends them at once.
+    ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
+    the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
+    far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
+    ends them at once.
     """
+    try:
+        require(config.run.loggers)
+        with _held(out), Loggers(config, out, resume) as loggers:
+            return _launch(config, out, on_line, on_notice, resume, loggers)
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise OSError(f"{out}: cannot be written to ({error.strerror}); {_go_on(out)}") from error
+        raise
+
+
+def _launch(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    loggers: Loggers,
+) -> Summary:
     started = time.perf_counter()
     if resume is None:
         _claim(out)
     else:
         for name in (_METRICS, _TIMELINE):
             cut_metrics(out / name, resume)
-    records = _Records(config, out, on_line, on_notice)
+    records = _Records(config, out, on_line, on_notice, loggers)
     try:
         with records:
             results = _start(config, out, resume, records.take)
@@ -84,7 +111,27 @@ def launch(
     partial = out / "summary.partial"
     partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, out / _SUMMARY)
+    loggers.summary(summary)
     return summary
+
+
+@contextlib.contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """`out`, made where it is missing, as this run's alone."""
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out))
+        except OSError as error:
+            raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
+        yield
+
+
+def _go_on(out: Path) -> str:
+    """What to do once there is room again."""
+    if Checkpoints(out).steps():
+        return f"make room and go on with: isles resume {out}"
+    return "make room and start again (no checkpoint was written yet, see run.checkpoint_every)"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -100,9 +147,15 @@ class _Records:
     """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
 
     def __init__(
-        self, config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], on_notice: Callable[[str], None]
+        self,
+        config: Config,
+        out: Path,
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+        loggers: Loggers,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
+        self.loggers = loggers
         self.shards: Counter[int] = Counter()
         self.spread = Spread(config.world.workers)
         self.committed = False
@@ -135,6 +188,7 @@ class _Records:
     def _line(self, record: dict[str, Any]) -> None:
         self.file.write(_json(record) + "\n")
         self.file.flush()
+        self.loggers.line(record)
 
     def _shard(self, step: int) -> None:
         workers, run = self.config.world.workers, self.config.run
@@ -174,15 +228,11 @@ def _json(record: dict[str, Any], indent: int | None = None) -> str:
 
 
 def _claim(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held = [name for name in (_CONFIG, _SUMMARY) if (out / name).exists()]
-        if held or _has_begun(out):
-            raise ValueError(f"--out {out}: holds a run already ({(held or [_METRICS])[0]}); name another directory")
-        (out / _FAILURE).unlink(missing_ok=True)
-        (out / _METRICS).touch()
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
+    held = [name for name in (_CONFIG, _SUMMARY) if (out / name).exists()]
+    if held or _has_begun(out):
+        raise ValueError(f"--out {out}: holds a run already ({(held or [_METRICS])[0]}); name another directory")
+    (out / _FAILURE).unlink(missing_ok=True)
+    (out / _METRICS).touch()
 
 
 def _has_begun(out: Path) -> bool:
@@ -193,15 +243,16 @@ def _has_begun(out: Path) -> bool:
 
 def _forget(out: Path) -> None:
     (out / _METRICS).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty, or not ours to remove
-        out.rmdir()
 
 
 def _in_short(error: WorkerFailed, file: Path) -> WorkerFailed:
-    """The error in one line; its traceback in a file."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(f"worker {error.rank}\n{error.report}\n", encoding="utf-8")
-    return WorkerFailed(error.rank, f"{error.report.splitlines()[-1]} (traceback in {file})")
+    """The error in one line; its traceback in a file, if there is room for it."""
+    last = error.report.splitlines()[-1]
+    try:
+        file.write_text(f"worker {error.rank}\n{error.report}\n", encoding="utf-8")
+    except OSError as full:
+        return WorkerFailed(error.rank, f"{last} (its traceback could not be written: {full.strerror})")
+    return WorkerFailed(error.rank, f"{last} (traceback in {file})")
 
 
 def _start(
