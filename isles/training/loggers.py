@@ -110,7 +110,10 @@ class WandB:
 
     def finish(self, ok: bool) -> None:
         """Ends W&B's own process too."""
+        import wandb
+
         self._run.finish(exit_code=0 if ok else 1)
+        wandb.teardown()
 
 
 LOGGERS: dict[str, Callable[[Config, Path, int | None], Logger]] = {"tensorboard": TensorBoard, "wandb": WandB}
