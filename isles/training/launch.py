@@ -27,7 +27,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from isles import __version__
 from isles.comm.errors import WorkerFailed
@@ -91,10 +91,7 @@ def _launch(
     started = time.perf_counter()
     if resume is None:
         _claim(out)
-    else:
-        for name in (_METRICS, _TIMELINE):
-            cut_metrics(out / name, resume)
-    records = _Records(config, out, on_line, on_notice, loggers)
+    records = _Records(config, out, on_line, on_notice, loggers, resume)
     try:
         with records:
             results = _start(config, out, resume, records.take)
@@ -153,19 +150,21 @@ class _Records:
         on_line: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
         loggers: Loggers,
+        resume: int | None,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.loggers = loggers
+        self.loggers, self.resume = loggers, resume
+        self.file: TextIO | None = None
         self.shards: Counter[int] = Counter()
         self.spread = Spread(config.world.workers)
         self.committed = False
 
     def __enter__(self) -> _Records:
-        self.file = (self.out / _METRICS).open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
     def take(self, event: dict[str, Any]) -> None:
         """One event of one worker."""
@@ -186,6 +185,10 @@ class _Records:
             self.on_line(event)
 
     def _line(self, record: dict[str, Any]) -> None:
+        if self.file is None:  # not before: a resume that is refused has cut nothing
+            for name in (_METRICS, _TIMELINE) if self.resume is not None else ():
+                cut_metrics(self.out / name, self.resume or 0)
+            self.file = (self.out / _METRICS).open("a", encoding="utf-8")
         self.file.write(_json(record) + "\n")
         self.file.flush()
         self.loggers.line(record)

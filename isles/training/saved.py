@@ -34,6 +34,7 @@ class SavedRun:
 
 def load_run(run: Path) -> SavedRun:
     """The consolidated model of the run directory `run`, ready to be evaluated. ValueError where there is none."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
     weights = run / "model.safetensors"
@@ -41,5 +42,10 @@ def load_run(run: Path) -> SavedRun:
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {}, [])
     model = build(config.model, seed=config.run.seed)
-    load_model(model, str(weights), device=str(next(model.parameters()).device))
+    try:
+        load_model(model, str(weights), device=str(next(model.parameters()).device))
+    except SafetensorError as error:
+        raise ValueError(f"{weights}: damaged ({error}); train again, or take it from a copy") from error
+    except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
+        raise ValueError(f"{weights}: not of the model that [model] in {run / 'config.toml'} describes") from error
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

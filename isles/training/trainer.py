@@ -26,7 +26,7 @@ from isles.data import Loader, load_corpus
 from isles.errors import in_section
 from isles.models import autocast, build
 from isles.replicas import method
-from isles.training.checkpoint import Checkpoints
+from isles.training.checkpoint import Checkpoints, no_half_file
 from isles.training.config import Config
 from isles.training.evaluation import validation_loss
 from isles.training.inner import adamw, lr_factor
@@ -104,7 +104,13 @@ class Trainer:
 
     def advise(self) -> list[str]:
         """What a user should know about these settings; ValueError where the run cannot mean what they say."""
-        inner, steps = self.config.inner, self.config.run.steps
+        inner, steps, loader = self.config.inner, self.config.run.steps, self.loader
+        readers = loader.workers if loader.split == "iid" else 1  # of the same sequences
+        if loader.batch_size * readers > loader.sequences:
+            raise ValueError(
+                f"data.batch_size = {self.config.data.batch_size}: a step would read {loader.batch_size * readers} "
+                f"sequences of {loader.sequences}, some of them twice; choose a smaller batch or give more text"
+            )
         notices = []
         if inner.warmup_steps > steps:
             reached = inner.lr * lr_factor(steps, steps, inner)
@@ -160,7 +166,12 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
-        self.model.load_state_dict(state["model"])
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
+            raise ValueError(
+                "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
+            ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
@@ -300,7 +311,8 @@ def save_model(model: torch.nn.Module, path: Path) -> None:
     from safetensors.torch import save_model as save
 
     partial = path.with_suffix(".partial")
-    save(model, str(partial))
+    with no_half_file(partial):
+        save(model, str(partial))
     os.replace(partial, path)
 
 
