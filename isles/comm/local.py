@@ -2,7 +2,7 @@
 
 launcher                     worker r
 hosts the store  <--------   joins, runs `worker(world)`
-waits            <--------   ("done", result) | ("error", exception)
+waits            <--------   ("done", result) | ("error", exception), which also ends it
 "close"           -------->  closes its connections only now, when nobody needs them any more
 """
 
@@ -48,12 +48,14 @@ def run_local(
 
     worker: a function that a fresh process can import (defined in a module; a script needs its `if __name__ ==
     "__main__"`). threads: torch threads a worker; 1 keeps results equal to the bit on any machine. Raises the first
-    failure (WorkerFailed for a process that died) unless `return_errors`, which puts failures in the list.
+    failure (WorkerFailed for a process that died) after ending the others, unless `return_errors`, which lets these go
+    on to their own end and puts failures in the list.
     """
     pool = LocalWorkers(worker, workers, args=args, threads=threads, deadlines=deadlines)
+    if return_errors:
+        return pool.join(on_failure=lambda rank, error: None)
     results = pool.join()
-    if not return_errors:
-        raise_first(results, pool.failures)
+    raise_first(results, pool.failures)
     return results
 
 
@@ -113,10 +115,16 @@ class LocalWorkers:
         """Ask all workers to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
         self._stop_wanted = True
 
-    def join(self, on_event: Callable[[Any], None] | None = None) -> list[Any]:
+    def join(
+        self,
+        on_event: Callable[[Any], None] | None = None,
+        on_failure: Callable[[int, Exception], None] | None = None,
+    ) -> list[Any]:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 
-        on_event: called here with everything that a worker passes to `world.report`, as it comes.
+        on_event: called here with everything that a worker passes to `world.report`, as it comes. on_failure: told of
+        each worker that failed, as soon as it has; the others then go on to their own end. Without it they have a few
+        seconds to notice by themselves.
         """
         results: list[Any] = [None] * len(self.processes)
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -144,7 +152,9 @@ class LocalWorkers:
                         continue
                     del waiting[pipe]  # type: ignore[arg-type]
                     results[rank] = value
-                if self.failures and ends_at is None:
+                    if kind == "error" and on_failure is not None:
+                        on_failure(rank, value)
+                if self.failures and ends_at is None and on_failure is None:
                     ends_at = time.monotonic() + _GRACE
             for rank in waiting.values():
                 results[rank] = WorkerFailed(rank, "ended by the launcher after another worker failed")
@@ -216,9 +226,9 @@ def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tupl
         told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
         message = ("error", WorkerFailed(seat.rank, told))
         send(message)
-    closing.wait()
     if transport is None or message[0] == "error":
-        os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
+        os._exit(1)  # at once: peers then see the loss; transfers may be stuck: nothing is worth waiting for
+    closing.wait()
     transport.close()
 
 

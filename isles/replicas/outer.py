@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from isles.comm.codecs import Codec
 from isles.comm.errors import DeadlinePassed, PeerLost
+from isles.comm.group import Group
 from isles.comm.mean import Stamp, mean, sent_bytes
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.flat import digest, word_sum
@@ -78,6 +79,13 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.settle."""
         for exchange in self._under_way():
             self._survives(exchange)
+
+    def survivors(self) -> Group:
+        """See ReplicaSync.survivors."""
+        if self.parts.on_peer_failure != "solo":
+            return self.group
+        left = [position for position in range(self.group.size) if position not in self.lost]
+        return self.group.among(left).answering("eval")
 
     def members(self, round: int) -> tuple[int, ...]:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""

@@ -37,6 +37,11 @@ from isles.replicas.planned import Planned
 class MethodConfig:
     """What every method takes; a method's own config adds its hyper-parameters."""
 
+    @property
+    def survives(self) -> bool:
+        """True if the workers that are left go on to the end of the run when others fail."""
+        return False
+
 
 class ReplicaSync(Optimizer):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
@@ -205,13 +210,19 @@ class ReplicaSync(Optimizer):
         """
         yield self.model
 
+    def survivors(self) -> Group:
+        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
+        without those it lost.
+        """
+        return self.group
+
     # What all methods have.
 
     @torch.no_grad()
     def consolidate(self) -> nn.Module:
         """Finish, then give every worker the one model of the run and return it.
 
-        Methods whose workers agree have it already; else it is the mean of the replicas' weights. Floating-point
+        Methods whose workers agree have it already; else it is the mean of the survivors' weights. Floating-point
         buffers that belong to the state are averaged.
         """
         self.finish()
@@ -221,23 +232,23 @@ class ReplicaSync(Optimizer):
         if averaged:
             flat = FlatParameters(averaged)
             total = flat.read(flat.new())
-            self.group.mean(total, codec("none"))
+            self.survivors().mean(total, codec("none"))
             flat.write(total)
         return self.model
 
     @torch.no_grad()
     def replica_std(self) -> float:
-        """Spread of the live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
+        """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
         parameters)).
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat = FlatParameters(self.parameters)
+        flat, group = FlatParameters(self.parameters), self.survivors()
         own = flat.read(flat.new())
         average = own.clone()
-        self.group.mean(average, codec("none"), channel="eval")
-        squares = self.group.all_gather((own - average).square().sum(dtype=torch.float64).reshape(1), channel="eval")
-        return float(torch.cat(squares).sum() / (self.group.size * flat.numel)) ** 0.5
+        group.mean(average, codec("none"), channel="eval")
+        squares = group.all_gather((own - average).square().sum(dtype=torch.float64).reshape(1), channel="eval")
+        return float(torch.cat(squares).sum() / (group.size * flat.numel)) ** 0.5
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock."""

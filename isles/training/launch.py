@@ -180,6 +180,10 @@ def _forget(out: Path) -> None:
         out.rmdir()
 
 
+def _last_line(error: Exception) -> str:
+    return (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
+
+
 def _in_short(error: WorkerFailed, file: Path) -> WorkerFailed:
     """The error in one line; its traceback in a file."""
     file.parent.mkdir(exist_ok=True)
@@ -209,10 +213,16 @@ def _start(
             )
     start_server()
     pool = LocalWorkers(_train_process, world.workers, args=args, threads=world.threads, deadlines=deadlines)
+
+    def tell(rank: int, error: Exception) -> None:
+        on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
+
     with _first_interrupt(pool.stop):
-        results = pool.join(on_event)
-    raise_first(results, pool.failures)
-    return results
+        results = pool.join(on_event, tell if config.replicas.survives else None)
+    left = [result for rank, result in enumerate(results) if rank not in pool.failures]
+    if not (config.replicas.survives and left):
+        raise_first(results, pool.failures)
+    return left
 
 
 @contextlib.contextmanager

@@ -228,7 +228,8 @@ class Trainer:
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
         model = self.optimizer.consolidate()
-        if self.world.rank == 0 and out is not None:
+        speaks = self.optimizer.survivors().rank == 0  # for all
+        if speaks and out is not None:
             save_model(model, out / "model.safetensors")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
@@ -236,7 +237,7 @@ class Trainer:
         return {
             "tokens": self.tokens,
             "parameters": parameters,
-            "val_loss": self._judge(model) if self.world.rank == 0 else None,
+            "val_loss": self._judge(model) if speaks else None,
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "bytes_sent": sent,
