@@ -146,10 +146,9 @@ class OuterSync(ReplicaSync):
             self.flights.remove(flight)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
-        for block in fragment.flat.blocks():
-            live = block.read(fragment.scratch)
-            reference = fragment.flat.rounded(block, fragment.anchor)
-            self.parts.rule.form(block.of(out), live, reference, block.of(fragment.anchor))
+        flat = fragment.flat
+        for block, part, anchor in zip(flat.blocks(), flat.parts(out), flat.parts(fragment.anchor), strict=True):
+            self.parts.rule.form(part, block.read(fragment.scratch), flat.rounded(block, anchor), anchor)
         return out
 
     def _send(self, fragment: Fragment, payload: Tensor) -> Flight:
@@ -203,19 +202,18 @@ class OuterSync(ReplicaSync):
         return not exchange.failed
 
     def _land(self, flight: Flight) -> None:
-        fragment, rule, landing = flight.fragment, self.parts.rule, self.parts.landing
+        fragment, flat, shared = flight.fragment, flight.fragment.flat, flight.anchors
+        anchors, means = flat.parts(fragment.anchor), flat.parts(flight.payload.buffer)
+        theirs = flat.parts(shared.buffer) if shared is not None else [None] * len(anchors)
+        own = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
+        vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
         sums = []
-        for block in fragment.flat.blocks():
-            anchor = block.of(fragment.anchor)
-            answer = Answer(block.of(flight.payload.buffer))
-            if (shared := flight.anchors) is not None:
-                own = anchor if shared.own is None else block.of(shared.own)
-                answer = Answer(answer.mean, block.of(shared.buffer), own)
-            vectors = {name: block.of(vector) for name, vector in fragment.vectors.items()}
-            rule.apply(anchor, answer, vectors)
-            landing.land(block.live, block.shaped(anchor))
+        for i, block in enumerate(flat.blocks()):
+            answer = Answer(means[i], theirs[i], own[i])
+            self.parts.rule.apply(anchors[i], answer, {name: parts[i] for name, parts in vectors.items()})
+            self.parts.landing.land(block.live, block.shaped(anchors[i]))
             if self.agrees:
-                sums.append(word_sum(anchor))
+                sums.append(word_sum(anchors[i]))  # while it is in cache
         fragment.digest = digest(sums)
         fragment.release(flight)
         if self.parts.prefetch_anchors:
