@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from isles.cli import compare, config, evaluate, export, generate, methods, report, resume, train
+from isles.cli import compare, config, doctor, evaluate, export, generate, methods, report, resume, train
 
 app = typer.Typer(
     name="isles",
@@ -25,6 +25,7 @@ app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("config")(config.config)
 app.command("methods")(methods.methods)
+app.command("doctor")(doctor.doctor)
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 
