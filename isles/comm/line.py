@@ -79,16 +79,21 @@ class Line:
         messages, self._messages = self._messages, []
         return messages
 
+    def next(self) -> Any:
+        """The first message that has come, without waiting; None if there is none."""
+        messages = self.ready()
+        self._messages = messages[1:]
+        return messages[0] if messages else None
+
     def receive(self, seconds: float) -> Any:
         """The next message. LineLost where it does not come within `seconds`."""
         ends_at = time.monotonic() + seconds
-        while not (messages := self.ready()):
+        while (message := self.next()) is None:
             left = ends_at - time.monotonic()
             if left <= 0:
                 raise LineLost(f"no answer within {seconds:g} s")
             select.select([self._socket], [], [], min(left, 1.0))
-        self._messages = messages[1:] + self._messages
-        return messages[0]
+        return message
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""

@@ -83,6 +83,11 @@ def port_range() -> str:
     return f"{first}-{last}"
 
 
+def loopback() -> str | None:
+    """The name of the interface over which processes of one machine talk."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has `address`, or None where the system does not say (Linux says)."""
     if not sys.platform.startswith("linux"):
