@@ -58,13 +58,18 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:  # a full disk, a closed terminal
-        return _fail(str(error), 1)
+        return _fail(_with_notes(error), 1)
     except RuntimeError as error:
         from isles.comm.errors import CommError
 
         if not isinstance(error, CommError):
             raise
-        return _fail(str(error), 1)
+        return _fail(_with_notes(error), 1)
+
+
+def _with_notes(error: Exception) -> str:
+    """The error and what was noted on it, such as how to go on."""
+    return "; ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def _fail(message: str, code: int) -> int:

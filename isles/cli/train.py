@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
+Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
+
 if TYPE_CHECKING:
+    from isles.comm.party import Place
     from isles.training.config import Config
 
 
@@ -31,11 +36,16 @@ def train(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
+    nodes: Nodes = 1,
+    node: Node = 0,
+    rendezvous: Rendezvous = "",
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
+    from isles.comm.party import Place
     from isles.training.border import gather, resolve
     from isles.training.server import start_server
 
+    place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
     flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
     tables = gather(config, flags, set_ or [])
@@ -43,22 +53,30 @@ def train(
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
 
-    run(resolved, out or _new_directory(resolved.method))
+    run(resolved, out or _new_directory(resolved.method), place)
 
 
-def run(config: Config, out: Path, resume: int | None = None) -> None:
+def run(config: Config, out: Path, place: Place, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended."""
     from isles.cli.progress import Progress
+    from isles.comm.party import split
     from isles.report import write_report
     from isles.training.launch import Interrupted, launch
+    from isles.training.remote import follow
 
     try:
-        with Progress(config.method, config.world.workers, config.run.steps) as progress:
-            summary = launch(config, out, progress.line, progress.notice, resume)
+        if place.node == 0:
+            with Progress(config.method, config.world.workers, config.run.steps) as progress:
+                summary = launch(config, out, progress.line, progress.notice, resume, place)
+            _print_summary(summary, out, write_report(out))
+        else:
+            own = len(split(config.world.workers, place.nodes)[place.node])
+            with Progress(f"{config.method}, node {place.node}:", own, config.run.steps) as progress:
+                host = follow(config, out, progress.line, progress.notice, resume, place)
+            print(f"done; the model and its report are on node 0 ({host})")
     except Interrupted as stop:
         print(f"isles: {stop}", file=sys.stderr)
         raise typer.Exit(130) from None
-    _print_summary(summary, out, write_report(out))
 
 
 def _new_directory(method: str) -> Path:

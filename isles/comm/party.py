@@ -103,4 +103,4 @@ def _worded(error: BaseException) -> Exception:
     return CommError(f"on another node: {error}")
 
 
-ALONE = Party()
+HERE, ALONE = Place(), Party()  # of a run on one machine

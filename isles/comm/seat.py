@@ -10,6 +10,7 @@ an error it goes at once, so that the others notice.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -163,7 +164,8 @@ def _portable(error: Exception, seat: Seat) -> Exception:
         return error
     if seat.log is None:
         return WorkerFailed(seat.rank, _text(error))
-    print(_text(error), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the disk may be full, and that the error
+        print(_text(error), file=sys.stderr, flush=True)
     return WorkerFailed(seat.rank, f"{_text(error).splitlines()[-1]} (traceback in {seat.log})")
 
 

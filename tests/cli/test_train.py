@@ -67,8 +67,10 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert code == 0, error
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html")
+        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html", "logs")
     }
+    assert [path.name for path in (run / "logs").iterdir()] == ["worker-1.log"]  # worker 0's warning is the note below
+    assert "gamma = 1.9" in (run / "logs" / "worker-1.log").read_text()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["method"], summary["backend"], summary["workers"]) == ("noloco", "distributed", 2)
     assert summary["virtual_seconds"] is None and 0 < summary["train_seconds"] <= summary["wall_seconds"]
@@ -103,9 +105,12 @@ def test_a_method_of_ones_own_from_this_folder_that_breaks(folder: Path) -> None
     code, out, error = isles(*arguments, folder=folder)
     assert (code, out) == (1, "")
     last = error.splitlines()[-1]
-    assert last == ("isles: worker 1 failed: ZeroDivisionError: of my own making (traceback in broken/failure.txt)")
+    assert last.startswith(
+        "isles: worker 1 failed: ZeroDivisionError: of my own making (traceback in broken/logs/worker-1.log); there "
+        "was no checkpoint yet"
+    )
     assert "Traceback" not in error
-    text = (folder / "broken" / "failure.txt").read_text()
+    text = (folder / "broken" / "logs" / "worker-1.log").read_text()
     assert "own.py" in text and "after_inner_step" in text
     assert {line["step"] for line in metrics(folder / "broken") if line["worker"] == 1} == {2}
 
