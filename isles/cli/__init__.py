@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from isles.cli import compare, config, doctor, evaluate, export, generate, methods, report, resume, train
+from isles.cli import compare, config, doctor, evaluate, export, generate, methods, report, resume, torchrun, train
 
 app = typer.Typer(
     name="isles",
@@ -73,5 +73,6 @@ def _with_notes(error: Exception) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr)
+    if torchrun.speaks():
+        print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
     return code

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from isles.cli import torchrun
 from isles.cli.train import Node, Nodes, Rendezvous
 from isles.cli.train import run as run_with_progress
 
@@ -32,7 +33,10 @@ def resume(
     steps = Checkpoints(run).steps()
     if not steps:
         raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
-    start_server()
+    if torchrun.size() is None:
+        start_server()
     config = read_config(str(run / "config.toml"), {}, [])
-    print(f"resuming {run} after step {steps[-1]}", file=sys.stderr)
-    run_with_progress(config, run, place, resume=steps[-1])
+    torchrun.check(config.world.workers)
+    if torchrun.speaks():
+        print(f"resuming {run} after step {steps[-1]}", file=sys.stderr)
+    run_with_progress(config, lambda: run, place, resume=steps[-1])

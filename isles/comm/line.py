@@ -92,8 +92,12 @@ class Line:
             left = ends_at - time.monotonic()
             if left <= 0:
                 raise LineLost(f"no answer within {seconds:g} s")
-            select.select([self._socket], [], [], min(left, 1.0))
+            self.wait(min(left, 1.0))
         return message
+
+    def wait(self, seconds: float) -> None:
+        """Return when something comes, or after `seconds`."""
+        select.select([self._socket], [], [], seconds)
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""

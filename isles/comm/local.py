@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from isles.comm.crew import Crew, Link
 from isles.comm.errors import WorkerFailed, is_cause
-from isles.comm.nodes import NodeLink
-from isles.comm.party import ALONE, Party
+from isles.comm.nodes import NodeLink, ProcessLink
+from isles.comm.party import Party
 from isles.comm.seat import Seat
 from isles.comm.transport import Deadlines
 
@@ -145,12 +145,13 @@ class LocalWorkers(Workers):
         threads: int = 1,
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
-        party: Party = ALONE,
+        party: Party | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers = {workers}: choose 1 or more")
+        party = party or Party()
         # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
-        self._store = dist.TCPStore(party.here, 0, None, True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         party.go(store=self._store.port)
         own = seats(party, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
         crew = Crew(worker, own, args)
@@ -160,8 +161,8 @@ class LocalWorkers(Workers):
 
 def node_links(party: Party, workers: int) -> list[NodeLink]:
     """Node 0's links to the workers of the other machines."""
-    shares = party.shares(workers)
-    return [NodeLink(node, tuple(shares[node]), line) for node, line in party.lines.items()]
+    shares, kind = party.shares(workers), ProcessLink if party.place.one_folder else NodeLink
+    return [kind(node, tuple(shares[node]), line) for node, line in party.lines.items()]
 
 
 def seats(

@@ -79,7 +79,7 @@ def _host(
             )
         (address,) = here
         doors = {0: [address, entry.port], **guests.doors()}
-        party = Party(nodes=place.nodes, here=address, host=address, lines=guests.lines, cards=guests.cards)
+        party = Party(place=place, here=address, host=address, lines=guests.lines, cards=guests.cards)
         party.tell({"doors": doors})
         reached = {0: _knocks(0, doors)}
         for node, line in guests.lines.items():
@@ -117,7 +117,7 @@ def _come(
         line.send({"reached": _knocks(place.node, doors)})
         facts = _answer(line, "go", _START, where)
         unless_kept.pop_all()
-    return Party(nodes=place.nodes, node=place.node, here=line.here, host=line.there, lines={0: line}, facts=facts)
+    return Party(place=place, here=line.here, host=line.there, lines={0: line}, facts=facts)
 
 
 def _reach_host(place: Place, host: str, port: int, seconds: float, tell: Callable[[str], None]) -> Line:

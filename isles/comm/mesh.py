@@ -104,6 +104,12 @@ def enter(transport: Transport, local_rank: int | None = None) -> None:
     _here.transport, _here.ledger, _here.local_rank = transport, Ledger(), local_rank
 
 
+def leave() -> None:
+    """Close what was entered in this thread, if anything was."""
+    if hasattr(_here, "transport"):
+        _here.transport.close()
+
+
 def current() -> Transport:
     """This worker's transport: the one entered, else the one torchrun's environment describes, else a world of one."""
     if not hasattr(_here, "transport"):

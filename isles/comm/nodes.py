@@ -44,7 +44,7 @@ class NodeLink:
         try:
             messages = [self._message(message) for message in self.line.ready()]
         except LineLost as error:
-            return self._gone(_lost(self.node, self.line, error))
+            return self._gone(self.loss(error))
         left = [value for rank, kind, value in messages if kind == "leaving"]
         return messages if not left else self._gone(NodeLost(self.node, f"({self.line.there}) gave up: {left[0]}"))
 
@@ -53,7 +53,11 @@ class NodeLink:
         with contextlib.suppress(LineLost):
             self.line.send(order)
 
-    def _gone(self, error: NodeLost) -> list[Message]:
+    def loss(self, why: LineLost) -> Exception:
+        """What to call it when the connection is gone."""
+        return _lost(self.node, self.line, why)
+
+    def _gone(self, error: Exception) -> list[Message]:
         self.lost = True
         return [(rank, "error", error) for rank in self.ranks]
 
@@ -64,6 +68,14 @@ class NodeLink:
         except (TypeError, ValueError, AssertionError):
             raise LineLost("what it sends is not what isles sends") from None
         return rank, kind, from_plain(value) if kind in ("error", "leaving") else value
+
+
+class ProcessLink(NodeLink):
+    """Likewise a single worker that somebody else has started, such as torchrun."""
+
+    def loss(self, why: LineLost) -> Exception:
+        """See NodeLink."""
+        return WorkerFailed(self.ranks[0], f"its process is gone: {why}")
 
 
 class RemoteWorkers:

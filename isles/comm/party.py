@@ -20,6 +20,8 @@ class Place:
     nodes: int = 1
     node: int = 0
     rendezvous: str = ""
+    one_folder: bool = False
+    """Whether all nodes write into the same run directory, as the processes of one torchrun do."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -37,8 +39,9 @@ class Place:
 
     @property
     def flags(self) -> str:
-        """As typed, with a space in front; empty for a run on one machine."""
-        return f" --nodes {self.nodes} --node {self.node} --rendezvous {self.rendezvous}" if self.nodes > 1 else ""
+        """As typed, with a space in front; empty for a run that was started otherwise."""
+        typed = self.nodes > 1 and not self.one_folder
+        return f" --nodes {self.nodes} --node {self.node} --rendezvous {self.rendezvous}" if typed else ""
 
 
 def split(workers: int, nodes: int) -> list[range]:
@@ -52,17 +55,26 @@ def split(workers: int, nodes: int) -> list[range]:
 class Party:
     """One machine's view of it. Node 0 has a line to each of the others, they have one to node 0.
 
-    here: the address under which the others know this machine. host: node 0's. cards: what the others (by node) brought
-    along to the meeting; facts: what node 0 told when all were there.
+    place: this machine's. here: the address under which the others know this machine. host: node 0's. cards: what the
+    others (by node) brought along to the meeting; facts: what node 0 told when all were there.
     """
 
-    nodes: int = 1
-    node: int = 0
+    place: Place = field(default_factory=Place)
     here: str = "127.0.0.1"
     host: str = "127.0.0.1"
     lines: Mapping[int, Line] = field(default_factory=dict)
     cards: Mapping[int, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines."""
+        return self.place.nodes
+
+    @property
+    def node(self) -> int:
+        """Which of them this is."""
+        return self.place.node
 
     @property
     def interface(self) -> str | None:
@@ -103,4 +115,4 @@ def _worded(error: BaseException) -> Exception:
     return CommError(f"on another node: {error}")
 
 
-HERE, ALONE = Place(), Party()  # of a run on one machine
+HERE = Place()  # of a run on one machine

@@ -74,17 +74,16 @@ def serve(seat: Seat, channel: Channel, worker: Callable[..., Any], args: tuple[
     def store() -> dist.Store:
         return dist.TCPStore(seat.host, seat.port, None, False, timeout=timedelta(minutes=5))
 
-    transport = attend(seat, channel, store, worker, args)
-    if transport is None:
+    if not attend(seat, channel, store, worker, args):
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
-    transport.close()
+    mesh.leave()
 
 
 def attend(
     seat: Seat, channel: Channel, store: Callable[[], dist.Store], worker: Callable[..., Any], args: tuple[Any, ...]
-) -> DistributedTransport | None:
-    """Join, run `worker(world, *args)`, tell the launcher how it went, and wait until it closes. The transport, for the
-    caller to close; None where the work failed.
+) -> bool:
+    """Join, run `worker(world, *args)`, tell the launcher how it went, and wait until it closes. Whether it went well;
+    the caller then leaves the mesh.
     """
     torch.set_num_threads(seat.threads)
     if seat.interface is not None:
@@ -97,7 +96,6 @@ def attend(
 
     watch = threading.Thread(target=_watch_launcher, args=(channel, send, closing, orders), daemon=True)
     watch.start()  # also while it joins
-    transport: DistributedTransport | None = None
     try:
         transport = DistributedTransport.join(dist.PrefixStore("isles", store()), seat.rank, seat.size)
         mesh.enter(transport, seat.local_rank)
@@ -116,9 +114,9 @@ def attend(
         message = ("error", WorkerFailed(seat.rank, told))
         send(message)
     if message[0] == "error":
-        return None  # at once: whoever waits for this worker should hear of it now, not when a deadline ends
+        return False  # at once: whoever waits for this worker should hear of it now, not when a deadline ends
     closing.wait()
-    return transport
+    return True
 
 
 def _print_into(log: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.meeting import meet
-from isles.comm.party import ALONE, Party, Place
+from isles.comm.party import Party, Place
 from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
@@ -31,7 +31,7 @@ def met(config: Config, place: Place, out: Path, resume: int | None, tell: Calla
     tell: is told what is being waited for.
     """
     if place.nodes == 1:
-        yield ALONE
+        yield Party(place=place)
         return
     world = config.world
     if world.backend != "distributed":
@@ -44,8 +44,10 @@ def met(config: Config, place: Place, out: Path, resume: int | None, tell: Calla
     card = {
         "config": tomllib.loads(to_toml(config)),
         "checkpoints": None if resume is None else Checkpoints(out).steps(),
-        "out": [uuid.getnode(), str(out.resolve())],
+        "out": None if place.one_folder else [uuid.getnode(), str(out.resolve())],
     }
+    if place.one_folder:
+        tell = _nobody  # torchrun starts all at once: they come before a word about it is read
     party = meet(place, card, partial(_disagreement, card), world.meeting_deadline, tell)
     try:
         if place.node == 0:
@@ -60,6 +62,10 @@ def met(config: Config, place: Place, out: Path, resume: int | None, tell: Calla
     party.part()
 
 
+def _nobody(text: str) -> None:
+    pass
+
+
 def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
     """Why `node`, with its card, cannot take part in node 0's run; empty where it can."""
     if (theirs.get("checkpoints") is None) != (mine["checkpoints"] is None):
@@ -71,7 +77,7 @@ def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int)
             f"node {node} has another configuration: {'; '.join(different[:_SHOWN])}{more}: start all nodes with the "
             "same CONFIG.toml and flags"
         )
-    if theirs.get("out") == mine["out"]:
+    if mine["out"] is not None and theirs.get("out") == mine["out"]:
         return f"node {node} writes into the same directory as node 0, {mine['out'][1]}: give each its own --out"
     return ""
 

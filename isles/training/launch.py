@@ -28,7 +28,7 @@ from typing import Any
 
 from isles import __version__
 from isles.comm.errors import CommError, MeetingFailed, WorkerFailed
-from isles.comm.local import LocalWorkers, raise_first
+from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
 from isles.comm.orders import SharedOrders
 from isles.comm.party import HERE, Party, Place
@@ -42,6 +42,7 @@ from isles.training.server import start_server
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
+Hire = Callable[[Config, Path, int | None, Party], Workers]
 _CONFIG, METRICS, _SUMMARY, LOGS = "config.toml", "metrics.jsonl", "summary.json", "logs"
 
 
@@ -52,12 +53,14 @@ def launch(
     on_notice: Callable[[str], None],
     resume: int | None = None,
     place: Place = HERE,
+    hire: Hire | None = None,
 ) -> Summary:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
     resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
     the newest that all of them have. place: this machine's among several; it is node 0.
+    hire: gets hold of the workers; by default they are processes that are started here.
 
     ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
     until then stays, if the run had got as far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step
@@ -72,7 +75,7 @@ def launch(
             if resume is not None:
                 cut_metrics(out / METRICS, resume)
             with _Records(config, out, on_line, on_notice, party) as records:
-                results = _start(config, out, resume, records.take, party)
+                results = _start(config, out, resume, records.take, party, hire or processes)
             finished = [result for result in results if result is not None]
             if len(finished) < len(results):
                 raise Interrupted(out, place)
@@ -165,7 +168,8 @@ def commit(config: Config, out: Path, step: int, party: Party) -> None:
     if keep and party.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
     facts = {"isles_version": __version__, "method": config.method}
-    Checkpoints(out).commit(step, workers, facts, keep=keep, own=party.shares(workers)[party.node])
+    own = None if party.place.one_folder else party.shares(workers)[party.node]
+    Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -238,7 +242,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _start(
-    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None], party: Party
+    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None], party: Party, hire: Hire
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
     if world.backend == "virtual":
@@ -256,16 +260,7 @@ def _start(
                 on_event=on_event,
                 orders=orders,
             )
-    start_server()
-    pool = LocalWorkers(
-        train_process,
-        world.workers,
-        args=args,
-        threads=world.threads,
-        deadlines=deadlines(config),
-        logs=out / LOGS,
-        party=party,
-    )
+    pool = hire(config, out, resume, party)
 
     def tell(rank: int, error: Exception) -> None:
         on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
@@ -276,6 +271,20 @@ def _start(
     if not (config.replicas.survives and left):
         raise_first(results, pool.failures)
     return left
+
+
+def processes(config: Config, out: Path, resume: int | None, party: Party) -> Workers:
+    """Start this machine's workers."""
+    start_server()
+    return LocalWorkers(
+        train_process,
+        config.world.workers,
+        args=(config, out, resume),
+        threads=config.world.threads,
+        deadlines=deadlines(config),
+        logs=out / LOGS,
+        party=party,
+    )
 
 
 def deadlines(config: Config) -> Deadlines:
