@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m isles train ...`: the processes are torchrun's, and rank 0 alone talks to the user."""
+"""`torchrun --nproc-per-node 4 -m isles train ...`: processes that torchrun has started; rank 0 talks to the user."""
 
 from __future__ import annotations
 

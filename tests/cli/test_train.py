@@ -18,39 +18,12 @@ import psutil
 import pytest
 
 from tests.cli.command import ISLES, Command, eventually, gone, isles, marked
-from tests.training.runs import TINY, metrics, write_text
-
-OWN = """
-import time
-import isles
-
-class Breaks(isles.NoSync):
-    def after_inner_step(self):
-        if self.steps == 3 and self.group.rank == 1:
-            raise ZeroDivisionError("of my own making")
-
-class Slow(isles.NoLoCo):
-    def after_inner_step(self):
-        time.sleep(0.05)  # leaves the machine to the others
-        super().after_inner_step()
-"""
+from tests.training.runs import metrics, write_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with a text, a configuration for it, and a method of their own."""
-    folder = tmp_path_factory.mktemp("user")
-    write_text(folder / "text.txt")
-    (folder / "own.py").write_text(OWN)
-    tables: dict[str, list[str]] = {"data": ['path = "text.txt"'], "replicas": ["sync_every = 3"]}
-    for setting in TINY:
-        key, _, value = setting.partition("=")
-        section, _, name = key.partition(".")
-        if section != "world":  # real processes here
-            tables.setdefault(section, []).append(f"{name} = {value}")
-    lines = [line for section, own in tables.items() for line in (f"[{section}]", *own)]
-    (folder / "tiny.toml").write_text("\n".join(lines) + "\n")
-    return folder
+    return write_folder(tmp_path_factory.mktemp("user"))
 
 
 def short(*more: str) -> list[str]:
