@@ -5,9 +5,10 @@ RUN/metrics.jsonl      one object a line live, by this process alone
 RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
-RUN/failure.txt        traceback         where a worker failed for a reason that nobody foresaw
+RUN/logs/worker-N.log  prints, tracebacks and warnings of that worker's process, if there were any
 
-A run that ends before its first line of metrics leaves nothing behind, so that the same --out can be used again.
+A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
+be used again. With several machines this is what node 0 does; the others: `remote`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.comm.errors import WorkerFailed
-from isles.comm.local import LocalWorkers, raise_first
+from isles.comm.errors import CommError, MeetingFailed, WorkerFailed
+from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
 from isles.comm.orders import SharedOrders
+from isles.comm.party import HERE, Party, Place
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
 from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
+from isles.training.gathering import met
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
-_CONFIG, _METRICS, _SUMMARY, _FAILURE = "config.toml", "metrics.jsonl", "summary.json", "failure.txt"
+Hire = Callable[[Config, Path, int | None, Party], Workers]
+_CONFIG, METRICS, _SUMMARY, LOGS = "config.toml", "metrics.jsonl", "summary.json", "logs"
 
 
 def launch(
@@ -48,11 +52,15 @@ def launch(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None = None,
+    place: Place = HERE,
+    hire: Hire | None = None,
 ) -> Summary:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
-    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped.
+    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
+    the newest that all of them have. place: this machine's among several; it is node 0.
+    hire: gets hold of the workers; by default they are processes that are started here.
 
     ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
     until then stays, if the run had got as far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step
@@ -60,50 +68,56 @@ def launch(
     """
     started = time.perf_counter()
     if resume is None:
-        _claim(out)
-    else:
-        cut_metrics(out / _METRICS, resume)
-    records = _Records(config, out, on_line, on_notice)
+        claim(out)
     try:
-        with records:
-            results = _start(config, out, resume, records.take)
+        with met(config, place, out, resume, on_notice) as party:
+            resume = party.facts.get("resume", resume)
+            if resume is not None:
+                cut_metrics(out / METRICS, resume)
+            with _Records(config, out, on_line, on_notice, party) as records:
+                results = _start(config, out, resume, records.take, party, hire or processes)
+            finished = [result for result in results if result is not None]
+            if len(finished) < len(results):
+                raise Interrupted(out, place)
+            summary = summarise(config, finished, time.perf_counter() - started)
+            partial = out / "summary.partial"
+            partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, out / _SUMMARY)
     except BaseException as error:  # Ctrl-C too
-        if not _has_begun(out) and not records.committed:
-            _forget(out)
-        if isinstance(error, WorkerFailed) and "\n" in error.report:
-            raise _in_short(error, out / _FAILURE) from None
+        say_what_is_left(error, out, place)
         raise
-    finished = [result for result in results if result is not None]
-    if len(finished) < len(results):
-        raise Interrupted(out, max(Checkpoints(out).steps()))
-    summary = summarise(config, finished, time.perf_counter() - started)
-    partial = out / "summary.partial"
-    partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, out / _SUMMARY)
+    clear_logs(out)
     return summary
 
 
 class Interrupted(KeyboardInterrupt):
     """The run stopped after inner step `step`; its checkpoint is in `out`."""
 
-    def __init__(self, out: Path, step: int) -> None:
-        super().__init__(f"stopped after step {step}, checkpoint saved; go on with: isles resume {out}")
-        self.out = out
-        self.step = step
+    def __init__(self, out: Path, place: Place) -> None:
+        self.out, self.step = out, max(Checkpoints(out).steps())
+        super().__init__(
+            f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
+        )
 
 
 class _Records:
     """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
 
     def __init__(
-        self, config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], on_notice: Callable[[str], None]
+        self,
+        config: Config,
+        out: Path,
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+        party: Party,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
+        self.party = party
         self.shards: Counter[int] = Counter()
-        self.committed = False
+        self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
 
     def __enter__(self) -> _Records:
-        self.file = (self.out / _METRICS).open("a", encoding="utf-8")
+        self.file = (self.out / METRICS).open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,25 +129,47 @@ class _Records:
             self.on_notice(event["notice"])
         elif "checkpoint" in event:
             self._shard(event["checkpoint"])
+        elif "corpus" in event:
+            self._same_corpus(event["corpus"], event["rank"])
         else:
-            self._config()
+            write_config(self.config, self.out)
             self.file.write(_json({key: value for key, value in event.items() if value is not None}) + "\n")
             self.file.flush()
             self.on_line(event)
 
     def _shard(self, step: int) -> None:
-        workers, run = self.config.world.workers, self.config.run
         self.shards[step] += 1
-        if self.shards[step] == workers:
-            self._config()
-            facts = {"isles_version": __version__, "method": self.config.method}
-            Checkpoints(self.out).commit(step, workers, facts, keep=run.keep_checkpoints)
-            self.committed = True
+        if self.shards[step] == self.config.world.workers:
+            self.party.tell({"order": {"commit": step}})
+            commit(self.config, self.out, step, self.party)
 
-    def _config(self) -> None:
-        path = self.out / _CONFIG
-        if not path.exists():
-            path.write_text(to_toml(self.config), encoding="utf-8")
+    def _same_corpus(self, sha256: str, rank: int) -> None:
+        self.corpora.setdefault(sha256, rank)
+        if len(self.corpora) > 1:
+            (one, first), (other, second) = sorted(self.corpora.items(), key=lambda item: item[1])
+            raise ValueError(
+                f"data.path = {self.config.data.path!r}: worker {second} reads another text (sha256 {other[:8]}...) "
+                f"than worker {first} ({one[:8]}...): put the same files on both machines"
+                + ("" if self.config.data.path else "; without data.path it is the standard library of their Pythons")
+            )
+
+
+def write_config(config: Config, out: Path) -> None:
+    """RUN/config.toml, once."""
+    path = out / _CONFIG
+    if not path.exists():
+        path.write_text(to_toml(config), encoding="utf-8")
+
+
+def commit(config: Config, out: Path, step: int, party: Party) -> None:
+    """Make the checkpoint of `step`, whose shards are all written, exist on this machine."""
+    write_config(config, out)
+    workers, keep = config.world.workers, config.run.keep_checkpoints
+    if keep and party.nodes > 1:
+        keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
+    facts = {"isles_version": __version__, "method": config.method}
+    own = None if party.place.one_folder else party.shares(workers)[party.node]
+    Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -156,49 +192,62 @@ def _json(record: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(finite, indent=indent)
 
 
-def _claim(out: Path) -> None:
+def claim(out: Path) -> None:
+    """Make `out` this run's own. ValueError where it holds another run, or cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         held = [name for name in (_CONFIG, _SUMMARY) if (out / name).exists()]
         if held or _has_begun(out):
-            raise ValueError(f"--out {out}: holds a run already ({(held or [_METRICS])[0]}); name another directory")
-        (out / _FAILURE).unlink(missing_ok=True)
-        (out / _METRICS).touch()
+            raise ValueError(f"--out {out}: holds a run already ({(held or [METRICS])[0]}); name another directory")
+        clear_logs(out, all_of_them=True)  # of a run that failed before it had begun
+        (out / METRICS).touch()
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
 
 
 def _has_begun(out: Path) -> bool:
     """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
-    metrics = out / _METRICS
+    metrics = out / METRICS
     return metrics.exists() and metrics.stat().st_size > 0
 
 
-def _forget(out: Path) -> None:
-    (out / _METRICS).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty, or not ours to remove
-        out.rmdir()
+def say_what_is_left(error: BaseException, out: Path, place: Place) -> None:
+    """After a run that failed: remove what is of no use, and note on the error how to go on."""
+    steps = Checkpoints(out).steps()
+    clear_logs(out, all_of_them=isinstance(error, ValueError))
+    if not _has_begun(out) and not steps:
+        (out / METRICS).unlink(missing_ok=True)
+        (out / _CONFIG).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+    if isinstance(error, CommError | OSError) and not isinstance(error, MeetingFailed):
+        error.add_note(
+            f"go on after step {steps[-1]} with: isles resume {out}{place.flags}"
+            if steps
+            else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
+        )
+
+
+def clear_logs(out: Path, *, all_of_them: bool = False) -> None:
+    """Remove the logs of workers that had nothing to say."""
+    for log in (out / LOGS).glob("worker-*.log"):
+        if all_of_them or log.stat().st_size == 0:
+            log.unlink()
+    with contextlib.suppress(OSError):  # not empty, or not there
+        (out / LOGS).rmdir()
 
 
 def _last_line(error: Exception) -> str:
     return (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
 
 
-def _in_short(error: WorkerFailed, file: Path) -> WorkerFailed:
-    """The error in one line; its traceback in a file."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(f"worker {error.rank}\n{error.report}\n", encoding="utf-8")
-    return WorkerFailed(error.rank, f"{error.report.splitlines()[-1]} (traceback in {file})")
-
-
 def _start(
-    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None]
+    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None], party: Party, hire: Hire
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
-    deadlines = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
     if world.backend == "virtual":
         orders = SharedOrders(world.workers)
-        with _warnings_told(on_event), _first_interrupt(orders.ask):
+        with _warnings_told(on_event), first_interrupt(orders.ask):
             return run_virtual(
                 train_worker,
                 world.workers,
@@ -207,17 +256,16 @@ def _start(
                 threads=world.threads,
                 step_seconds=world.step_seconds,
                 seed=config.run.seed,
-                deadlines=deadlines,
+                deadlines=deadlines(config),
                 on_event=on_event,
                 orders=orders,
             )
-    start_server()
-    pool = LocalWorkers(_train_process, world.workers, args=args, threads=world.threads, deadlines=deadlines)
+    pool = hire(config, out, resume, party)
 
     def tell(rank: int, error: Exception) -> None:
         on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
 
-    with _first_interrupt(pool.stop):
+    with first_interrupt(pool.stop):
         results = pool.join(on_event, tell if config.replicas.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in pool.failures]
     if not (config.replicas.survives and left):
@@ -225,8 +273,27 @@ def _start(
     return left
 
 
+def processes(config: Config, out: Path, resume: int | None, party: Party) -> Workers:
+    """Start this machine's workers."""
+    start_server()
+    return LocalWorkers(
+        train_process,
+        config.world.workers,
+        args=(config, out, resume),
+        threads=config.world.threads,
+        deadlines=deadlines(config),
+        logs=out / LOGS,
+        party=party,
+    )
+
+
+def deadlines(config: Config) -> Deadlines:
+    """The waits that [world] asks for."""
+    return Deadlines(outer=config.world.outer_deadline, slowest_link=config.world.slowest_link)
+
+
 @contextlib.contextmanager
-def _first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C calls `stop` once; a second is KeyboardInterrupt as ever. Outside of the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -243,9 +310,9 @@ def _first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
-    """`train_worker` in a process of its own; worker 0 speaks for all."""
-    with _warnings_told(world.report if world.rank == 0 else lambda event: None):
+def train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
+    """`train_worker` in a process of its own. What worker 0 is warned of, the user is told; the others have logs."""
+    with _warnings_told(world.report) if world.rank == 0 else contextlib.nullcontext():
         return train_worker(world, config, out, resume)
 
 

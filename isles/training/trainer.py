@@ -62,12 +62,14 @@ class Trainer:
                 f"model.vocab = {shape.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab_size} ids: "
                 f"set model.vocab = {corpus.tokenizer.vocab_size}"
             )
+        if world.local_rank == 0:  # every machine has files of its own
+            world.report({"corpus": corpus.sha256, "rank": world.rank})
         group = world.outer
         self.corpus = corpus
         self.loader = Loader(
             corpus, config.data, context=shape.context, worker=group.rank, workers=group.size, seed=config.run.seed
         )
-        self.model = build(config.model, seed=config.run.seed, rank=world.rank)
+        self.model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         self.device = next(self.model.parameters()).device
         try:
             self.optimizer = method(config.method)(
