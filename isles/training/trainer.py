@@ -7,6 +7,7 @@ at the end: finish, judge the replicas, consolidate, judge the one model, save i
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import asdict, dataclass, fields
@@ -20,8 +21,10 @@ from isles.comm.codecs import codec
 from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Loader, load_corpus
+from isles.data.tokenizer import Tokenizer
 from isles.errors import in_section
-from isles.models import autocast, build
+from isles.models import autocast, build, limits
+from isles.models.own import check_contract
 from isles.replicas import method
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
@@ -56,19 +59,17 @@ class Trainer:
     def __init__(self, config: Config, world: Mesh) -> None:
         self.config, self.world = config, world
         corpus = load_corpus(config.data)
-        shape = config.model.shape()
-        if corpus.tokenizer.vocab_size > shape.vocab:
-            raise ValueError(
-                f"model.vocab = {shape.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab_size} ids: "
-                f"set model.vocab = {corpus.tokenizer.vocab_size}"
-            )
+        context, vocab = limits(config.model)
+        check_vocabulary(vocab, corpus.tokenizer)
         group = world.outer
         self.corpus = corpus
         self.loader = Loader(
-            corpus, config.data, context=shape.context, worker=group.rank, workers=group.size, seed=config.run.seed
+            corpus, config.data, context=context, worker=group.rank, workers=group.size, seed=config.run.seed
         )
         self.model = build(config.model, seed=config.run.seed, rank=world.rank)
         self.device = next(self.model.parameters()).device
+        if config.model.factory is not None:
+            check_contract(self.model, config.model.factory, context)
         try:
             self.optimizer = method(config.method)(
                 self.model,
@@ -255,6 +256,15 @@ class Trainer:
         return validation_loss(model, self.loader.validation_batches(), autocast(self.config.model, self.device))
 
 
+def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
+    """ValueError unless a model of `vocab` token ids (None: not known) has one for each of the tokenizer's."""
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab_size} ids: "
+            f"set model.vocab = {tokenizer.vocab_size}, or choose another data.tokenizer"
+        )
+
+
 def save_model(model: torch.nn.Module, path: Path) -> None:
     """Write the weights as safetensors, all or nothing; tied tensors once."""
     from safetensors.torch import save_model as save
@@ -270,6 +280,9 @@ def train_worker(
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
     from.
     """
+    # Of dropout and the like: every worker has draws of its own, the same on every backend.
+    draws = hashlib.sha256(f"{config.run.seed} worker {world.rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(draws[:4], "little"))
     trainer = Trainer(config, world)
     if resume is not None:
         assert out is not None
