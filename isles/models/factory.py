@@ -12,7 +12,7 @@ from torch import nn
 from .config import ModelConfig
 from .decoder import Decoder
 from .hf import hf_limits, load_hf
-from .own import make
+from .own import make, sketch_own
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,9 +76,9 @@ def build(config: ModelConfig, seed: int, rank: int = 0) -> nn.Module:
 
 
 def sketch(config: ModelConfig) -> nn.Module:
-    """The model of `config` with shapes but without numbers (on the meta device): no memory, whatever its size. Only a
-    factory's is built first, for it may need numbers while it builds.
-    """
+    """The model of `config` with shapes but without numbers (on the meta device): no memory, whatever its size."""
+    if config.factory is not None:
+        return sketch_own(config.factory, config.options or {}, DTYPES[config.dtype])
     return _made(config, 0, torch.device("meta"))
 
 

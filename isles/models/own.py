@@ -38,6 +38,32 @@ def make(place: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     return model.train()
 
 
+def sketch_own(place: str, options: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    """As `make`, without numbers: on the meta device, floating-point tensors in `dtype`. A function that cannot do
+    without numbers is called on the CPU and its result stripped of them.
+    """
+    try:
+        with torch.device("meta"):
+            model = make(place, options, 0)
+    except ValueError:
+        model = make(place, options, 0)
+    empty: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = empty.setdefault(id(tensor), _without_numbers(tensor, dtype))  # type: ignore[assignment]
+    return model
+
+
+def _without_numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    if tensor.is_meta and tensor.dtype == dtype:
+        return tensor
+    bare = torch.empty_like(tensor, device="meta", dtype=dtype)
+    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+
 def check_contract(model: nn.Module, place: str, context: int) -> None:
     """One forward pass of one sequence, before anything is trained. ValueError: it fails, or gives no loss to train
     on.

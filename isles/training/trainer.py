@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Loader, load_corpus
 from isles.data.tokenizer import Tokenizer
-from isles.errors import in_section
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
-from isles.replicas import method
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.evaluation import validation_loss
-from isles.training.inner import adamw, lr_factor
+from isles.training.inner import lr_factor
+from isles.training.wrapped import wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +69,7 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         if config.model.factory is not None:
             check_contract(self.model, config.model.factory, context)
-        try:
-            self.optimizer = method(config.method)(
-                self.model,
-                adamw(self.model, config.inner),
-                group,
-                config.replicas,
-                max_norm=config.inner.max_norm or None,
-            )
-            notices = self.advise()  # refuses what cannot work before anything is trained
-        except ValueError as error:
-            keys = [field.name for field in fields(config.replicas)]
-            raise ValueError(in_section("replicas", str(error), keys)) from error
+        self.optimizer, notices = wrapped(config, self.model, group)  # refuses what cannot work
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
@@ -95,20 +83,6 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-
-    def advise(self) -> list[str]:
-        """What a user should know about these settings; ValueError where the run cannot mean what they say."""
-        inner, steps = self.config.inner, self.config.run.steps
-        notices = []
-        if inner.warmup_steps > steps:
-            reached = inner.lr * lr_factor(steps, steps, inner)
-            notices.append(
-                f"inner.warmup_steps = {inner.warmup_steps} is more than the run's {steps} steps: the rate ends at "
-                f"{reached:.2g} instead of {inner.lr:g}; lower it"
-            )
-        if not self.judges:
-            notices.append("data.validation_fraction = 0: there will be no validation loss")
-        return notices + self.optimizer.advise(steps)
 
     @property
     def judges(self) -> bool:
