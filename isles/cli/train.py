@@ -38,24 +38,44 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A named configuration instead of CONFIG.toml: see isles config --presets.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what the run will be: memory, who sends what when, bytes, time.")
+    ] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
+    if (probe or json) and not dry_run:
+        raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
     from isles.comm.party import Place
     from isles.training.border import gather, resolve
     from isles.training.server import start_server
 
     place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
+    if preset is not None:
+        from isles.training.presets import preset_file
+
+        if config is not None:
+            raise ValueError(f"--preset {preset} stands where {config} does: give one of the two")
+        config = str(preset_file(preset))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
     tables = gather(config, flags, set_ or [])
-    if torchrun.size() is None and tables.get("world", {}).get("backend") != "virtual":
+    if not dry_run and torchrun.size() is None and tables.get("world", {}).get("backend") != "virtual":
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
+    if dry_run:
+        from isles.cli.dry_run import show
 
+        show(resolved, probe=probe, as_json=json)
+        return
     run(resolved, lambda: out or _new_directory(resolved.method), place)
 
 

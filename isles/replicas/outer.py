@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from isles.comm.codecs import Codec
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.group import Group
-from isles.comm.mean import Stamp, mean, sent_bytes
+from isles.comm.mean import Stamp, mean, sent_bytes, working_bytes
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.flat import digest, word_sum
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Answer, Composition
-from isles.replicas.planned import Planned, planned_rounds
+from isles.replicas.planned import Held, Planned, groups_of, planned_rounds
 from isles.replicas.sync import ReplicaSync
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
@@ -95,6 +95,22 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.schedule."""
         sizes = [(fragment.flat.numel, fragment.flat.dtype) for fragment in self.fragments]
         return planned_rounds(self.parts, sizes, self.group.size, steps)
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory."""
+        flats, parts = [fragment.flat for fragment in self.fragments], self.parts
+        vector = sum(flat.numel * flat.dtype.itemsize for flat in flats)
+        held = [Held(what, vector, "always") for what in ("anchor", *parts.rule.vectors)]
+        held.append(Held("scratch", sum(fragment.scratch.nbytes for fragment in self.fragments), "always"))
+        held.append(Held("payload", vector, "exchange"))
+        codecs = [parts.codec]
+        if parts.rule.shares_anchors and parts.anchor_codec is not None:
+            held.append(Held("anchors of the group", vector, "exchange"))
+            held += [] if parts.anchor_codec.lossless else [Held("own anchor as sent", vector, "exchange")]
+            codecs.append(parts.anchor_codec)
+        members = max(map(len, groups_of(parts.mixing, 1, self.group.size)))
+        under_way = sum(working_bytes(flat.numel, flat.dtype, codec, members) for flat in flats for codec in codecs)
+        return [*super().memory(), *held, Held("messages under way", under_way, "exchange")]
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
