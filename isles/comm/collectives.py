@@ -17,14 +17,38 @@ if TYPE_CHECKING:
     from isles.comm.group import Call
 
 
+_FEW = 8  # members up to which everyone sends to everyone
+
+
 def all_gather(call: Call, data: Tensor) -> Steps[list[Tensor]]:
-    """Every member's `data`, in group order; own entry is `data` itself. Bytes sent: (size - 1) * bytes of data."""
-    data = data.contiguous()
+    """Every member's `data`, in group order. Bytes sent: (size - 1) * bytes of data; messages: size - 1 among few, for
+    one latency, else log2(size), for as many latencies.
+    """
+    return (_gather_directly if call.group.size <= _FEW else _gather_by_doubling)(call, data.contiguous())
+
+
+def _gather_directly(call: Call, data: Tensor) -> Steps[list[Tensor]]:
     gathered = [data if position == call.group.rank else torch.empty_like(data) for position in range(call.group.size)]
     works = [call.recv(position, gathered[position]) for position in call.group.others]
     works += [call.send(position, data) for position in call.group.others]
     yield works
     return gathered
+
+
+def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
+    """Bruck et al. (1997): after k phases each member holds its own entry and those of the next 2^k - 1."""
+    size, rank = call.group.size, call.group.rank
+    held = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
+    held[0] = data
+    reaches = list(_doublings(1, size))
+    call.meet(*dict.fromkeys((rank + way * reach) % size for reach in reaches for way in (1, -1)))
+    for phase, reach in enumerate(reaches):
+        count = min(reach, size - reach)
+        yield [
+            call.recv((rank + reach) % size, held[reach : reach + count], phase),
+            call.send((rank - reach) % size, held[:count], phase),
+        ]
+    return [held[(position - rank) % size] for position in range(size)]
 
 
 def all_to_all(call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Steps[None]:
@@ -60,6 +84,14 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     if place:
         yield call.recv(feeder, data)
     yield [call.send(position, data) for position in fed]
+
+
+def broadcast_sends(size: int, position: int) -> int:
+    """To how many members `position` of a group of `size` passes on what position 0 broadcasts."""
+    step = 1
+    while step <= position:
+        step *= 2
+    return len(list(_doublings(step, size - position)))
 
 
 def _doublings(start: int, stop: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isles.comm import collectives
 from isles.comm.codecs.base import Codec, as_bytes
-from isles.comm.errors import DeadlinePassed
+from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.mailbox import Letter, post
 from isles.comm.mean import Stamp, mean
 from isles.comm.tags import Channel, Tag
@@ -171,6 +171,19 @@ class Group:
         """Return once every member has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8))
 
+    def answering(self, channel: Channel = "control") -> Group:
+        """The members that answer within the deadline, this one among them, in group order: what is left of the group
+        after losses. All who are left must ask together. One who comes later than the deadline finds the others gone.
+        """
+        here = torch.zeros(1, dtype=torch.uint8)
+        calls = {
+            position: self.start(collectives.exchange(self.call(channel), position, here), channel)
+            for position in self.others
+        }
+        return self.among(
+            [position for position in range(self.size) if position not in calls or _answers(calls[position])]
+        )
+
     # The mailbox (isles.comm.mailbox): messages of any length that a receiver may take from whoever comes first.
 
     def post(self, position: int, payload: bytes, topic: int = 0) -> Transfer[None]:
@@ -199,3 +212,11 @@ class Group:
         if sender not in self.ranks:
             raise ValueError(f"topic {topic}: mail from worker {sender}, which is not in the group {self.ranks}")
         return self.ranks.index(sender), payload
+
+
+def _answers(exchange: Transfer[Tensor]) -> bool:
+    try:
+        exchange.wait()
+    except (PeerLost, DeadlinePassed):
+        return False
+    return True

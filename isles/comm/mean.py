@@ -74,6 +74,21 @@ def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, posit
     return total
 
 
+def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> int:
+    """Memory in bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: what two segments
+    receive, and where the codec is no mere view, what it encodes and decodes.
+    """
+    total = 0
+    for start, stop in segments(elements, codec.block)[:2]:
+        first, last = cuts(stop - start, size, codec.block)[0]
+        shard = codec.wire_bytes(last - first, dtype)
+        whole = codec.wire_bytes(stop - start, dtype) if size == 2 else size * shard
+        total += 0 if size == 1 else whole if size == 2 else (size - 1) * shard
+        if not codec.lossless:
+            total += whole + (stop - start) * dtype.itemsize
+    return total
+
+
 def mean(
     call: Call, buffer: Tensor, codec: Codec, stamp: Stamp | None = None, own: Tensor | None = None, part: int = 0
 ) -> Steps[None]:

@@ -8,7 +8,7 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,35 +19,25 @@ BLOCK = 1 << 17  # entries; 512 KB of float32
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Entries [first, last) of parameter `index` (the whole of it where first is None), at `start` in the flat
-    vector.
-    """
+    """The `number`th run of at most BLOCK entries of parameter `index`, `elements` long."""
 
     index: int
-    first: int | None
-    last: int
-    start: int
+    number: int
     elements: int
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Entries [start, stop) of the flat vector and the live tensors that hold them, in order."""
+    """Neighbouring entries of the flat vector: the live tensors that hold them, in order."""
 
-    start: int
-    stop: int
     live: list[Tensor]
 
-    def of(self, flat: Tensor) -> Tensor:
-        """This block's part of a flat vector (b,), a view."""
-        return flat[self.start : self.stop]
-
-    def shaped(self, flat_block: Tensor) -> list[Tensor]:
-        """A block (b,) as views of the live tensors' shapes."""
+    def shaped(self, part: Tensor) -> list[Tensor]:
+        """This block's part (b,) of a flat vector as views of the live tensors' shapes."""
         if len(self.live) == 1:
-            return [flat_block if self.live[0].dim() == 1 else flat_block.view(self.live[0].shape)]
-        sizes = [tensor.numel() for tensor in self.live]
-        return [part.view(tensor.shape) for part, tensor in zip(flat_block.split(sizes), self.live, strict=True)]
+            return [part if self.live[0].dim() == 1 else part.view(self.live[0].shape)]
+        pieces = part.split([tensor.numel() for tensor in self.live])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.live, strict=True)]
 
     def read(self, scratch: Tensor) -> Tensor:
         """The live entries as a flat block (b,) in scratch's dtype: a view where they lie so already, else copied
@@ -56,7 +46,7 @@ class Block:
         first = self.live[0]
         if len(self.live) == 1 and first.dim() == 1 and first.dtype == scratch.dtype and first.device == scratch.device:
             return first
-        out = scratch[: self.stop - self.start]
+        out = scratch[: sum(tensor.numel() for tensor in self.live)]
         torch._foreach_copy_(self.shaped(out), self.live)
         return out
 
@@ -74,62 +64,69 @@ class FlatParameters:
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.exact = dtypes <= {self.dtype}
+        planning = any(parameter.is_meta for parameter in self.parameters)
+        self.device = torch.device("meta" if planning else "cpu")  # a model without numbers: nothing is allocated
         self._runs = self._cut()
+        self._sizes = [sum(piece.elements for piece in run) for run in self._runs]
 
     def new(self) -> Tensor:
-        """An uninitialised flat vector (numel,) on the CPU."""
-        return torch.empty(self.numel, dtype=self.dtype)
+        """An uninitialised flat vector (numel,) on the CPU, or on the meta device where the parameters are."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def scratch(self) -> Tensor:
         """Room for one block."""
-        largest = max((run[-1].start + run[-1].elements - run[0].start for run in self._runs), default=0)
-        return torch.empty(largest, dtype=self.dtype)
+        return torch.empty(max(self._sizes, default=0), dtype=self.dtype, device=self.device)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> list[Block]:
         """All blocks in order. The live views are made anew each time: a user may move parameters between rounds."""
         whole = [parameter.detach() for parameter in self.parameters]
-        lines = [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in whole]
-        for run in self._runs:
-            live = [lines[p.index] if p.first is None else lines[p.index][p.first : p.last] for p in run]
-            yield Block(run[0].start, run[-1].start + run[-1].elements, live)
+        lines = [tensor.view(-1).split(BLOCK) if tensor.is_contiguous() else (tensor,) for tensor in whole]
+        return [Block([lines[piece.index][piece.number] for piece in run]) for run in self._runs]
+
+    def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """A flat vector (numel,) as one view (b,) a block."""
+        return flat.split(self._sizes)
 
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
         """Copy all parameters into flat `out` (numel,)."""
-        for block in self.blocks():
-            torch._foreach_copy_(block.shaped(block.of(out)), block.live)
+        for block, part in zip(self.blocks(), self.parts(out), strict=True):
+            torch._foreach_copy_(block.shaped(part), block.live)
         return out
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy flat (numel,) into the parameters."""
-        for block in self.blocks():
-            torch._foreach_copy_(block.live, block.shaped(block.of(flat)))
+        for block, part in zip(self.blocks(), self.parts(flat), strict=True):
+            torch._foreach_copy_(block.live, block.shaped(part))
 
-    def rounded(self, block: Block, flat: Tensor) -> Tensor:
-        """The block of a flat vector as the live weights hold it: rounded to their dtypes where those are coarser."""
+    def rounded(self, block: Block, part: Tensor) -> Tensor:
+        """The block's part (b,) of a flat vector as the live weights hold it: rounded to their dtypes where those are
+        coarser.
+        """
         if self.exact:
-            return block.of(flat)
-        parts = zip(block.shaped(block.of(flat)), block.live, strict=True)
-        return torch.cat([part.to(live.dtype).to(self.dtype).reshape(-1) for part, live in parts])
+            return part
+        pieces = zip(block.shaped(part), block.live, strict=True)
+        return torch.cat([piece.to(live.dtype).to(self.dtype).reshape(-1) for piece, live in pieces])
+
+    def digest(self, flat: Tensor) -> int:
+        """64-bit hash of a flat vector, see `digest`."""
+        return digest([word_sum(part) for part in self.parts(flat)])
 
     def _cut(self) -> list[list[_Piece]]:
         runs: list[list[_Piece]] = []
-        room, start = 0, 0
+        room = 0
         for index, parameter in enumerate(self.parameters):
             count = parameter.numel()
             # A strided parameter has no flat view: it travels whole, as one piece.
             step = BLOCK if parameter.is_contiguous() else max(count, 1)
-            for first in range(0, count, step):
-                last = min(first + step, count)
-                whole = not parameter.is_contiguous()
-                piece = _Piece(index, None if whole else first, last, start, last - first)
-                if piece.elements > room:
+            for number, first in enumerate(range(0, count, step)):
+                elements = min(step, count - first)
+                if elements > room:
                     runs.append([])
                     room = BLOCK
-                runs[-1].append(piece)
-                room -= piece.elements
-                start += piece.elements
+                runs[-1].append(_Piece(index, number, elements))
+                room -= elements
         return runs
 
 

@@ -49,6 +49,11 @@ class NoLoCoConfig(MethodConfig):
             raise ValueError(f'exchange = "theta_only" needs gamma = outer_lr, not {self.gamma}: leave gamma out')
 
     @property
+    def survives(self) -> bool:
+        """See MethodConfig.survives."""
+        return self.on_peer_failure == "solo"
+
+    @property
     def pull(self) -> float:
         """gamma with its default."""
         return self.outer_lr if self.gamma is None else self.gamma

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from isles.comm.codecs import Codec
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.mean import Stamp, mean, sent_bytes
+from isles.comm.group import Group
+from isles.comm.mean import Stamp, mean, sent_bytes, working_bytes
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.flat import digest, word_sum
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Answer, Composition
-from isles.replicas.planned import Planned, planned_rounds
+from isles.replicas.planned import Held, Planned, groups_of, planned_rounds
 from isles.replicas.sync import ReplicaSync
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
@@ -79,6 +80,13 @@ class OuterSync(ReplicaSync):
         for exchange in self._under_way():
             self._survives(exchange)
 
+    def survivors(self) -> Group:
+        """See ReplicaSync.survivors."""
+        if self.parts.on_peer_failure != "solo":
+            return self.group
+        left = [position for position in range(self.group.size) if position not in self.lost]
+        return self.group.among(left).answering("eval")
+
     def members(self, round: int) -> tuple[int, ...]:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
         return self.parts.mixing.members(round, self.group.size, self.group.rank)
@@ -87,6 +95,22 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.schedule."""
         sizes = [(fragment.flat.numel, fragment.flat.dtype) for fragment in self.fragments]
         return planned_rounds(self.parts, sizes, self.group.size, steps)
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory."""
+        flats, parts = [fragment.flat for fragment in self.fragments], self.parts
+        vector = sum(flat.numel * flat.dtype.itemsize for flat in flats)
+        held = [Held(what, vector, "always") for what in ("anchor", *parts.rule.vectors)]
+        held.append(Held("scratch", sum(fragment.scratch.nbytes for fragment in self.fragments), "always"))
+        held.append(Held("payload", vector, "exchange"))
+        codecs = [parts.codec]
+        if parts.rule.shares_anchors and parts.anchor_codec is not None:
+            held.append(Held("anchors of the group", vector, "exchange"))
+            held += [] if parts.anchor_codec.lossless else [Held("own anchor as sent", vector, "exchange")]
+            codecs.append(parts.anchor_codec)
+        members = max(map(len, groups_of(parts.mixing, 1, self.group.size)))
+        under_way = sum(working_bytes(flat.numel, flat.dtype, codec, members) for flat in flats for codec in codecs)
+        return [*super().memory(), *held, Held("messages under way", under_way, "exchange")]
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
@@ -138,10 +162,9 @@ class OuterSync(ReplicaSync):
             self.flights.remove(flight)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
-        for block in fragment.flat.blocks():
-            live = block.read(fragment.scratch)
-            reference = fragment.flat.rounded(block, fragment.anchor)
-            self.parts.rule.form(block.of(out), live, reference, block.of(fragment.anchor))
+        flat = fragment.flat
+        for block, part, anchor in zip(flat.blocks(), flat.parts(out), flat.parts(fragment.anchor), strict=True):
+            self.parts.rule.form(part, block.read(fragment.scratch), flat.rounded(block, anchor), anchor)
         return out
 
     def _send(self, fragment: Fragment, payload: Tensor) -> Flight:
@@ -195,19 +218,18 @@ class OuterSync(ReplicaSync):
         return not exchange.failed
 
     def _land(self, flight: Flight) -> None:
-        fragment, rule, landing = flight.fragment, self.parts.rule, self.parts.landing
+        fragment, flat, shared = flight.fragment, flight.fragment.flat, flight.anchors
+        anchors, means = flat.parts(fragment.anchor), flat.parts(flight.payload.buffer)
+        theirs = flat.parts(shared.buffer) if shared is not None else [None] * len(anchors)
+        own = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
+        vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
         sums = []
-        for block in fragment.flat.blocks():
-            anchor = block.of(fragment.anchor)
-            answer = Answer(block.of(flight.payload.buffer))
-            if (shared := flight.anchors) is not None:
-                own = anchor if shared.own is None else block.of(shared.own)
-                answer = Answer(answer.mean, block.of(shared.buffer), own)
-            vectors = {name: block.of(vector) for name, vector in fragment.vectors.items()}
-            rule.apply(anchor, answer, vectors)
-            landing.land(block.live, block.shaped(anchor))
+        for i, block in enumerate(flat.blocks()):
+            answer = Answer(means[i], theirs[i], own[i])
+            self.parts.rule.apply(anchors[i], answer, {name: parts[i] for name, parts in vectors.items()})
+            self.parts.landing.land(block.live, block.shaped(anchors[i]))
             if self.agrees:
-                sums.append(word_sum(anchor))
+                sums.append(word_sum(anchors[i]))  # while it is in cache
         fragment.digest = digest(sums)
         fragment.release(flight)
         if self.parts.prefetch_anchors:

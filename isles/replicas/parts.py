@@ -61,8 +61,8 @@ class Answer:
 
     mean: the mean of what the participants sent, as every one of them decoded it; may be written to.
     anchors: the mean of the participants' anchors, where the rule shares anchors; may be written to.
-    own_anchor: this worker's anchor as the others decoded it: what `anchors` must be compared with, or a lossy codec's
-    rounding would pull anchors to its grid.
+    own_anchor: with them, this worker's anchor as the others decoded it: what `anchors` must be compared with, or a
+    lossy codec's rounding would pull anchors to its grid.
     """
 
     mean: Tensor

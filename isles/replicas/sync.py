@@ -29,13 +29,18 @@ from isles.comm.codecs import codec
 from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.errors import unknown_name
-from isles.replicas.flat import FlatParameters, digest, word_sum
-from isles.replicas.planned import Planned
+from isles.replicas.flat import FlatParameters
+from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
     """What every method takes; a method's own config adds its hyper-parameters."""
+
+    @property
+    def survives(self) -> bool:
+        """True if the workers that are left go on to the end of the run when others fail."""
+        return False
 
 
 class ReplicaSync(Optimizer):
@@ -189,6 +194,22 @@ class ReplicaSync(Optimizer):
         """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
         return []
 
+    def outline(self, steps: int) -> Outline:
+        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show."""
+        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
+
+    def opening(self) -> tuple[int, ...]:
+        """Bytes that each position sends while the optimizer is made."""
+        totals = Counter[torch.dtype]()
+        for tensor in self._shared():
+            totals[tensor.dtype] += tensor.nbytes
+        return opening_bytes(list(totals.values()), self.group.size)
+
+    def memory(self) -> list[Held]:
+        """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
+        flat = FlatParameters(self.parameters)
+        return [Held("weights and their mean", 2 * flat.numel * flat.dtype.itemsize, "end")]
+
     def advise(self, steps: int) -> list[str]:
         """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""
         return []
@@ -205,13 +226,19 @@ class ReplicaSync(Optimizer):
         """
         yield self.model
 
+    def survivors(self) -> Group:
+        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
+        without those it lost.
+        """
+        return self.group
+
     # What all methods have.
 
     @torch.no_grad()
     def consolidate(self) -> nn.Module:
         """Finish, then give every worker the one model of the run and return it.
 
-        Methods whose workers agree have it already; else it is the mean of the replicas' weights. Floating-point
+        Methods whose workers agree have it already; else it is the mean of the survivors' weights. Floating-point
         buffers that belong to the state are averaged.
         """
         self.finish()
@@ -221,23 +248,25 @@ class ReplicaSync(Optimizer):
         if averaged:
             flat = FlatParameters(averaged)
             total = flat.read(flat.new())
-            self.group.mean(total, codec("none"))
+            self.survivors().mean(total, codec("none"))
             flat.write(total)
         return self.model
 
     @torch.no_grad()
     def replica_std(self) -> float:
-        """Spread of the live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
+        """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
         parameters)).
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat = FlatParameters(self.parameters)
+        flat, group = FlatParameters(self.parameters), self.survivors()
         own = flat.read(flat.new())
         average = own.clone()
-        self.group.mean(average, codec("none"), channel="eval")
-        squares = self.group.all_gather((own - average).square().sum(dtype=torch.float64).reshape(1), channel="eval")
-        return float(torch.cat(squares).sum() / (self.group.size * flat.numel)) ** 0.5
+        group.mean(average, codec("none"), channel="eval")
+        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
+        total = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
+        squares = group.all_gather(total.reshape(1), channel="eval")
+        return float(torch.cat(squares).sum() / (group.size * flat.numel)) ** 0.5
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock."""
@@ -297,7 +326,9 @@ class ReplicaSync(Optimizer):
     @torch.no_grad()
     def _begin(self) -> None:
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
-        tensors: Sequence[Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        if self.is_sketch:
+            return
+        tensors = self._shared()
         inner = _settings(self.inner) if self.level == "gradient" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         self._compare(
@@ -313,9 +344,17 @@ class ReplicaSync(Optimizer):
         weights = FlatParameters(self.parameters)
         held = weights.read(weights.new())
         self._compare(
-            digest([word_sum(block.of(held)) for block in weights.blocks()]),
+            weights.digest(held),
             "its weights differ after the broadcast; check memory and versions",
         )
+
+    @property
+    def is_sketch(self) -> bool:
+        """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
+        return self.parameters[0].is_meta
+
+    def _shared(self) -> Sequence[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
 
     def _compare(self, value: int, detail: str) -> None:
         values = [int(theirs) for theirs in self.group.all_gather(torch.tensor([value]))]

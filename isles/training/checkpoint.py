@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,16 @@ class Checkpoints:
         _settle(partial, path)
         _write_text(path.with_suffix(".json"), json.dumps({"crc32": checksum, "state": structure}))
 
-    def commit(self, step: int, workers: int, facts: Mapping[str, Any], keep: int) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). facts: for the manifest."""
+    def commit(
+        self, step: int, workers: int, facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
+    ) -> None:
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). facts: for the manifest.
+
+        own: the workers whose shards lie here; None: all. The others' lie on other machines.
+        """
         folder = self._at(step)
-        names = [f"worker-{worker}{suffix}" for worker in range(workers) for suffix in (".safetensors", ".json")]
+        here = range(workers) if own is None else own
+        names = [f"worker-{worker}{suffix}" for worker in here for suffix in (".safetensors", ".json")]
         files = {name: (folder / name).stat().st_size for name in names}
         manifest = {"step": step, "workers": workers, **facts, "files": files}
         _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))

@@ -7,11 +7,12 @@ at the end: finish, judge the replicas, consolidate, judge the one model, save i
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ from isles.comm.errors import WorkerFailed
 from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Loader, load_corpus
-from isles.errors import in_section
-from isles.models import autocast, build
-from isles.replicas import method
+from isles.data.tokenizer import Tokenizer
+from isles.models import autocast, build, limits
+from isles.models.own import check_contract
 from isles.training.checkpoint import Checkpoints, no_half_file
 from isles.training.config import Config
 from isles.training.evaluation import validation_loss
-from isles.training.inner import adamw, lr_factor
+from isles.training.inner import lr_factor
 from isles.training.spread import Sample
 from isles.training.timeline import Timeline
+from isles.training.wrapped import wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +63,21 @@ class Trainer:
     def __init__(self, config: Config, world: Mesh) -> None:
         self.config, self.world = config, world
         corpus = load_corpus(config.data)
-        shape = config.model.shape()
-        if corpus.tokenizer.vocab_size > shape.vocab:
-            raise ValueError(
-                f"model.vocab = {shape.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab_size} ids: "
-                f"set model.vocab = {corpus.tokenizer.vocab_size}"
-            )
+        context, vocab = limits(config.model)
+        check_vocabulary(vocab, corpus.tokenizer)
+        if world.local_rank == 0:  # every machine has files of its own
+            world.report({"corpus": corpus.sha256, "rank": world.rank})
         group = world.outer
         self.corpus = corpus
         self.loader = Loader(
-            corpus, config.data, context=shape.context, worker=group.rank, workers=group.size, seed=config.run.seed
+            corpus, config.data, context=context, worker=group.rank, workers=group.size, seed=config.run.seed
         )
-        self.model = build(config.model, seed=config.run.seed, rank=world.rank)
+        check_batch(self.loader, config.data.batch_size)
+        self.model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         self.device = next(self.model.parameters()).device
-        try:
-            self.optimizer = method(config.method)(
-                self.model,
-                adamw(self.model, config.inner),
-                group,
-                config.replicas,
-                max_norm=config.inner.max_norm or None,
-            )
-            notices = self.advise()  # refuses what cannot work before anything is trained
-        except ValueError as error:
-            keys = [field.name for field in fields(config.replicas)]
-            raise ValueError(in_section("replicas", str(error), keys)) from error
+        if config.model.factory is not None:
+            check_contract(self.model, config.model.factory, context)
+        self.optimizer, notices = wrapped(config, self.model, group)  # refuses what cannot work
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
@@ -101,26 +93,6 @@ class Trainer:
         self.losses: list[Tensor] = []
         self.sample = Sample(self.optimizer.parameters) if group.size > 1 else None
         self.timeline = Timeline(world.rank)
-
-    def advise(self) -> list[str]:
-        """What a user should know about these settings; ValueError where the run cannot mean what they say."""
-        inner, steps, loader = self.config.inner, self.config.run.steps, self.loader
-        readers = loader.workers if loader.split == "iid" else 1  # of the same sequences
-        if loader.batch_size * readers > loader.sequences:
-            raise ValueError(
-                f"data.batch_size = {self.config.data.batch_size}: a step would read {loader.batch_size * readers} "
-                f"sequences of {loader.sequences}, some of them twice; choose a smaller batch or give more text"
-            )
-        notices = []
-        if inner.warmup_steps > steps:
-            reached = inner.lr * lr_factor(steps, steps, inner)
-            notices.append(
-                f"inner.warmup_steps = {inner.warmup_steps} is more than the run's {steps} steps: the rate ends at "
-                f"{reached:.2g} instead of {inner.lr:g}; lower it"
-            )
-        if not self.judges:
-            notices.append("data.validation_fraction = 0: there will be no validation loss")
-        return notices + self.optimizer.advise(steps)
 
     @property
     def judges(self) -> bool:
@@ -279,7 +251,8 @@ class Trainer:
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
         model = self.optimizer.consolidate()
-        if self.world.rank == 0 and out is not None:
+        speaks = self.optimizer.survivors().rank == 0  # for all
+        if speaks and out is not None:
             save_model(model, out / "model.safetensors")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
@@ -287,7 +260,7 @@ class Trainer:
         return {
             "tokens": self.tokens,
             "parameters": parameters,
-            "val_loss": self._judge(model) if self.world.rank == 0 else None,
+            "val_loss": self._judge(model) if speaks else None,
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "bytes_sent": sent,
@@ -306,6 +279,25 @@ class Trainer:
         return validation_loss(model, self.loader.validation_batches(), autocast(self.config.model, self.device))
 
 
+def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
+    """ValueError unless a model of `vocab` token ids (None: not known) has one for each of the tokenizer's."""
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab_size} ids: "
+            f"set model.vocab = {tokenizer.vocab_size}, or choose another data.tokenizer"
+        )
+
+
+def check_batch(loader: Loader, batch_size: int) -> None:
+    """ValueError where one step would read some sequences twice. batch_size: as the user gave it."""
+    readers = loader.workers if loader.split == "iid" else 1  # of the same sequences
+    if loader.batch_size * readers > loader.sequences:
+        raise ValueError(
+            f"data.batch_size = {batch_size}: a step would read {loader.batch_size * readers} sequences of "
+            f"{loader.sequences}, some of them twice; choose a smaller batch or give more text"
+        )
+
+
 def save_model(model: torch.nn.Module, path: Path) -> None:
     """Write the weights as safetensors, all or nothing; tied tensors once."""
     from safetensors.torch import save_model as save
@@ -322,6 +314,9 @@ def train_worker(
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
     from.
     """
+    # Of dropout and the like: every worker has draws of its own, the same on every backend.
+    draws = hashlib.sha256(f"{config.run.seed} worker {world.rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(draws[:4], "little"))
     trainer = Trainer(config, world)
     if resume is not None:
         assert out is not None

@@ -15,6 +15,9 @@ WIRE = {  # bytes of n entries of an item size, written down anew
     "bf16": lambda n, item: 2 * n,
     "fp16": lambda n, item: 2 * n + 4 * ((n + 4095) // 4096),
     "int8": lambda n, item: n + 4 * ((n + 255) // 256),
+    "int4": lambda n, item: (n + 1) // 2 + 4 * ((n + 63) // 64),
+    "fp4": lambda n, item: (n + 1) // 2 + 4 * ((n + 255) // 256),
+    "sign": lambda n, item: (n + 7) // 8 + 4 * ((n + 255) // 256),
 }
 names = pytest.mark.parametrize("name", sorted(CODECS))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

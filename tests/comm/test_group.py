@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+import torch
+
 import isles
+from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
 from tests.comm import group_workers
 
@@ -78,3 +84,24 @@ def test_a_protocols_error_belongs_to_whoever_waits() -> None:
 def test_messages_leave_torchs_threads_alone() -> None:
     """The threads that wait for messages change neither the computation's nor new threads' number of threads."""
     assert isles.run_local(group_workers.threads_untouched, 2, threads=2) == [[2, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("size", [9, 12, 16, 17])
+def test_all_gather_among_many(size: int) -> None:
+    """Doubling: the same entries in the same order, the same bytes, but log2(size) messages and latencies."""
+
+    def worker(world: Mesh) -> None:
+        order = [(3 * position + 1) % size for position in range(size)]
+        shuffled = world.world.among(order if size % 3 else list(range(size)))
+        entry = torch.tensor([10.0 * world.rank, world.rank])
+        before = world.transport.now()
+        for turn in range(2):
+            gathered = shuffled.all_gather(entry + turn, channel="eval")
+            assert [x.tolist() for x in gathered] == [[10.0 * rank + turn, rank + turn] for rank in shuffled.ranks]
+        counted = world.world.traffic["eval"]
+        phases = math.ceil(math.log2(size))
+        assert counted.bytes_sent == counted.bytes_received == 2 * (size - 1) * entry.nbytes
+        assert counted.messages_sent == 2 * phases
+        assert world.transport.now() - before == pytest.approx(2 * phases * 0.5)
+
+    isles.run_virtual(worker, size, links=isles.Links(bandwidth=math.inf, latency=0.5))

@@ -29,6 +29,24 @@ TINY = [
     "world.backend=virtual",
 ]
 POISONED = "tests.training.runs:Poisoned"
+OWN = """
+import time
+import isles
+
+class Breaks(isles.NoSync):
+    def after_inner_step(self):
+        if self.steps == 3 and self.group.rank == 1:
+            raise ZeroDivisionError("of my own making")
+
+class Paints(isles.NoSync):
+    def after_inner_step(self):
+        print("step", self.steps, "of worker", self.group.rank)
+
+class Slow(isles.NoLoCo):
+    def after_inner_step(self):
+        time.sleep(0.05)  # leaves the machine to the others
+        super().after_inner_step()
+"""
 EVERY_3 = {"localsgd", "diloco", "noloco"}  # the methods with sync_every
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 
@@ -42,6 +60,21 @@ def write_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:
         text += draw.choice(words) + draw.choice([" ", " ", " ", ".\n"])
     path.write_text(text[:characters], encoding="utf-8")
     return path
+
+
+def write_folder(folder: Path) -> Path:
+    """A user's folder with a text, a configuration for it (tiny.toml, real processes), and methods of their own."""
+    write_text(folder / "text.txt")
+    (folder / "own.py").write_text(OWN)
+    tables: dict[str, list[str]] = {"data": ['path = "text.txt"'], "replicas": ["sync_every = 3"]}
+    for setting in TINY:
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        if section != "world":
+            tables.setdefault(section, []).append(f"{name} = {value}")
+    lines = [line for section, own in tables.items() for line in (f"[{section}]", *own)]
+    (folder / "tiny.toml").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 def tiny(text: Path, *assignments: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """A pure function from a flat tensor to packed bytes and back."""
 
     name: str
-    lossless: bool
-    block: int
+    lossless = False
+    block = 1
     """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
 
+    @property
+    def back(self) -> Codec:
+        """The form in which a mean of such encodings goes back to those who sent them: this one, unless it would ruin
+        the mean.
+        """
+        return self
+
+    def salted(self, salt: int) -> Codec:
+        """The codec of one exchange: those that draw at random draw from `salt`, the same on all members."""
+        return self
+
+    @abstractmethod
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         """Length in bytes of `encode` of a tensor with `elements` entries of `dtype`."""
-        ...
 
+    @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
         """Flat x (n,) -> uint8 (wire_bytes(n),). May be a view of x: do not write to x before the wire is gone."""
-        ...
 
+    @abstractmethod
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """uint8 wire -> flat tensor (elements,) of `dtype`. May be a view of the wire."""
-        ...
 
 
 def as_bytes(x: Tensor) -> Tensor:

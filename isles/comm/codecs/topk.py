@@ -1,0 +1,114 @@
+"""The k largest entries of every chunk of 4096, with their places (Sparse communication, Aji and Heafield 2017).
+
+Wire: the values of all chunks in the form of another codec; then their places, 12 bits each, two in three bytes. bits
+per entry = k/4096 (12 + bits of a value). Everything else decodes to zero: biased, train with error feedback. A last,
+shorter chunk is filled with zeros.
+
+dct_topk takes the largest coefficients of each chunk's two-dimensional discrete cosine transform (DCT-II, orthonormal)
+instead, the chunk seen as 64 x 64 (DeMo, arXiv 2411.19870, takes blocks of matrices; a chunk of 4096 neighbours in
+memory is one where rows are 64 long).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from isles.comm.codecs.base import Codec
+from isles.comm.codecs.casts import BFloat16, Identity
+
+CHUNK = 4096
+
+
+class TopK(Codec):
+    """k: entries kept of each chunk, even. values: form of the values on the wire."""
+
+    block = CHUNK
+
+    def __init__(self, k: int, values: Codec | None = None) -> None:
+        if not 0 < k <= CHUNK or k % 2:
+            raise ValueError(f"topk:{k}: choose an even number of entries a chunk, 2 to {CHUNK}")
+        self.k, self.values = k, values or BFloat16()
+        self.name = f"topk:{k}" + ("" if values is None else f"+{values.name}")
+
+    @property
+    def back(self) -> Codec:
+        """See Codec.back: a mean of several has several times as many entries."""
+        return Identity()
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        """See Codec.wire_bytes."""
+        kept = self.k * -(-elements // CHUNK)
+        return kept // 2 * 3 + self.values.wire_bytes(kept, torch.float32)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See Codec.encode."""
+        x_CB = self.transform(_chunks(x))
+        places = x_CB.abs().topk(self.k, dim=1, sorted=False).indices
+        return torch.cat((self.values.encode(x_CB.gather(1, places).view(-1)), pack_places(places.view(-1))))
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """See Codec.decode."""
+        chunks = -(-elements // CHUNK)
+        kept = self.k * chunks
+        front = self.values.wire_bytes(kept, torch.float32)
+        values = self.values.decode(wire[:front], kept, torch.float32).view(chunks, self.k)
+        places = unpack_places(wire[front:]).view(chunks, self.k)
+        out_CB = torch.zeros(chunks, CHUNK).scatter_(1, places, values)
+        return self.restore(out_CB).reshape(-1)[:elements].to(dtype)
+
+    def transform(self, x_CB: Tensor) -> Tensor:
+        """Chunks -> what the largest are taken of."""
+        return x_CB
+
+    def restore(self, y_CB: Tensor) -> Tensor:
+        """Its inverse."""
+        return y_CB
+
+
+class DCTTopK(TopK):
+    """See the module."""
+
+    def __init__(self, k: int, values: Codec | None = None) -> None:
+        super().__init__(k, values)
+        self.name = f"dct_{self.name}"
+        self._basis = dct_basis(math.isqrt(CHUNK))
+
+    def transform(self, x_CB: Tensor) -> Tensor:
+        """See TopK.transform."""
+        side = len(self._basis)
+        return (self._basis.t() @ x_CB.view(-1, side, side) @ self._basis).view(-1, CHUNK)
+
+    def restore(self, y_CB: Tensor) -> Tensor:
+        """See TopK.restore."""
+        side = len(self._basis)
+        return (self._basis @ y_CB.view(-1, side, side) @ self._basis.t()).view(-1, CHUNK)
+
+
+def dct_basis(n: int) -> Tensor:
+    """C (n, n), C[m, q] = sqrt(2/n) cos(pi (2 m + 1) q / 2 n), the first column over sqrt 2: C C^T = 1."""
+    m, q = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    basis = math.sqrt(2 / n) * torch.cos(math.pi * (2 * m + 1) * q / (2 * n))
+    basis[:, 0] /= math.sqrt(2)
+    return basis.to(torch.float32)
+
+
+def pack_places(places: Tensor) -> Tensor:
+    """Integers 0..4095 (2 n,) -> uint8 (3 n,): low byte of the first, its upper half and the second's lower, the
+    rest.
+    """
+    first, second = places.to(torch.int32).view(-1, 2).unbind(1)
+    return torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 1).to(torch.uint8).view(-1)
+
+
+def unpack_places(packed: Tensor) -> Tensor:
+    """The inverse, int64 (2 n,)."""
+    low, middle, high = packed.to(torch.int64).view(-1, 3).unbind(1)
+    return torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), 1).view(-1)
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """Flat (n,) -> float32 (ceil(n/4096), 4096), filled with zeros."""
+    return torch.nn.functional.pad(x.to(torch.float32), (0, -x.numel() % CHUNK)).view(-1, CHUNK)
