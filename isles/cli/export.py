@@ -20,7 +20,10 @@ def export(
     if format not in ("hf", "safetensors"):
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
     folder = out or run / f"export-{format}"
-    _write(run, folder, "hf" if format == "hf" else "safetensors")
+    try:
+        _write(run, folder, "hf" if format == "hf" else "safetensors")
+    except FileExistsError as error:
+        raise ValueError(f"--out {folder}: is a file; name a folder") from error
     print(folder)
 
 

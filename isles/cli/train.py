@@ -124,10 +124,10 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from isles.report import write_report
+    from isles.report import write_picture, write_report
 
     page = write_report(out)
-
+    write_picture(out)
     table = Table(
         title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False
     )

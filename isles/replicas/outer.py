@@ -116,7 +116,7 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
-            raise ValueError(f"no exchange falls into a run of {steps} steps: choose sync_every <= {steps}")
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
         return super().advise(steps) + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager

@@ -205,5 +205,5 @@ def _worded(section: str, error: ValidationError) -> str:
     key = ".".join([section, *(str(part) for part in first["loc"])])
     if first["type"] == "missing":
         return f"{key} is missing: give it a value"
-    hint = ", in quotes" if first["type"] == "string_type" else ""
+    hint = {"string_type": ", in quotes", "tuple_type": ", in brackets"}.get(first["type"], "")
     return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{hint}"

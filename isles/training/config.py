@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from isles.data.config import DataConfig
+from isles.errors import unknown_name
 from isles.models.config import ModelConfig
 from isles.network.links import links
 from isles.training.inner import InnerConfig
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
+
+_LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behind the names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,8 @@ class RunConfig:
     unless `replicas.seed` is given. log_every: steps between lines of metrics.jsonl. validate_every: steps between
     validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only when interrupted).
     keep_checkpoints: how many of the newest stay (0: all; with several machines at least two, so that all have one in
-    common).
+    common). loggers: tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb (offline):
+    ["tensorboard", "wandb"]; each is an extra of this package.
     """
 
     steps: int = 800
@@ -74,6 +78,7 @@ class RunConfig:
     validate_every: int = 200
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("steps", "log_every"):
@@ -82,6 +87,11 @@ class RunConfig:
         for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
+        for name in self.loggers:
+            if name not in _LOGGERS:
+                raise ValueError(unknown_name("loggers", name, _LOGGERS))
+        if len(set(self.loggers)) < len(self.loggers):
+            raise ValueError(f"loggers = {list(self.loggers)}: name each one once")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: choose 0 or more")
 

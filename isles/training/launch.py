@@ -1,11 +1,14 @@
 """From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
 
 RUN/config.toml        resolved          with the first line of metrics
-RUN/metrics.jsonl      one object a line live, by this process alone
+RUN/metrics.jsonl      one object a line live, by this process alone; the lines without a worker are about all of them
+RUN/timeline.jsonl     one span a line   the beginning of the run and its end, see `timeline`
 RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
 RUN/logs/worker-N.log  prints, tracebacks and warnings of that worker's process, if there were any
+RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see `loggers`
+RUN/run.lock                             while the run goes on, see `lock`
 
 A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
 be used again. With several machines this is what node 0 does; the others: `remote`.
@@ -14,36 +17,34 @@ be used again. With several machines this is what node 0 does; the others: `remo
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import signal
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.comm.errors import CommError, MeetingFailed, WorkerFailed
+from isles.comm.errors import WorkerFailed
 from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
 from isles.comm.orders import SharedOrders
 from isles.comm.party import HERE, Party, Place
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
-from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.gathering import met
+from isles.training.loggers import Loggers, require
+from isles.training.records import Records, as_json
+from isles.training.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
 Hire = Callable[[Config, Path, int | None, Party], Workers]
-_CONFIG, METRICS, _SUMMARY, LOGS = "config.toml", "metrics.jsonl", "summary.json", "logs"
 
 
 def launch(
@@ -62,27 +63,51 @@ def launch(
     the newest that all of them have. place: this machine's among several; it is node 0.
     hire: gets hold of the workers; by default they are processes that are started here.
 
-    ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
-    until then stays, if the run had got as far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step
-    and left a checkpoint. A second Ctrl-C ends them at once.
+    ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
+    the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
+    far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
+    ends them at once.
     """
+    try:
+        require(config.run.loggers)
+        with held(out):
+            return _launch(config, out, on_line, on_notice, resume, place, hire or processes)
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        if isinstance(error, OSError) and not has_room(error):
+            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, place)}") from error
+        raise
+
+
+def _launch(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    place: Place,
+    hire: Hire,
+) -> Summary:
     started = time.perf_counter()
     if resume is None:
         claim(out)
     try:
         with met(config, place, out, resume, on_notice) as party:
             resume = party.facts.get("resume", resume)
-            if resume is not None:
-                cut_metrics(out / METRICS, resume)
-            with _Records(config, out, on_line, on_notice, party) as records:
-                results = _start(config, out, resume, records.take, party, hire or processes)
-            finished = [result for result in results if result is not None]
-            if len(finished) < len(results):
-                raise Interrupted(out, place)
-            summary = summarise(config, finished, time.perf_counter() - started)
-            partial = out / "summary.partial"
-            partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, out / _SUMMARY)
+            with (
+                Loggers(config, out, resume) as loggers,
+                Records(config, out, on_line, on_notice, party, loggers, resume) as records,
+            ):
+                results = _start(config, out, resume, records.take, party, hire)
+                finished = [result for result in results if result is not None]
+                if len(finished) < len(results):
+                    raise Interrupted(out, place)
+                summary = summarise(config, finished, time.perf_counter() - started)
+                partial = out / "summary.partial"
+                partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
+                os.replace(partial, out / SUMMARY)
+                loggers.summary(summary)
     except BaseException as error:  # Ctrl-C too
         say_what_is_left(error, out, place)
         raise
@@ -91,150 +116,17 @@ def launch(
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run stopped after inner step `step`; its checkpoint is in `out`."""
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none: a run
+    that lost workers saves no more.
+    """
 
     def __init__(self, out: Path, place: Place) -> None:
-        self.out, self.step = out, max(Checkpoints(out).steps())
+        self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
         super().__init__(
-            f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
+            "stopped; there is no checkpoint, for a worker was lost before the first"
+            if self.step is None
+            else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
         )
-
-
-class _Records:
-    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
-
-    def __init__(
-        self,
-        config: Config,
-        out: Path,
-        on_line: Callable[[dict[str, Any]], None],
-        on_notice: Callable[[str], None],
-        party: Party,
-    ) -> None:
-        self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.party = party
-        self.shards: Counter[int] = Counter()
-        self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-
-    def __enter__(self) -> _Records:
-        self.file = (self.out / METRICS).open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def take(self, event: dict[str, Any]) -> None:
-        """One event of one worker."""
-        if "notice" in event:
-            self.on_notice(event["notice"])
-        elif "checkpoint" in event:
-            self._shard(event["checkpoint"])
-        elif "corpus" in event:
-            self._same_corpus(event["corpus"], event["rank"])
-        else:
-            write_config(self.config, self.out)
-            self.file.write(_json({key: value for key, value in event.items() if value is not None}) + "\n")
-            self.file.flush()
-            self.on_line(event)
-
-    def _shard(self, step: int) -> None:
-        self.shards[step] += 1
-        if self.shards[step] == self.config.world.workers:
-            self.party.tell({"order": {"commit": step}})
-            commit(self.config, self.out, step, self.party)
-
-    def _same_corpus(self, sha256: str, rank: int) -> None:
-        self.corpora.setdefault(sha256, rank)
-        if len(self.corpora) > 1:
-            (one, first), (other, second) = sorted(self.corpora.items(), key=lambda item: item[1])
-            raise ValueError(
-                f"data.path = {self.config.data.path!r}: worker {second} reads another text (sha256 {other[:8]}...) "
-                f"than worker {first} ({one[:8]}...): put the same files on both machines"
-                + ("" if self.config.data.path else "; without data.path it is the standard library of their Pythons")
-            )
-
-
-def write_config(config: Config, out: Path) -> None:
-    """RUN/config.toml, once."""
-    path = out / _CONFIG
-    if not path.exists():
-        path.write_text(to_toml(config), encoding="utf-8")
-
-
-def commit(config: Config, out: Path, step: int, party: Party) -> None:
-    """Make the checkpoint of `step`, whose shards are all written, exist on this machine."""
-    write_config(config, out)
-    workers, keep = config.world.workers, config.run.keep_checkpoints
-    if keep and party.nodes > 1:
-        keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method}
-    own = None if party.place.one_folder else party.shares(workers)[party.node]
-    Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl beyond `step`, and a half-written last one: they will be written again."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _json(record: dict[str, Any], indent: int | None = None) -> str:
-    """JSON of a flat record; a loss that is no number any more (nan, inf) becomes null: JSON has no such numbers."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, indent=indent)
-
-
-def claim(out: Path) -> None:
-    """Make `out` this run's own. ValueError where it holds another run, or cannot be made."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held = [name for name in (_CONFIG, _SUMMARY) if (out / name).exists()]
-        if held or _has_begun(out):
-            raise ValueError(f"--out {out}: holds a run already ({(held or [METRICS])[0]}); name another directory")
-        clear_logs(out, all_of_them=True)  # of a run that failed before it had begun
-        (out / METRICS).touch()
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
-
-
-def _has_begun(out: Path) -> bool:
-    """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
-    metrics = out / METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
-
-
-def say_what_is_left(error: BaseException, out: Path, place: Place) -> None:
-    """After a run that failed: remove what is of no use, and note on the error how to go on."""
-    steps = Checkpoints(out).steps()
-    clear_logs(out, all_of_them=isinstance(error, ValueError))
-    if not _has_begun(out) and not steps:
-        (out / METRICS).unlink(missing_ok=True)
-        (out / _CONFIG).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty, or not ours to remove
-            out.rmdir()
-    if isinstance(error, CommError | OSError) and not isinstance(error, MeetingFailed):
-        error.add_note(
-            f"go on after step {steps[-1]} with: isles resume {out}{place.flags}"
-            if steps
-            else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
-        )
-
-
-def clear_logs(out: Path, *, all_of_them: bool = False) -> None:
-    """Remove the logs of workers that had nothing to say."""
-    for log in (out / LOGS).glob("worker-*.log"):
-        if all_of_them or log.stat().st_size == 0:
-            log.unlink()
-    with contextlib.suppress(OSError):  # not empty, or not there
-        (out / LOGS).rmdir()
 
 
 def _last_line(error: Exception) -> str:

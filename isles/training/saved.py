@@ -41,6 +41,7 @@ class SavedRun:
 
 def load_run(run: Path) -> SavedRun:
     """The consolidated model of the run directory `run`, ready to be evaluated. ValueError where there is none."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
     weights = run / "model.safetensors"
@@ -50,9 +51,11 @@ def load_run(run: Path) -> SavedRun:
     model = build(config.model, seed=config.run.seed)
     try:
         load_model(model, str(weights), device=str(next(model.parameters()).device))
+    except SafetensorError as error:
+        raise ValueError(f"{weights}: damaged ({error}); train again, or take it from a copy") from error
     except RuntimeError as error:  # of every tensor that does not fit, on lines of its own
         first = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{weights}: does not fit the model of config.toml; was it changed since? ({first})"
+            f"{weights}: does not fit the model of {run / 'config.toml'}; was it changed since? ({first})"
         ) from error
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

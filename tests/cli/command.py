@@ -40,9 +40,9 @@ class Command:
             start_new_session=True,
         )
 
-    def end(self) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) once it and all that hold its pipes have ended."""
-        out, err = self.process.communicate(timeout=PATIENCE)
+    def end(self, patience: float = PATIENCE) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) once it and all that hold its pipes have ended; patience: seconds."""
+        out, err = self.process.communicate(timeout=patience)
         return self.process.returncode, out, err
 
     def left(self) -> list[psutil.Process]:

@@ -40,7 +40,8 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert code == 0, error
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html", "logs")
+        *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
+        *("report.html", "report.png", "logs"),
     }
     assert [path.name for path in (run / "logs").iterdir()] == ["worker-1.log"]  # worker 0's warning is the note below
     assert "gamma = 1.9" in (run / "logs" / "worker-1.log").read_text()
@@ -59,7 +60,7 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert lines[-1].startswith("step 6/6  loss ")
 
     code, out, error = isles("report", "deep/run [1]", folder=folder)
-    assert (code, out, error) == (0, "deep/run [1]/report.html\n", "")
+    assert (code, out, error) == (0, "deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
 def test_refused_by_the_workers(folder: Path) -> None:

@@ -333,7 +333,7 @@ def test_advice() -> None:
         assert diloco.advise(2000) == []
         (notice,) = diloco.advise(1990)
         assert "outer_momentum = 0.9 wants 200 rounds or more, this run has 199" in notice
-        with pytest.raises(ValueError, match="no exchange falls into a run of 9 steps: choose sync_every <= 9"):
+        with pytest.raises(ValueError, match="no exchange falls into a run of 9 steps; choose sync_every <= 9"):
             diloco.advise(9)
         for name in ("localsgd", "noloco"):
             with pytest.raises(ValueError, match="choose sync_every <= 2"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.mesh import Mesh
+from isles.replicas.none import NoSync
 from isles.training.border import read_config
 from isles.training.config import Config
 from isles.training.launch import launch
@@ -45,6 +46,7 @@ class Slow(isles.NoLoCo):
         time.sleep(0.05)  # leaves the machine to the others
         super().after_inner_step()
 """
+POISONED = "tests.training.runs:Poisoned"
 EVERY_3 = {"localsgd", "diloco", "noloco"}  # the methods with sync_every
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 
@@ -82,6 +84,14 @@ def tiny(text: Path, *assignments: str, method: str = "noloco", workers: int = 2
     return read_config(None, flags, [f"data.path={text}", *TINY, *every, *assignments])
 
 
+class Poisoned(NoSync):
+    """Worker 1 trains a weight to pieces in its third step."""
+
+    def after_inner_step(self) -> None:
+        if self.steps == 3 and self.group.rank == 1:
+            self.parameters[0].data.fill_(float("nan"))
+
+
 class Told:
     """What `launch` told while it ran."""
 
@@ -96,9 +106,19 @@ def run(config: Config, out: Path, told: Told | None = None) -> dict[str, Any]:
     return launch(config, out, told.lines.append, told.notices.append)
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run directory's metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """The workers' lines of a run directory's metrics.jsonl."""
+    return [line for line in lines_of(out / "metrics.jsonl") if "worker" in line]
+
+
+def spreads(out: Path) -> dict[int, float]:
+    """By step, the spread of the replicas in a run directory's metrics.jsonl."""
+    return {line["step"]: line["replica_std"] for line in lines_of(out / "metrics.jsonl") if "replica_std" in line}
 
 
 def train_all(world: Mesh, configs: list[Config], outs: list[str]) -> list[dict[str, Any]]:
