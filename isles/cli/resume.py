@@ -12,19 +12,22 @@ import typer
 from isles.cli.train import run as run_with_progress
 
 
-def resume(run: Annotated[Path, typer.Argument(help="Directory of a run that was interrupted or broke off.")]) -> None:
-    """Go on from the newest checkpoint of a run, with the same workers, to the same result as if it had not stopped."""
-    from isles.training.border import read_config
-    from isles.training.checkpoint import Checkpoints
+def resume(
+    run: Annotated[Path, typer.Argument(help="Directory of a run that was interrupted or broke off.")],
+    workers: Annotated[
+        int | None, typer.Option(help="Go on with so many workers; says what is kept and lost. Default: as before.")
+    ] = None,
+) -> None:
+    """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
+    from isles.training.regroup import prepare
     from isles.training.server import start_server
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
-    steps = Checkpoints(run).steps()
-    if not steps:
-        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
     start_server()
-    config = read_config(str(run / "config.toml"), {}, [])
-    print(f"resuming {run} after step {steps[-1]}", file=sys.stderr)
-    run_with_progress(config, run, resume=steps[-1])
+    ready = prepare(run, workers)
+    for note in ready.notes:
+        print(note, file=sys.stderr)
+    print(f"resuming {run} after step {ready.step}", file=sys.stderr)
+    run_with_progress(ready.config, run, resume=ready.step)
