@@ -65,9 +65,7 @@ def mean_loss(lines: list[dict[str, Any]], first: int, last: int) -> float:
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) -> None:
-    """The loss goes on from where it was, tokens and bytes conserved and counted on, data read on, config.toml and the notes say
-    so.
-    """
+    """The loss goes on from where it was, tokens and bytes are conserved, config.toml and the notes say so."""
     path = stopped(name, before)
     old = [line for line in metrics(path) if line["step"] == AT]
     earlier = mean_loss(metrics(path), AT - 4, AT)
