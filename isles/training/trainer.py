@@ -307,15 +307,18 @@ def save_model(model: torch.nn.Module, path: Path) -> None:
     os.replace(partial, path)
 
 
+def draws_seed(seed: int, rank: int) -> int:
+    """Of a worker's dropout and the like: every worker has draws of its own, the same on every backend."""
+    return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
+
+
 def train_worker(
     world: Mesh, config: Config, out: Path | None = None, resume: int | None = None
 ) -> dict[str, Any] | None:
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
     from.
     """
-    # Of dropout and the like: every worker has draws of its own, the same on every backend.
-    draws = hashlib.sha256(f"{config.run.seed} worker {world.rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(draws[:4], "little"))
+    torch.manual_seed(draws_seed(config.run.seed, world.rank))
     trainer = Trainer(config, world)
     if resume is not None:
         assert out is not None
