@@ -37,10 +37,6 @@ class Breaks(isles.NoSync):
         if self.steps == 3 and self.group.rank == 1:
             raise ZeroDivisionError("of my own making")
 
-class Paints(isles.NoSync):
-    def after_inner_step(self):
-        print("step", self.steps, "of worker", self.group.rank)
-
 class Slow(isles.NoLoCo):
     def after_inner_step(self):
         time.sleep(0.05)  # leaves the machine to the others
