@@ -27,6 +27,7 @@ from isles.replicas import method
 from isles.training.border import read_config, to_toml
 from isles.training.checkpoint import Checkpoints, State, join_state, split_state
 from isles.training.config import Config
+from isles.training.lock import locked
 from isles.training.plan import plan
 from isles.training.trainer import draws_seed
 
@@ -49,7 +50,8 @@ class Resumption:
 def prepare(run: Path, workers: int | None) -> Resumption:
     """Make the newest checkpoint of `run` one of `workers` workers (None: as config.toml says), and config.toml too.
 
-    ValueError: there is no checkpoint, or the run cannot be with so many workers; then nothing is changed.
+    ValueError: there is no checkpoint, the run cannot be with so many workers, or it is going on; then nothing is
+    changed.
     """
     checkpoints = Checkpoints(run)
     steps = checkpoints.steps()
@@ -69,12 +71,13 @@ def prepare(run: Path, workers: int | None) -> Resumption:
         workers=after,
         seed=config.run.seed,
     )
-    common = _common(checkpoints, step, before, config)
-    facts = {"isles_version": __version__, "method": config.method, "regrouped_from": before}
-    checkpoints.replace(step, (_shard(common, worker, config) for worker in range(after)), facts)
-    partial = run / "config.partial"
-    partial.write_text(to_toml(config), encoding="utf-8")
-    os.replace(partial, run / "config.toml")
+    with locked(run):
+        common = _common(checkpoints, step, before, config)
+        facts = {"isles_version": __version__, "method": config.method, "regrouped_from": before}
+        checkpoints.replace(step, (_shard(common, worker, config) for worker in range(after)), facts)
+        partial = run / "config.partial"
+        partial.write_text(to_toml(config), encoding="utf-8")
+        os.replace(partial, run / "config.toml")
     return Resumption(config, step, _notes(common, before, after, step))
 
 
