@@ -127,7 +127,6 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     from isles.report import write_picture, write_report
 
     page = write_report(out)
-
     table = Table(
         title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False
     )

@@ -10,6 +10,7 @@ Workers of other machines are told and heard through their own launcher: see `is
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -26,7 +27,8 @@ from isles.comm.seat import Seat
 from isles.comm.transport import Deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
-_GRACE = 5.0  # seconds that workers have to notice a failed one by themselves before they are ended
+_GRACE = 5.0  # seconds in which the worker that is the cause may be heard of, after one that only noticed
+_KNOWN = 1.0  # seconds that the others have once the cause is known
 
 
 def run_local(
@@ -79,8 +81,8 @@ class Workers:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 
         on_event: called here with everything that a worker passes to `world.report`, as it comes. on_failure: told of
-        each worker that failed, as soon as it has; the others then go on to their own end. Without it they have a few
-        seconds to notice by themselves.
+        each worker that failed, as soon as it has; the others then go on to their own end. Without it they are ended
+        within seconds.
         """
         results: list[Any] = [None] * self.workers
         waiting = set(range(self.workers))
@@ -111,11 +113,12 @@ class Workers:
                             self.failures.append(rank)
                             if on_failure is not None:
                                 on_failure(rank, value)
+                            else:
+                                grace = min(_KNOWN if is_cause(value) else _GRACE, _GRACE)
+                                ends_at = min(time.monotonic() + grace, ends_at or math.inf)
                 if bounds is not None and not settled and waiting and bounds.keys() >= waiting:
                     settled = True
                     self._tell(("stop", max(bounds.values())))
-                if self.failures and ends_at is None and on_failure is None:
-                    ends_at = time.monotonic() + _GRACE
             for rank in sorted(waiting):
                 results[rank] = WorkerFailed(rank, "ended by the launcher after another worker failed")
                 self.failures.append(rank)

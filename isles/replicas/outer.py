@@ -142,6 +142,17 @@ class OuterSync(ReplicaSync):
             fragment.load_state_dict(saved)
         self.lost = set(state["lost"])
 
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """See ReplicaSync.regrouped: anchors and momenta as they are, the mean of linear rules' states being the state
+        of their mean. Anchors sent ahead went to partners that are no more; all anchors are equal now, so the next
+        group's mean is known without a message.
+        """
+        for fragment in outer["fragments"]:
+            known = None if fragment["ahead"] is None else fragment["anchor"]
+            fragment.update(ahead=known, ahead_own=None, ahead_failed=False)
+        return {**outer, "lost": []}
+
     # One step of the loop.
 
     def _exchange(self, sending: Sequence[int], lands: int | None = None) -> None:

@@ -321,6 +321,16 @@ class ReplicaSync(Optimizer):
     def load_outer_state(self, state: dict[str, Any]) -> None:
         """Restore `outer_state`."""
 
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """What `load_outer_state` gets on every worker where a run goes on with another number of them. outer: worker
+        0's `outer_state`, its floating-point tensors replaced by their means over the old workers (bits kept where all
+        were equal). ValueError: this method does not say.
+        """
+        if outer:
+            raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
+        return outer
+
     # The common start.
 
     @torch.no_grad()

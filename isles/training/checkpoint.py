@@ -140,6 +140,25 @@ class Checkpoints:
     def _damaged(self, file: Path) -> str:
         return f"{file}: damaged; remove {file.parent} to go on from the checkpoint before it, if there is one"
 
+    def replace(self, step: int, shards: Iterable[State], facts: Mapping[str, Any]) -> None:
+        """Put other shards, made one at a time, in the place of those of `step`. What was there stays whole until all
+        are written; only between two renames is there neither.
+        """
+        fresh = Checkpoints(self.folder / "replacing")
+        shutil.rmtree(fresh.folder.parent, ignore_errors=True)  # of an attempt that was cut off
+        workers = 0
+        for shard in shards:
+            fresh.write_shard(step, workers, shard)
+            workers += 1
+        fresh.commit(step, workers, facts, keep=0)
+        before = self.folder / "replaced"
+        shutil.rmtree(before, ignore_errors=True)
+        os.replace(self._at(step), before)
+        os.replace(fresh._at(step), self._at(step))
+        _sync_folder(self.folder)
+        shutil.rmtree(before)
+        shutil.rmtree(fresh.folder.parent)
+
     def _at(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 

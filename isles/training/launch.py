@@ -1,7 +1,7 @@
 """From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
 
 RUN/config.toml        resolved          with the first line of metrics
-RUN/metrics.jsonl      one object a line live, by this process alone, see `records`
+RUN/metrics.jsonl      one object a line live, by this process alone; the lines without a worker are about all of them
 RUN/timeline.jsonl     one span a line   the beginning of the run and its end, see `timeline`
 RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
@@ -17,7 +17,6 @@ be used again. With several machines this is what node 0 does; the others: `remo
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import threading
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.comm.errors import CommError, MeetingFailed, WorkerFailed
+from isles.comm.errors import WorkerFailed
 from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
 from isles.comm.orders import SharedOrders
@@ -38,16 +37,14 @@ from isles.comm.transport import Deadlines
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.gathering import met
-from isles.training.lock import locked
 from isles.training.loggers import Loggers, require
-from isles.training.records import CONFIG, METRICS, Records, as_json
+from isles.training.records import Records, as_json
+from isles.training.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
 Hire = Callable[[Config, Path, int | None, Party], Workers]
-_SUMMARY, LOGS = "summary.json", "logs"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def launch(
@@ -71,106 +68,65 @@ def launch(
     far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
     ends them at once.
     """
+    try:
+        require(config.run.loggers)
+        with held(out):
+            return _launch(config, out, on_line, on_notice, resume, place, hire or processes)
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        if isinstance(error, OSError) and not has_room(error):
+            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, place)}") from error
+        raise
+
+
+def _launch(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    place: Place,
+    hire: Hire,
+) -> Summary:
     started = time.perf_counter()
-    with claimed(out, new=resume is None):
-        try:
-            require(config.run.loggers)
-            with met(config, place, out, resume, on_notice) as party:
-                resume = party.facts.get("resume", resume)
-                with Loggers(config, out, resume) as loggers:
-                    with Records(config, out, on_line, on_notice, party, loggers, resume) as records:
-                        results = _start(config, out, resume, records.take, party, hire or processes)
-                    finished = [result for result in results if result is not None]
-                    if len(finished) < len(results):
-                        raise Interrupted(out, place)
-                    summary = summarise(config, finished, time.perf_counter() - started)
-                    partial = out / "summary.partial"
-                    partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
-                    os.replace(partial, out / _SUMMARY)
-                    loggers.summary(summary)
-        except BaseException as error:  # Ctrl-C too
-            failure = error
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                failure = OSError(f"{out}: cannot be written to ({error.strerror}); make room there")
-            say_what_is_left(failure, out, place)
-            if failure is error:
-                raise
-            raise failure from error
-        clear_logs(out)
+    if resume is None:
+        claim(out)
+    try:
+        with met(config, place, out, resume, on_notice) as party:
+            resume = party.facts.get("resume", resume)
+            with (
+                Loggers(config, out, resume) as loggers,
+                Records(config, out, on_line, on_notice, party, loggers, resume) as records,
+            ):
+                results = _start(config, out, resume, records.take, party, hire)
+                finished = [result for result in results if result is not None]
+                if len(finished) < len(results):
+                    raise Interrupted(out, place)
+                summary = summarise(config, finished, time.perf_counter() - started)
+                partial = out / "summary.partial"
+                partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
+                os.replace(partial, out / SUMMARY)
+                loggers.summary(summary)
+    except BaseException as error:  # Ctrl-C too
+        say_what_is_left(error, out, place)
+        raise
+    clear_logs(out)
     return summary
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run stopped after inner step `step`; its checkpoint is in `out`."""
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none: a run
+    that lost workers saves no more.
+    """
 
     def __init__(self, out: Path, place: Place) -> None:
-        self.out, self.step = out, max(Checkpoints(out).steps())
+        self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
         super().__init__(
-            f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
+            "stopped; there is no checkpoint, for a worker was lost before the first"
+            if self.step is None
+            else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
         )
-
-
-@contextlib.contextmanager
-def claimed(out: Path, *, new: bool) -> Iterator[None]:
-    """`out`, made where it is missing, as this run's alone while it goes on; removed if it fails and left it empty.
-
-    new: the run begins here, so that `out` must not hold another. ValueError where it does, is in use by one, or cannot
-    be made.
-    """
-    try:
-        with contextlib.ExitStack() as held:
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(out))
-                if new:
-                    _refuse_held(out)
-                    clear_logs(out, all_of_them=True)  # of a run that failed before it had begun
-                    (out / METRICS).touch()
-            except OSError as error:
-                raise ValueError(
-                    f"--out {out}: cannot be written to ({error.strerror}); name another directory"
-                ) from error
-            yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # not empty, or not ours to remove
-            out.rmdir()
-        raise
-
-
-def _refuse_held(out: Path) -> None:
-    held = [name for name in (CONFIG, _SUMMARY) if (out / name).exists()]
-    if held or _has_begun(out):
-        raise ValueError(f"--out {out}: holds a run already ({(held or [METRICS])[0]}); name another directory")
-
-
-def _has_begun(out: Path) -> bool:
-    """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
-    metrics = out / METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
-
-
-def say_what_is_left(error: BaseException, out: Path, place: Place) -> None:
-    """After a run that failed: remove what is of no use, and note on the error how to go on."""
-    steps = Checkpoints(out).steps()
-    clear_logs(out, all_of_them=isinstance(error, ValueError))
-    if not _has_begun(out) and not steps:
-        (out / METRICS).unlink(missing_ok=True)
-        (out / CONFIG).unlink(missing_ok=True)
-    if isinstance(error, CommError | OSError) and not isinstance(error, MeetingFailed):
-        error.add_note(
-            f"go on after step {steps[-1]} with: isles resume {out}{place.flags}"
-            if steps
-            else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
-        )
-
-
-def clear_logs(out: Path, *, all_of_them: bool = False) -> None:
-    """Remove the logs of workers that had nothing to say."""
-    for log in (out / LOGS).glob("worker-*.log"):
-        if all_of_them or log.stat().st_size == 0:
-            log.unlink()
-    with contextlib.suppress(OSError):  # not empty, or not there
-        (out / LOGS).rmdir()
 
 
 def _last_line(error: Exception) -> str:

@@ -1,11 +1,4 @@
-"""What workers report becomes files of the run directory, by the launcher alone and as it comes.
-
-a worker's line             -> metrics.jsonl, the loggers
-everyone's samples          -> a line about all of them in metrics.jsonl: {"step", "replica_std"}
-spans                       -> timeline.jsonl
-shards, when all are there  -> the commit of a checkpoint
-notices                     -> the user
-"""
+"""What a run leaves on the disk while it goes on: everything that workers report goes through here, in one process."""
 
 from __future__ import annotations
 
@@ -23,15 +16,12 @@ from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.loggers import Loggers
+from isles.training.rundir import CONFIG, METRICS, TIMELINE
 from isles.training.spread import Spread
-
-CONFIG, METRICS, TIMELINE = "config.toml", "metrics.jsonl", "timeline.jsonl"
 
 
 class Records:
-    """Takes in the events of all workers. resume: as in `launch`; what lies beyond that step is cut when the first new
-    line comes, not before: a resume that is refused changes nothing.
-    """
+    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
 
     def __init__(
         self,
@@ -47,8 +37,8 @@ class Records:
         self.party, self.loggers, self.resume = party, loggers, resume
         self.file: TextIO | None = None
         self.shards: Counter[int] = Counter()
-        self.spread = Spread(config.world.workers)
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
+        self.spread = Spread(config.world.workers)
 
     def __enter__(self) -> Records:
         return self
@@ -78,10 +68,9 @@ class Records:
             self.on_line(event)
 
     def _line(self, record: dict[str, Any]) -> None:
-        if self.file is None:
-            if self.resume is not None:
-                for name in (METRICS, TIMELINE):
-                    cut_lines(self.out / name, self.resume)
+        if self.file is None:  # not before: a resume that is refused has cut nothing
+            for name in (METRICS, TIMELINE) if self.resume is not None else ():
+                cut_metrics(self.out / name, self.resume or 0)
             self.file = (self.out / METRICS).open("a", encoding="utf-8")
         self.file.write(as_json(record) + "\n")
         self.file.flush()
@@ -122,8 +111,8 @@ def commit(config: Config, out: Path, step: int, party: Party) -> None:
     Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
 
 
-def cut_lines(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl or timeline.jsonl beyond `step`, and a half-written last one: they will be
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl (or timeline.jsonl) beyond `step`, and a half-written last one: they will be
     written again.
     """
     kept = []

@@ -9,6 +9,7 @@ Metrics, summary and model are node 0's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,9 @@ from isles.comm.nodes import RemoteWorkers
 from isles.comm.party import Party, Place
 from isles.training.config import Config
 from isles.training.gathering import met
-from isles.training.launch import (
-    LOGS,
-    Interrupted,
-    claimed,
-    clear_logs,
-    deadlines,
-    first_interrupt,
-    say_what_is_left,
-    train_process,
-)
-from isles.training.records import METRICS, commit
+from isles.training.launch import Interrupted, deadlines, first_interrupt, train_process
+from isles.training.records import commit
+from isles.training.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
 from isles.training.server import start_server
 
 
@@ -44,18 +37,35 @@ def follow(
     sees this machine's workers only.
     """
     assert place.node > 0
-    with claimed(out, new=resume is None):
-        if resume is None:
-            (out / METRICS).unlink()  # they are node 0's
-        try:
-            with met(config, place, out, resume, on_notice) as party:
-                results = _work(config, out, on_line, party)
-                if None in results:
-                    raise Interrupted(out, place)
-        except BaseException as error:  # Ctrl-C too
-            say_what_is_left(error, out, place)
-            raise
-        clear_logs(out)
+    try:
+        with held(out):
+            return _follow(config, out, on_line, on_notice, resume, place)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        raise
+
+
+def _follow(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    place: Place,
+) -> str:
+    if resume is None:
+        claim(out)
+        (out / METRICS).unlink()
+    try:
+        with met(config, place, out, resume, on_notice) as party:
+            results = _work(config, out, on_line, party)
+            if None in results:
+                raise Interrupted(out, place)
+    except BaseException as error:  # Ctrl-C too
+        say_what_is_left(error, out, place)
+        raise
+    clear_logs(out)
     return party.host
 
 

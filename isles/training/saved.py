@@ -56,6 +56,6 @@ def load_run(run: Path) -> SavedRun:
     except RuntimeError as error:  # of every tensor that does not fit, on lines of its own
         first = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{weights}: does not fit the model of config.toml; was it changed since? ({first})"
+            f"{weights}: does not fit the model of {run / 'config.toml'}; was it changed since? ({first})"
         ) from error
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

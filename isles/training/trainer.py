@@ -72,7 +72,7 @@ class Trainer:
         self.loader = Loader(
             corpus, config.data, context=context, worker=group.rank, workers=group.size, seed=config.run.seed
         )
-        check_batch(self.loader, config.data.batch_size)
+        _check_batch(self.loader)
         self.model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         self.device = next(self.model.parameters()).device
         if config.model.factory is not None:
@@ -288,12 +288,11 @@ def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
         )
 
 
-def check_batch(loader: Loader, batch_size: int) -> None:
-    """ValueError where one step would read some sequences twice. batch_size: as the user gave it."""
+def _check_batch(loader: Loader) -> None:
     readers = loader.workers if loader.split == "iid" else 1  # of the same sequences
     if loader.batch_size * readers > loader.sequences:
         raise ValueError(
-            f"data.batch_size = {batch_size}: a step would read {loader.batch_size * readers} sequences of "
+            f"data.batch_size = {loader.batch_size}: a step would read {loader.batch_size * readers} sequences of "
             f"{loader.sequences}, some of them twice; choose a smaller batch or give more text"
         )
 
@@ -308,15 +307,18 @@ def save_model(model: torch.nn.Module, path: Path) -> None:
     os.replace(partial, path)
 
 
+def draws_seed(seed: int, rank: int) -> int:
+    """Of a worker's dropout and the like: every worker has draws of its own, the same on every backend."""
+    return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
+
+
 def train_worker(
     world: Mesh, config: Config, out: Path | None = None, resume: int | None = None
 ) -> dict[str, Any] | None:
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
     from.
     """
-    # Of dropout and the like: every worker has draws of its own, the same on every backend.
-    draws = hashlib.sha256(f"{config.run.seed} worker {world.rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(draws[:4], "little"))
+    torch.manual_seed(draws_seed(config.run.seed, world.rank))
     trainer = Trainer(config, world)
     if resume is not None:
         assert out is not None

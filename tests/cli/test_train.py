@@ -41,7 +41,7 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
         *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
-        *("report.html", "report.png"),
+        *("report.html", "report.png", "logs"),
     }
     assert [path.name for path in (run / "logs").iterdir()] == ["worker-1.log"]  # worker 0's warning is the note below
     assert "gamma = 1.9" in (run / "logs" / "worker-1.log").read_text()

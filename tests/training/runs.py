@@ -28,7 +28,6 @@ TINY = [
     "run.log_every=2",
     "world.backend=virtual",
 ]
-POISONED = "tests.training.runs:Poisoned"
 OWN = """
 import time
 import isles
@@ -38,15 +37,12 @@ class Breaks(isles.NoSync):
         if self.steps == 3 and self.group.rank == 1:
             raise ZeroDivisionError("of my own making")
 
-class Paints(isles.NoSync):
-    def after_inner_step(self):
-        print("step", self.steps, "of worker", self.group.rank)
-
 class Slow(isles.NoLoCo):
     def after_inner_step(self):
         time.sleep(0.05)  # leaves the machine to the others
         super().after_inner_step()
 """
+POISONED = "tests.training.runs:Poisoned"
 EVERY_3 = {"localsgd", "diloco", "noloco"}  # the methods with sync_every
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 

@@ -10,7 +10,7 @@ import pytest
 from isles.replicas import METHODS
 from isles.training.checkpoint import Checkpoints
 from isles.training.launch import launch
-from isles.training.records import cut_lines
+from isles.training.records import cut_metrics
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 
 CASES = [*((name, []) for name in METHODS), ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"])]
@@ -62,5 +62,5 @@ def test_metrics_beyond_the_checkpoint_are_cut(tmp_path: Path) -> None:
     """And a last line that was cut off in writing."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    cut_lines(path, 2)
+    cut_metrics(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
