@@ -85,14 +85,14 @@ def test_state_is_a_copy() -> None:
         for step in range(1, 5):
             train_step(optimizer, world.rank, step)
         state = optimizer.state_dict()
-        kept = {key: state["outer"]["fragments"][0][key].clone() for key in ("anchor", "ahead")}
-        kept |= {"momentum": state["outer"]["fragments"][0]["vectors"]["momentum"].clone()}
+        fragment = state["outer"]["fragments"][0]
+        kept = {"anchor": fragment["anchor"].clone(), "ahead": fragment["ahead"]["buffer"].clone()}
+        kept |= {"momentum": fragment["vectors"]["momentum"].clone()}
         sent = state["traffic"]["outer"]["bytes_sent"]
         for step in range(5, 11):
             train_step(optimizer, world.rank, step)
-        fragment = state["outer"]["fragments"][0]
         assert torch.equal(fragment["anchor"], kept["anchor"])
-        assert torch.equal(fragment["ahead"], kept["ahead"])
+        assert torch.equal(fragment["ahead"]["buffer"], kept["ahead"])
         assert torch.equal(fragment["vectors"]["momentum"], kept["momentum"])
         assert state["traffic"]["outer"]["bytes_sent"] == sent
         assert state["steps"] == 4
@@ -189,7 +189,7 @@ def test_a_failed_prefetch_stays_failed_after_a_checkpoint() -> None:
         )
 
     first = both(None)
-    failed = [saved["outer"]["fragments"][0]["ahead_failed"] for (saved, _), _, _ in first]
+    failed = [saved["outer"]["fragments"][0]["ahead"]["failed"] for (saved, _), _, _ in first]
     assert any(failed)
     for (_, clock, ended), (_, clock_again, ended_again) in zip(
         first, both([saved for saved, _, _ in first]), strict=True
