@@ -2,7 +2,7 @@
 
     steps    a 10 M-parameter model and AdamW, bare against wrapped, blocks of 20 steps with one outer round each
     round    one outer round of 100 M parameters, against one SGD step and against the same round by torch.optim
-    memory   resident bytes a parameter that a method adds at its peak, against its formula, alone and in a pair
+    memory   resident bytes a parameter that a method adds at its peak, against its `memory()`, alone and in a pair
 
     python -m benchmarks.overhead [steps|round|memory ...] [--json]
 
@@ -152,12 +152,7 @@ def rounds(parameters: int = 100_000_000, repeats: int = 9) -> list[Row]:
 
 # Memory.
 
-METHODS = {  # the flat float32 vectors that a method holds at its peak, and how many of them travel at a time
-    "DiLoCo": (("anchor", "momentum", "outer gradient"), 1),
-    "NoLoCo": (("anchor", "momentum", "outer gradient", "anchors of the pair"), 2),
-    "LocalSGD": (("anchor", "payload"), 1),
-}
-IN_FLIGHT = 2 * 16 * 2**20  # received by each exchange before it is added up, whatever the model's size: two segments
+METHODS = ("DiLoCo", "NoLoCo", "LocalSGD")
 
 
 def resident(key: str) -> int:
@@ -171,10 +166,10 @@ def forget_peak() -> None:
         file.write("5")
 
 
-def memory_worker(world: Mesh, name: str, parameters: int) -> tuple[float, float]:
-    """Bytes a parameter that the method adds: (at the peak of four rounds, between rounds)."""
+def memory_worker(world: Mesh, name: str, parameters: int) -> tuple[float, float, float]:
+    """Bytes a parameter that the method adds: (at the peak of four rounds, between rounds, by its own account)."""
 
-    def run(elements: int) -> tuple[Any, int, int]:
+    def run(elements: int) -> tuple[Any, int, int, int]:
         model = Weights(elements)
         before = resident("VmRSS")
         inner = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -184,23 +179,23 @@ def memory_worker(world: Mesh, name: str, parameters: int) -> tuple[float, float
             sync.step()
         peak, after = resident("VmHWM") - before, resident("VmRSS") - before
         sync.finish()
-        return model, peak, after
+        said = sum(held.nbytes for held in sync.memory() if held.when != "end")
+        return model, peak, after, said
 
     run(1)  # code and threads that are loaded once
-    model, peak, after = run(parameters)
-    return peak / model.numel, after / model.numel
+    model, peak, after, said = run(parameters)
+    return peak / model.numel, after / model.numel, said / model.numel
 
 
 def memory(parameters: int = 50_000_000) -> list[Row]:
-    """Peak resident bytes a parameter per the formula."""
+    """Peak resident bytes a parameter per those that the method's `memory()` says."""
     if not os.path.exists("/proc/self/clear_refs"):
         print("memory: skipped, it reads Linux's /proc", file=sys.stderr)
         return []
     rows = []
-    for name, (vectors, exchanges) in METHODS.items():
+    for name in METHODS:
         for workers in (1, 2):
-            peak, after = isles.run_local(memory_worker, workers=workers, args=(name, parameters))[0]
-            formula = 4 * len(vectors) + (exchanges * IN_FLIGHT / parameters if workers > 1 else 0)
+            peak, after, formula = isles.run_local(memory_worker, workers=workers, args=(name, parameters))[0]
             note = f"peak {peak:.2f}, between rounds {after:.2f}, formula {formula:.2f} bytes a parameter"
             where = "alone" if workers == 1 else "a pair"
             rows.append(Row(f"memory  {name}, {where}", abs(peak / formula - 1), "off formula", ("<=", 0.05), note))

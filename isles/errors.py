@@ -18,4 +18,4 @@ def unknown_name(key: str, given: str, known: Iterable[str]) -> str:
 def in_section(section: str, message: str, keys: Iterable[str]) -> str:
     """The message with its section in front where it begins with one of the section's keys."""
     first = message.split(maxsplit=1)[0] if message else ""
-    return f"{section}.{message}" if first in keys else message
+    return f"{section}.{message}" if first.removesuffix(":") in keys else message

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from isles.cli import compare, config, evaluate, export, generate, methods, report, resume, train
+from isles.cli import compare, config, doctor, evaluate, export, generate, methods, report, resume, torchrun, train
 
 app = typer.Typer(
     name="isles",
@@ -25,6 +25,7 @@ app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("config")(config.config)
 app.command("methods")(methods.methods)
+app.command("doctor")(doctor.doctor)
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 
@@ -57,15 +58,21 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:  # a full disk, a closed terminal
-        return _fail(str(error), 1)
+        return _fail(_with_notes(error), 1)
     except RuntimeError as error:
         from isles.comm.errors import CommError
 
         if not isinstance(error, CommError):
             raise
-        return _fail(str(error), 1)
+        return _fail(_with_notes(error), 1)
+
+
+def _with_notes(error: Exception) -> str:
+    """The error and what was noted on it, such as how to go on."""
+    return "; ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr)
+    if torchrun.speaks():
+        print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
     return code

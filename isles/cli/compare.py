@@ -27,8 +27,8 @@ def compare(
 ) -> None:
     """Train with each method and each seed, one after another, and print how they did."""
     from isles.cli.progress import Progress
-    from isles.report import write_report
-    from isles.report.comparison import write_comparison
+    from isles.report import write_picture, write_report
+    from isles.report.comparison import INDEX, run_folder
     from isles.training.border import read_config
     from isles.training.launch import Interrupted, launch
 
@@ -48,21 +48,20 @@ def compare(
     out = out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")
-    runs: dict[str, list[Path]] = {name: [] for name in names}
     summaries = {name: [] for name in names}
     try:
         for (name, seed), one in configs.items():
-            folder = out / f"{name.replace(':', '.')}-{seed}"
+            folder = out / run_folder(name, seed)
             with Progress(f"{name}, seed {seed}:", one.world.workers, one.run.steps) as progress:
                 summaries[name].append(launch(one, folder, progress.line, progress.notice))
-            write_report(folder)
-            runs[name].append(folder)
+            write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
     except Interrupted as stop:
         print(f"isles: {stop}; the runs after it were not begun", file=sys.stderr)
         raise typer.Exit(130) from None
-    (out / "compare.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
+    (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     _print_table(summaries)
-    print(f"report  {write_comparison(out, runs)}")
+    print(f"report  {write_report(out)}")
+    write_picture(out)
 
 
 def _list(text: str, option: str) -> list[str]:

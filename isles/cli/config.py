@@ -8,9 +8,25 @@ import typer
 
 
 def config(
-    method: Annotated[str, typer.Option(help="Whose settings [replicas] shows.")] = "noloco",
+    method: Annotated[str | None, typer.Option(help="Whose settings [replicas] shows. Default: noloco.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Print this preset instead, to change it.")] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print every setting with its default and what it means, as a CONFIG.toml for `isles train`."""
-    from isles.training.template import template
+    from isles.training.presets import preset_file
+    from isles.training.presets import presets as known
 
-    print(template(method), end="")
+    if sum((method is not None, preset is not None, presets)) > 1:
+        raise ValueError("--method, --preset and --presets each print something else: give one of them")
+    if presets:
+        names = known()
+        width = max(map(len, names))
+        for name, what in names.items():
+            print(f"{name:<{width}}  {what}")
+        print("isles train --preset NAME runs one, isles config --preset NAME prints it")
+    elif preset is not None:
+        print(preset_file(preset).read_text(encoding="utf-8"), end="")
+    else:
+        from isles.training.template import template
+
+        print(template(method or "noloco"), end="")

@@ -21,13 +21,12 @@ def evaluate(
     from isles.training.saved import load_run
 
     saved = load_run(run)
-    device = next(saved.model.parameters()).device
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 
         found = accuracies(
             read_questions(questions),
-            lambda tokens: saved.model.logits(tokens.to(device)),
+            saved.logits,
             saved.tokenizer.encode,
             saved.context,
         )
@@ -42,6 +41,7 @@ def evaluate(
     settings = saved.config.data if data is None else replace(saved.config.data, path=data)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
+    device = next(saved.model.parameters()).device
     loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, device))
     print(f"loss        {loss:.4f} nats/token")
     print(f"perplexity  {math.exp(loss):.4f}")

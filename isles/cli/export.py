@@ -20,7 +20,10 @@ def export(
     if format not in ("hf", "safetensors"):
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
     folder = out or run / f"export-{format}"
-    _write(run, folder, "hf" if format == "hf" else "safetensors")
+    try:
+        _write(run, folder, "hf" if format == "hf" else "safetensors")
+    except FileExistsError as error:
+        raise ValueError(f"--out {folder}: is a file; name a folder") from error
     print(folder)
 
 
@@ -29,9 +32,16 @@ def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"]) -> Non
     from isles.training.saved import load_run
 
     saved = load_run(run)
-    if format == "hf":
+    own = saved.config.model.own
+    if format == "hf" and own == "factory":
+        raise ValueError(
+            f"{run}: transformers does not know the model of model.factory; write it with --format safetensors"
+        )
+    if format == "hf" and own == "hf":
+        saved.model.model.save_pretrained(folder)
+    elif format == "hf":
         save_as_llama(saved.model, folder)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model.safetensors", "config.toml"):
-        shutil.copyfile(run / name, folder / name)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("model.safetensors", "config.toml"):
+            shutil.copyfile(run / name, folder / name)

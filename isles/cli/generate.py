@@ -21,10 +21,9 @@ def generate(
     from isles.training.saved import load_run
 
     saved = load_run(run)
-    device = next(saved.model.parameters()).device
     ids = sample(
-        saved.model,
-        saved.encode(prompt).to(device),
+        saved.logits,
+        saved.encode(prompt),
         new_tokens=tokens,
         context=saved.context,
         temperature=temperature,

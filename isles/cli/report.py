@@ -1,4 +1,4 @@
-"""`isles report RUN...`: write the HTML page of finished or running runs."""
+"""`isles report RUN...`: write the page and the picture of finished or running runs, and of comparisons."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 
-def report(runs: Annotated[list[Path], typer.Argument(help="Run directories.")]) -> None:
-    """Write report.html into each run directory."""
-    from isles.report import write_report
+def report(runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders of isles compare.")]) -> None:
+    """Write report.html and report.png into each directory."""
+    from isles.report import write_picture, write_report
 
     for run in runs:
         print(write_report(run))
+        print(write_picture(run))

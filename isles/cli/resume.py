@@ -9,22 +9,39 @@ from typing import Annotated
 
 import typer
 
+from isles.cli import torchrun
+from isles.cli.train import Node, Nodes, Rendezvous
 from isles.cli.train import run as run_with_progress
 
 
-def resume(run: Annotated[Path, typer.Argument(help="Directory of a run that was interrupted or broke off.")]) -> None:
-    """Go on from the newest checkpoint of a run, with the same workers, to the same result as if it had not stopped."""
-    from isles.training.border import read_config
-    from isles.training.checkpoint import Checkpoints
+def resume(
+    run: Annotated[Path, typer.Argument(help="Directory of a run that was interrupted or broke off.")],
+    workers: Annotated[
+        int | None, typer.Option(help="Go on with so many workers; says what is kept and lost. Default: as before.")
+    ] = None,
+    nodes: Nodes = 1,
+    node: Node = 0,
+    rendezvous: Rendezvous = "",
+) -> None:
+    """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
+    from isles.comm.party import Place
+    from isles.training.regroup import prepare
     from isles.training.server import start_server
 
+    place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
-    steps = Checkpoints(run).steps()
-    if not steps:
-        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
-    start_server()
-    config = read_config(str(run / "config.toml"), {}, [])
-    print(f"resuming {run} after step {steps[-1]}", file=sys.stderr)
-    run_with_progress(config, run, resume=steps[-1])
+    if workers is not None and (place.nodes > 1 or torchrun.size() is not None):
+        raise ValueError(
+            f"--workers {workers}: the states of all workers must lie in one directory, and one process changes them; "
+            "do it without --nodes and torchrun"
+        )
+    if torchrun.size() is None:
+        start_server()
+    ready = prepare(run, workers)
+    torchrun.check(ready.config.world.workers)
+    if torchrun.speaks():
+        for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
+            print(note, file=sys.stderr)
+    run_with_progress(ready.config, lambda: run, place, resume=ready.step)

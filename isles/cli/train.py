@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.cli import torchrun
+
+Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
+Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
+
 if TYPE_CHECKING:
+    from isles.comm.party import Place
     from isles.training.config import Config
 
 
@@ -30,35 +38,71 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A named configuration instead of CONFIG.toml: see isles config --presets.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
+    nodes: Nodes = 1,
+    node: Node = 0,
+    rendezvous: Rendezvous = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what the run will be: memory, who sends what when, bytes, time.")
+    ] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
+    if (probe or json) and not dry_run:
+        raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
+    from isles.comm.party import Place
     from isles.training.border import gather, resolve
     from isles.training.server import start_server
 
+    place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
+    if preset is not None:
+        from isles.training.presets import preset_file
+
+        if config is not None:
+            raise ValueError(f"--preset {preset} stands where {config} does: give one of the two")
+        config = str(preset_file(preset))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
-    flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
+    flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
     tables = gather(config, flags, set_ or [])
-    if tables.get("world", {}).get("backend") != "virtual":
+    if not dry_run and torchrun.size() is None and tables.get("world", {}).get("backend") != "virtual":
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
+    if dry_run:
+        from isles.cli.dry_run import show
 
-    run(resolved, out or _new_directory(resolved.method))
+        show(resolved, probe=probe, as_json=json)
+        return
+    run(resolved, lambda: out or _new_directory(resolved.method), place)
 
 
-def run(config: Config, out: Path, resume: int | None = None) -> None:
-    """Launch, with live progress, and print how it ended."""
+def run(config: Config, choose: Callable[[], Path], place: Place, resume: int | None = None) -> None:
+    """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
     from isles.cli.progress import Progress
-    from isles.report import write_report
+    from isles.comm.party import split
     from isles.training.launch import Interrupted, launch
+    from isles.training.remote import follow
 
     try:
-        with Progress(config.method, config.world.workers, config.run.steps) as progress:
-            summary = launch(config, out, progress.line, progress.notice, resume)
+        if torchrun.size() is not None:
+            return torchrun.run(config, choose, place, resume, _print_summary)
+        out = choose()
+        if place.node == 0:
+            with Progress(config.method, config.world.workers, config.run.steps) as progress:
+                summary = launch(config, out, progress.line, progress.notice, resume, place)
+            _print_summary(summary, out)
+        else:
+            own = len(split(config.world.workers, place.nodes)[place.node])
+            with Progress(f"{config.method}, node {place.node}:", own, config.run.steps) as progress:
+                host = follow(config, out, progress.line, progress.notice, resume, place)
+            print(f"done; the model and its report are on node 0 ({host})")
     except Interrupted as stop:
-        print(f"isles: {stop}", file=sys.stderr)
+        if torchrun.speaks():
+            print(f"isles: {stop}", file=sys.stderr)
         raise typer.Exit(130) from None
-    _print_summary(summary, out, write_report(out))
 
 
 def _new_directory(method: str) -> Path:
@@ -76,10 +120,14 @@ def _new_directory(method: str) -> Path:
     raise AssertionError
 
 
-def _print_summary(summary: dict[str, Any], out: Path, page: Path) -> None:
+def _print_summary(summary: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from isles.report import write_picture, write_report
+
+    page = write_report(out)
+    write_picture(out)
     table = Table(
         title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -95,6 +95,7 @@ class BackgroundTransfer:
     def __init__(self, driver: Driver, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> None:
         self.driver, self.channel, self.seconds, self.traffic = driver, channel, deadline, traffic
         self._steps = steps
+        self._began = driver.now()
         self._ends_at = time.monotonic() + deadline
         self._ended = threading.Event()
         self._lock = threading.Lock()  # held while the generator runs, and to abandon it
@@ -122,9 +123,9 @@ class BackgroundTransfer:
     def wait(self) -> Any:
         """See Transfer.wait."""
         if not self._ended.is_set():
-            start = time.perf_counter()
+            start = self.driver.now()
             self._ended.wait(max(self._ends_at - time.monotonic(), 0.0))
-            self.traffic[self.channel].blocked_seconds += time.perf_counter() - start
+            self.traffic.waited(self.channel, start, self.driver.now())
             if not self._ended.is_set():
                 self._abandon()
         if self._error is not None:
@@ -144,13 +145,15 @@ class BackgroundTransfer:
 
     def _end(self, result: Any, error: Exception | None) -> None:
         self._result, self._error = result, error
+        self.traffic.transfer(self.channel, self._began, self.driver.now())
         self._ended.set()
 
 
 class Driver:
-    """The thread that steps transfers whose works are done."""
+    """The thread that steps transfers whose works are done. now: the worker's clock, seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self._ready: SimpleQueue[BackgroundTransfer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 

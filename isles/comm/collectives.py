@@ -86,6 +86,14 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     yield [call.send(position, data) for position in fed]
 
 
+def broadcast_sends(size: int, position: int) -> int:
+    """To how many members `position` of a group of `size` passes on what position 0 broadcasts."""
+    step = 1
+    while step <= position:
+        step *= 2
+    return len(list(_doublings(step, size - position)))
+
+
 def _doublings(start: int, stop: int) -> Iterator[int]:
     while start < stop:
         yield start

@@ -42,7 +42,7 @@ class DistributedTransport:
         self.rank, self.size = rank, size
         self._processes = processes  # None: the default process group, which is this transport's own
         self.traffic = Traffic()
-        self._waiters, self._driver = Waiters(), Driver()
+        self._waiters, self._driver = Waiters(), Driver(self.now)
         self._start = time.perf_counter()
         self._closed = False
         self._native_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 
 class CommError(RuntimeError):
     """Base of every error between workers."""
@@ -62,3 +64,50 @@ class WorkerFailed(CommError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.rank, self.report)
+
+
+class NodeLost(CommError):
+    """The launcher on another machine of this run is gone; `node` is its number, `detail` its address and what was
+    seen.
+    """
+
+    def __init__(self, node: int, detail: str) -> None:
+        super().__init__(f"node {node} {detail}")
+        self.node = node
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.node, self.detail)
+
+
+class MeetingFailed(CommError):
+    """The machines of a run did not come together: one did not come in time, or cannot be reached."""
+
+
+def is_cause(error: Exception) -> bool:
+    """Whether the error is a reason by itself, and not merely how others noticed the loss of somebody."""
+    return not isinstance(error, CommError) or isinstance(error, (WorkerFailed, NodeLost, MeetingFailed))
+
+
+def to_plain(error: Exception) -> list[Any]:
+    """[class, arguments], which JSON holds, of an error that goes to another machine."""
+    if type(error) in _TRAVELLERS.values():
+        return [type(error).__name__, list(cast("tuple[Any, ...]", error.__reduce__())[1])]
+    if isinstance(error, ValueError):  # a user's mistake, whatever its class
+        return ["ValueError", [str(error)]]
+    return ["CommError", [str(error) or type(error).__name__]]
+
+
+def from_plain(plain: Any) -> Exception:
+    """The error that `to_plain` was given. ValueError is the only class besides those of this file."""
+    try:
+        name, arguments = plain
+        return _TRAVELLERS[name](*arguments)
+    except (TypeError, ValueError, KeyError):
+        return CommError(f"an error that cannot be read came from another machine: {str(plain)[:200]}")
+
+
+_TRAVELLERS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (CommError, PeerLost, DeadlinePassed, Diverged, WorkerFailed, NodeLost, MeetingFailed, ValueError)
+}

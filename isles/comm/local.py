@@ -1,38 +1,34 @@
-"""Worker processes on this machine: forked from a server that has torch loaded, joined over gloo, never left behind.
+"""Worker processes on this machine, joined over gloo, never left behind; with those of other machines if there are any.
 
 launcher                     worker r
 hosts the store  <--------   joins, runs `worker(world)`
-waits            <--------   ("done", result) | ("error", exception), which also ends it
-"close"           -------->  closes its connections only now, when nobody needs them any more
+waits            <--------   ("done", result) | ("error", error)
+"close"           -------->  closes its connections
+
+Workers of other machines are told and heard through their own launcher: see `isles.comm.nodes`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import signal
-import socket
-import threading
+import math
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
-from isles.comm import mesh
-from isles.comm.distributed import DistributedTransport
-from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.orders import Orders
+from isles.comm.crew import Crew, Link
+from isles.comm.errors import WorkerFailed, is_cause
+from isles.comm.nodes import NodeLink, ProcessLink
+from isles.comm.party import Party
+from isles.comm.seat import Seat
 from isles.comm.transport import Deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
-_GRACE = 5.0  # seconds that workers have to notice a failed one by themselves before they are ended
+_GRACE = 5.0  # seconds in which the worker that is the cause may be heard of, after one that only noticed
+_KNOWN = 1.0  # seconds that the others have once the cause is known
 
 
 def run_local(
@@ -61,55 +57,17 @@ def run_local(
 
 def raise_first(results: Sequence[Any], failures: Sequence[int]) -> None:
     """Raise the earliest failure that is not merely the loss of another worker."""
-    for rank in sorted(
-        failures, key=lambda rank: isinstance(results[rank], CommError) and not isinstance(results[rank], WorkerFailed)
-    ):
+    for rank in sorted(failures, key=lambda rank: not is_cause(results[rank])):
         raise results[rank]
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """What a worker process needs to know to join."""
+class Workers:
+    """All workers of a run, through their links; this is where a run is decided on. See `LocalWorkers`."""
 
-    rank: int
-    size: int
-    port: int
-    threads: int
-    deadlines: Deadlines | None
-
-
-class LocalWorkers:
-    """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind."""
-
-    def __init__(
-        self,
-        worker: Callable[..., Any],
-        workers: int,
-        *,
-        args: Sequence[Any] = (),
-        threads: int = 1,
-        deadlines: Deadlines | None = None,
-    ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers = {workers}: choose 1 or more")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["isles.comm.local"])
-        # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    def __init__(self, workers: int, links: Sequence[Link], end: Callable[[float], None]) -> None:
+        self.workers, self._links, self._end = workers, links, end
         self.failures: list[int] = []  # ranks in the order in which they failed
         self._stop_wanted = False
-        self._pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(workers):
-            ours, theirs = context.Pipe()
-            seat = _Seat(rank, workers, self._store.port, threads, deadlines)
-            process = context.Process(
-                target=_serve, args=(seat, theirs, worker, tuple(args)), name=f"isles-worker-{rank}"
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
 
     def stop(self) -> None:
         """Ask all workers to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
@@ -123,150 +81,108 @@ class LocalWorkers:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 
         on_event: called here with everything that a worker passes to `world.report`, as it comes. on_failure: told of
-        each worker that failed, as soon as it has; the others then go on to their own end. Without it they have a few
-        seconds to notice by themselves.
+        each worker that failed, as soon as it has; the others then go on to their own end. Without it they are ended
+        within seconds.
         """
-        results: list[Any] = [None] * len(self.processes)
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: list[Any] = [None] * self.workers
+        waiting = set(range(self.workers))
         ends_at: float | None = None
         bounds: dict[int, int] | None = None  # by rank, how far those asked to hold may have come
+        settled = False  # whether the step to stop after has been named
         try:
             while waiting:
                 if self._stop_wanted and bounds is None:
                     bounds = {}
-                    self._tell(waiting, "hold")
-                ready = wait(list(waiting), _GLANCE)
+                    self._tell("hold")
+                live = [link for link in self._links if not link.lost]
+                ready = wait(cast(Any, live), _GLANCE)
                 if not ready and ends_at is not None and time.monotonic() > ends_at:
                     break  # the rest did not notice the failure in time: ended below
-                for pipe in ready:
-                    rank = waiting[pipe]  # type: ignore[index]
-                    kind, value = self._collect(pipe, rank)  # type: ignore[arg-type]
+                for rank, kind, value in [message for link in live for message in link.read()]:
                     if kind == "event":
                         if on_event is not None:
                             on_event(value)
-                        continue
-                    if kind == "held" and bounds is not None:
+                    elif kind == "interrupt":
+                        self._stop_wanted = True
+                    elif kind == "held" and bounds is not None:
                         bounds[rank] = value
-                        if bounds.keys() >= set(waiting.values()):
-                            self._tell(waiting, ("stop", max(bounds.values())))
-                        continue
-                    del waiting[pipe]  # type: ignore[arg-type]
-                    results[rank] = value
-                    if kind == "error" and on_failure is not None:
-                        on_failure(rank, value)
-                if self.failures and ends_at is None and on_failure is None:
-                    ends_at = time.monotonic() + _GRACE
-            for rank in waiting.values():
+                    elif rank in waiting:
+                        waiting.remove(rank)
+                        results[rank] = value
+                        if kind == "error":
+                            self.failures.append(rank)
+                            if on_failure is not None:
+                                on_failure(rank, value)
+                            else:
+                                grace = min(_KNOWN if is_cause(value) else _GRACE, _GRACE)
+                                ends_at = min(time.monotonic() + grace, ends_at or math.inf)
+                if bounds is not None and not settled and waiting and bounds.keys() >= waiting:
+                    settled = True
+                    self._tell(("stop", max(bounds.values())))
+            for rank in sorted(waiting):
                 results[rank] = WorkerFailed(rank, "ended by the launcher after another worker failed")
                 self.failures.append(rank)
         finally:
-            self._end(patience=1.0 if waiting or self.failures else 10.0)
+            self._tell("close")
+            self._end(1.0 if waiting or self.failures else 10.0)
         return results
 
-    @staticmethod
-    def _tell(pipes: Iterable[Connection], message: Any) -> None:
-        for pipe in pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(message)
-
-    def _collect(self, pipe: Connection, rank: int) -> tuple[str, Any]:
-        """The next message of a worker: ("event" | "held" | "done" | "error", value)."""
-        try:
-            kind, value = pipe.recv()
-        except (EOFError, OSError):
-            self.processes[rank].join(2.0)
-            kind, value = (
-                "error",
-                WorkerFailed(rank, f"its process ended with exit code {self.processes[rank].exitcode}"),
-            )
-        except Exception as error:  # its class does not come back from what it was taken apart into
-            kind, value = "error", WorkerFailed(rank, f"its result cannot be rebuilt in the launcher: {error!r}")
-        if kind == "error":
-            self.failures.append(rank)
-        return kind, value
-
-    def _end(self, patience: float) -> None:
-        self._tell(self._pipes, "close")
-        ends_at = time.monotonic() + patience
-        for process in self.processes:
-            process.join(max(ends_at - time.monotonic(), 0.0))
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()  # also ends a stopped process
-                process.join()
-        for pipe in self._pipes:
-            pipe.close()
+    def _tell(self, order: Any) -> None:
+        for link in self._links:
+            link.tell(order)
 
 
-def _serve(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
-    torch.set_num_threads(seat.threads)
-    _stay_on_this_machine()
-    closing, orders, sending = threading.Event(), Orders(), threading.Lock()
+class LocalWorkers(Workers):
+    """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind.
 
-    def send(message: tuple[str, Any]) -> None:
-        with sending:  # the watcher answers while the worker reports
-            pipe.send(message)
+    party: the machines of the run, of which this is node 0; alone by default. `workers` counts those of all machines.
+    logs: a folder for what the workers of this machine print; None leaves it on the terminal.
+    """
 
-    watch = threading.Thread(target=_watch_launcher, args=(pipe, send, closing, orders), daemon=True)
-    watch.start()  # also while it joins
-    transport: DistributedTransport | None = None
-    try:
-        store = dist.TCPStore("127.0.0.1", seat.port, None, False, timeout=timedelta(minutes=5))
-        transport = DistributedTransport.join(dist.PrefixStore("isles", store), seat.rank, seat.size)
-        mesh.enter(transport)
-        world = mesh.init(deadlines=seat.deadlines)
-        world = replace(world, report=lambda event: send(("event", event)), stop_here=orders.boundary)
-        message = ("done", worker(world, *args))
-    except Exception as error:  # the launcher reports it
-        message = ("error", _portable(error, seat.rank))
-    try:
-        send(message)
-    except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
-        told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
-        message = ("error", WorkerFailed(seat.rank, told))
-        send(message)
-    if transport is None or message[0] == "error":
-        os._exit(1)  # at once: peers then see the loss; transfers may be stuck: nothing is worth waiting for
-    closing.wait()
-    transport.close()
+    def __init__(
+        self,
+        worker: Callable[..., Any],
+        workers: int,
+        *,
+        args: Sequence[Any] = (),
+        threads: int = 1,
+        deadlines: Deadlines | None = None,
+        logs: Path | None = None,
+        party: Party | None = None,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers = {workers}: choose 1 or more")
+        party = party or Party()
+        # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        party.go(store=self._store.port)
+        own = seats(party, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
+        crew = Crew(worker, own, args)
+        self.processes = crew.processes
+        super().__init__(workers, [*crew.links, *node_links(party, workers)], crew.end)
 
 
-def _watch_launcher(
-    pipe: Connection, send: Callable[[tuple[str, Any]], None], closing: threading.Event, orders: Orders
-) -> None:
-    """Do as the launcher says; end this process when the launcher is gone."""
-    while not closing.is_set():
-        try:
-            message = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-        if message == "hold":
-            send(("held", orders.hold()))
-        elif message == "close":
-            closing.set()
-        else:
-            orders.stop_after(message[1])
+def node_links(party: Party, workers: int) -> list[NodeLink]:
+    """Node 0's links to the workers of the other machines."""
+    shares, kind = party.shares(workers), ProcessLink if party.place.one_folder else NodeLink
+    return [kind(node, tuple(shares[node]), line) for node, line in party.lines.items()]
 
 
-def _portable(error: Exception, rank: int) -> Exception:
-    """The error itself where the launcher can rebuild it, else its traceback as text."""
-    if isinstance(error, (CommError, ValueError)):
-        make, arguments, *_ = cast("tuple[Any, ...]", error.__reduce__())
-        try:
-            make(*arguments)
-        except Exception as why:  # its __init__ takes other arguments than it hands on
-            return WorkerFailed(rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})")
-        return error
-    return WorkerFailed(rank, _text(error))
-
-
-def _text(error: Exception) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _stay_on_this_machine() -> None:
-    """Let gloo use the loopback interface: the host's name need not resolve."""
-    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+def seats(
+    party: Party, workers: int, port: int, *, threads: int, deadlines: Deadlines | None, logs: Path | None
+) -> list[Seat]:
+    """Those of this machine's share of `workers`; the store listens on `port` of node 0."""
+    return [
+        Seat(
+            rank=rank,
+            size=workers,
+            local_rank=local_rank,
+            host=party.host,
+            port=port,
+            threads=threads,
+            interface=party.interface,
+            deadlines=deadlines,
+            log=None if logs is None else logs / f"worker-{rank}.log",
+        )
+        for local_rank, rank in enumerate(party.shares(workers)[party.node])
+    ]

@@ -91,6 +91,23 @@ def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, posit
     return total
 
 
+def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> int:
+    """Memory in bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: what two segments
+    receive, and where the codec is no mere view, what it encodes and decodes.
+    """
+    total = 0
+    for start, stop in segments(elements, codec.block)[:2]:
+        first, last = cuts(stop - start, size, codec.block)[0]
+        whole = codec.wire_bytes(stop - start, dtype)
+        if size > 1 and gathers(stop - start, dtype, codec, size):
+            total += (size - 1) * whole
+        elif size > 1:
+            total += (size - 1) * max(form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
+        if not codec.lossless:
+            total += whole + (stop - start) * dtype.itemsize
+    return total
+
+
 def mean(
     call: Call,
     buffer: Tensor,

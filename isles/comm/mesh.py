@@ -6,6 +6,7 @@ rank = (outer position * stages + stage position) * inner + inner position, so t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ class Mesh:
     outer: Group
     stage: Group
     inner: Group
+    local_rank: int = 0
+    """This worker's number among those of its machine: which GPU is its own."""
+
     report: Callable[[object], None] = field(default=lambda event: None, repr=False)
     """Tell whoever started the workers; nobody listens under torchrun or in a world of one."""
 
@@ -57,10 +61,14 @@ def arrange(
     outer: int | None = None,
     stage: int = 1,
     inner: int = 1,
+    local_rank: int | None = None,
     deadlines: Deadlines | None = None,
     ledger: Ledger | None = None,
 ) -> Mesh:
-    """The mesh of `outer` x `stage` x `inner` workers over `transport`. ValueError when the product is not its size."""
+    """The mesh of `outer` x `stage` x `inner` workers over `transport`. ValueError when the product is not its size.
+
+    local_rank: this worker's number on its machine; None where all are on one.
+    """
     if min(1 if outer is None else outer, stage, inner) < 1:
         raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
     outer = transport.size // (stage * inner) if outer is None else outer
@@ -84,21 +92,29 @@ def arrange(
         outer=group([rank(o, here_stage, here_inner) for o in range(outer)], "outer"),
         stage=group([rank(here_outer, s, here_inner) for s in range(stage)], "pipeline"),
         inner=group([rank(here_outer, here_stage, i) for i in range(inner)], "inner"),
+        local_rank=transport.rank if local_rank is None else local_rank,
     )
 
 
 _here = threading.local()  # a virtual worker is a thread; a real one is the process's main thread
 
 
-def enter(transport: Transport) -> None:
+def enter(transport: Transport, local_rank: int | None = None) -> None:
     """Make `transport` what `init()` and `mesh()` find in this thread (called by whoever starts workers)."""
-    _here.transport, _here.ledger = transport, Ledger()
+    _here.transport, _here.ledger, _here.local_rank = transport, Ledger(), local_rank
+
+
+def leave() -> None:
+    """Close what was entered in this thread, if anything was."""
+    if hasattr(_here, "transport"):
+        _here.transport.close()
 
 
 def current() -> Transport:
     """This worker's transport: the one entered, else the one torchrun's environment describes, else a world of one."""
     if not hasattr(_here, "transport"):
-        enter(DistributedTransport.from_environment())
+        local_rank = os.environ.get("LOCAL_RANK")  # torchrun's
+        enter(DistributedTransport.from_environment(), None if local_rank is None else int(local_rank))
     return _here.transport
 
 
@@ -110,4 +126,12 @@ def init(*, deadlines: Deadlines | None = None) -> Mesh:
 def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
     transport = current()
-    return arrange(transport, outer=outer, stage=stage, inner=inner, deadlines=deadlines, ledger=_here.ledger)
+    return arrange(
+        transport,
+        outer=outer,
+        stage=stage,
+        inner=inner,
+        local_rank=_here.local_rank,
+        deadlines=deadlines,
+        ledger=_here.ledger,
+    )

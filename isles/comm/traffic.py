@@ -1,10 +1,30 @@
-"""Counts of what crosses the network, taken where a buffer is handed to the transport."""
+"""Counts of what crosses the network, taken where a buffer is handed to the transport, and when it did.
+
+transports call `transfer` and `waited`  ->  totals by channel, for good
+                                         ->  spans, the newest `MAX_SPANS`, until somebody takes them
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from isles.comm.tags import CHANNELS, Channel
+
+MAX_SPANS = 4096
+
+
+class Span(NamedTuple):
+    """Something that went on from `start` to `end`, in seconds of the worker's clock (`Transport.now`).
+
+    transfer: an exchange was under way, behind the computation or not. blocked: the computation stood still for it.
+    """
+
+    kind: Literal["transfer", "blocked"]
+    channel: Channel
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -25,6 +45,8 @@ class Traffic:
     channels: dict[Channel, ChannelTraffic] = field(
         default_factory=lambda: {name: ChannelTraffic() for name in CHANNELS}
     )
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
+    """The newest spans, in the order of their ends."""
 
     def __getitem__(self, channel: Channel) -> ChannelTraffic:
         return self.channels[channel]
@@ -40,6 +62,22 @@ class Traffic:
         counts = self.channels[channel]
         counts.bytes_received += nbytes
         counts.messages_received += 1
+
+    def transfer(self, channel: Channel, start: float, end: float) -> None:
+        """Note that a transfer has ended."""
+        self.spans.append(Span("transfer", channel, start, end))
+
+    def waited(self, channel: Channel, start: float, end: float) -> None:
+        """Count the time for which the computation stood still."""
+        self.channels[channel].blocked_seconds += end - start
+        self.spans.append(Span("blocked", channel, start, end))
+
+    def take_spans(self) -> list[Span]:
+        """The spans since the last call, at most the newest `MAX_SPANS`; they are forgotten here."""
+        taken = []
+        while self.spans:  # one by one: a driver thread may add some meanwhile
+            taken.append(self.spans.popleft())
+        return taken
 
     def total(self, field_name: str, *channels: Channel) -> float:
         """Sum of one field over `channels` (all when none is named)."""

@@ -72,6 +72,7 @@ class VirtualTransfer:
         self._channel: Channel = channel
         self._seconds = deadline
         self._traffic = traffic
+        self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
         self._deadline: Event | None = None
         self._result: Any = None
@@ -90,7 +91,7 @@ class VirtualTransfer:
                 assert self._scheduler.stepper != get_ident(), "a protocol yields what it waits for"
                 start = self._owner.clock
                 self._scheduler.block(self._owner, self)
-                self._traffic[self._channel].blocked_seconds += self._owner.clock - start
+                self._traffic.waited(self._channel, start, self._owner.clock)
         if self.error is not None:
             raise self.error
         return self._result
@@ -153,6 +154,7 @@ class VirtualTransfer:
     def _end(self, result: Any, error: BaseException | None) -> None:
         self._result, self.error, self.finished, self._steps = result, error, True, None
         self._pending.clear()
+        self._traffic.transfer(self._channel, self._began, self._scheduler.timeline.now)
         if self._deadline is not None:
             self._scheduler.timeline.cancel(self._deadline)
             self._deadline = None

@@ -168,6 +168,13 @@ class Loader:
         return windows, np.arange(count) * len(windows) // count
 
 
+def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[str, Any]:
+    """A loader's state for another number of workers and sequences a worker and step, at the same place of the data; as
+    `load_state_dict(reshard=True)` would take it.
+    """
+    return {**state, "workers": workers, "batch_size": batch_size}
+
+
 def _windows(tokens: np.ndarray, context: int) -> np.ndarray:
     """(N, context + 1) view of (T,) tokens without a copy, N = (T - 1) // context."""
     return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context]

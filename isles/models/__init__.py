@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import ModelConfig
     from .decoder import Decoder, Output, next_token_loss
-    from .factory import autocast, build, choose_device
+    from .factory import Limits, autocast, build, choose_device, limits, sketch
     from .sizes import (
         SIZES,
         Shape,
@@ -37,11 +37,15 @@ _HOMES = {
     "autocast": "factory",
     "build": "factory",
     "choose_device": "factory",
+    "Limits": "factory",
+    "limits": "factory",
+    "sketch": "factory",
 }
 
 __all__ = [
     "SIZES",
     "Decoder",
+    "Limits",
     "ModelConfig",
     "Output",
     "Shape",
@@ -50,10 +54,12 @@ __all__ = [
     "choose_device",
     "embedding_parameters",
     "flops_per_token",
+    "limits",
     "next_token_loss",
     "non_embedding_parameters",
     "parameters",
     "shape_of",
+    "sketch",
 ]
 
 

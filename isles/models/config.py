@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from isles.imports import is_place
 
 from .sizes import Shape, shape_of
 
@@ -11,25 +13,35 @@ Autocast = Literal["none", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float64"]
 
+DEFAULT_SIZE = "0.13M"
+
 _SHAPE_KEYS = ("d_model", "layers", "heads", "ffn", "vocab", "context", "tie_embeddings")
+_DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # say nothing about another model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What is trained. Every impossible value raises a ValueError of one line that names the key and the mend.
 
-    size: a named shape, see `isles.models.sizes.SIZES`. The next seven override parts of it; None keeps the size's own.
-    d_model: width of the residual stream. layers: blocks. heads: attention heads. ffn: inner width of the gated MLP.
-    vocab: token ids (256 for bytes; must cover the tokenizer's). context: longest sequence, in tokens.
+    size: a named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.13M" where nothing is said. The next five
+        and tie_embeddings override parts of it; None keeps the size's own. d_model: width of the residual stream.
+        layers: blocks. heads: attention heads. ffn: inner width of the gated MLP.
+    vocab: token ids (256 for bytes; must cover the tokenizer's). With hf: those of its config.json, unless given.
+    context: longest sequence, in tokens. With hf: the longest its config.json allows, unless given; with factory it
+        must be given.
     tie_embeddings: embedding and head share one matrix.
+    factory: a model of your own instead of the decoder, package.module:function; see docs/own-model.md.
+    hf: a causal LM of transformers instead of the decoder: the path of a folder with config.json, and with weights
+        (safetensors) if training should start from them.
     compile: run the model through torch.compile; pays on GPUs, costs seconds to minutes at the first step.
     autocast: number format of the matrix products while weights stay in `dtype`: none, bf16, or fp16 (CUDA only; its
         gradients underflow without a torch.amp.GradScaler).
     device: "auto" is a GPU if torch sees one, else the CPU; several workers may share a GPU.
     dtype: format of the weights, and so of the gradients and of the optimizer's state.
+    options: what factory is called with, as a table: [model.options].
     """
 
-    size: str = "0.13M"
+    size: str | None = None
     d_model: int | None = None
     layers: int | None = None
     heads: int | None = None
@@ -37,10 +49,13 @@ class ModelConfig:
     vocab: int | None = None
     context: int | None = None
     tie_embeddings: bool | None = None
+    factory: str | None = None
+    hf: str | None = None
     compile: bool = False
     autocast: Autocast = "none"
     device: Device = "auto"
     dtype: DType = "float32"
+    options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for key, choices in (("autocast", Autocast), ("device", Device), ("dtype", DType)):
@@ -56,10 +71,47 @@ class ModelConfig:
                 f'model.autocast = "{self.autocast}" works on float32 weights, not on model.dtype = "{self.dtype}"; '
                 'set model.autocast = "none" or model.dtype = "float32"'
             )
+        if self.own is not None:
+            self._check_own(self.own)
+            return
+        if self.options is not None:
+            raise ValueError("model.options are the arguments of model.factory: give a factory, or take them out")
+        if self.size is None:
+            object.__setattr__(self, "size", DEFAULT_SIZE)  # said, so that a saved configuration names it
         self.shape()  # refuses an unknown size and impossible numbers
 
+    @property
+    def own(self) -> Literal["factory", "hf"] | None:
+        """The key that brings another model than Isles' decoder."""
+        return "factory" if self.factory is not None else "hf" if self.hf is not None else None
+
+    def _check_own(self, key: Literal["factory", "hf"]) -> None:
+        if self.factory is not None and self.hf is not None:
+            raise ValueError("model.factory and model.hf each bring a model: take one of them out")
+        for name in _DECODER_KEYS:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"model.{name} is of Isles' own decoder and says nothing beside model.{key}: take it out"
+                )
+        for name in ("vocab", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{name} = {value} is impossible; use a whole number of at least 1")
+        if key == "hf":
+            if self.options is not None:
+                raise ValueError("model.options are for model.factory; what model.hf builds stands in its config.json")
+            return
+        assert self.factory is not None
+        if not is_place(self.factory):
+            raise ValueError(f"model.factory = {self.factory!r}: write package.module:function")
+        if self.context is None:
+            raise ValueError(
+                "model.context is missing: beside model.factory, say how long a sequence is, in tokens, such as 128"
+            )
+
     def shape(self) -> Shape:
-        """The size with the overrides laid over it."""
+        """The decoder's size with the overrides laid over it."""
+        assert self.size is not None, "only Isles' own decoder has a shape"
         named = shape_of(self.size)
         given = {key: getattr(self, key) for key in _SHAPE_KEYS}
         return Shape(**{key: getattr(named, key) if value is None else value for key, value in given.items()})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .config import ModelConfig
 from .decoder import Decoder
+from .hf import hf_limits, load_hf
+from .own import make, sketch_own
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,19 +34,61 @@ def choose_device(config: ModelConfig, rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
-def build(config: ModelConfig, seed: int, rank: int = 0) -> nn.Module:
-    """The decoder of `config` on the device of worker `rank`, in `model.dtype`, compiled where that was asked for.
+class Limits(NamedTuple):
+    """What the data must fit: `context`, the longest sequence in tokens; `vocab`, token ids (None: not known)."""
 
-    The weights depend on the shape and `seed` alone: every rank and every device starts from the same model, and the
-    global random generators stay as they were. A compiled model is compiled in place: its parameter names and its
-    class are those of the plain one. ValueError as in `choose_device` and `autocast`.
+    context: int
+    vocab: int | None
+
+
+def limits(config: ModelConfig) -> Limits:
+    """The limits of the model of `config`, without building it. ValueError where they are not known, or cannot be."""
+    if config.factory is not None:
+        assert config.context is not None
+        return Limits(config.context, config.vocab)
+    if config.hf is None:
+        shape = config.shape()
+        return Limits(shape.context, shape.vocab)
+    longest, vocab = hf_limits(config.hf)
+    context = config.context or longest
+    if context is None:
+        raise ValueError("model.context is missing: config.json of model.hf does not say how long a sequence may be")
+    if longest is not None and context > longest:
+        raise ValueError(
+            f"model.context = {context} is more than the {longest} of model.hf: set it to {longest} or less"
+        )
+    return Limits(context, config.vocab or vocab)
+
+
+def build(config: ModelConfig, seed: int, rank: int = 0) -> nn.Module:
+    """The model of `config` on the device of worker `rank`, in `model.dtype`, compiled where that was asked for.
+
+    The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
+    and the global random generators stay as they were. A compiled model is compiled in place: its parameter names and
+    its class are those of the plain one. ValueError as in `choose_device`, `autocast`, `load_hf` and `own.make`.
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    model = Decoder(config.shape(), seed=seed, device=device, dtype=DTYPES[config.dtype])
+    model = _made(config, seed, device)
     if config.compile:
         model.compile()
     return model
+
+
+def sketch(config: ModelConfig) -> nn.Module:
+    """The model of `config` with shapes but without numbers (on the meta device): no memory, whatever its size."""
+    if config.factory is not None:
+        return sketch_own(config.factory, config.options or {}, DTYPES[config.dtype])
+    return _made(config, 0, torch.device("meta"))
+
+
+def _made(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
+    dtype = DTYPES[config.dtype]
+    if config.factory is not None:
+        return make(config.factory, config.options or {}, seed).to(device=device, dtype=dtype)
+    if config.hf is not None:
+        return load_hf(config.hf, seed=seed, dtype=dtype, device=device, vocab=config.vocab)
+    return Decoder(config.shape(), seed=seed, device=device, dtype=dtype)
 
 
 def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[object]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def generate(
-    model: Any,
+    logits: Callable[[Tensor], Tensor],
     tokens_T: Tensor,
     *,
     new_tokens: int,
@@ -22,15 +21,15 @@ def generate(
 ) -> Iterator[int]:
     """Yield `new_tokens` ids that follow `tokens_T` (T,), int64, at least one.
 
-    model: has `logits(tokens_BT) -> (B, T, V)`. context: the model sees at most the last `context` tokens. temperature:
-    0 takes the likeliest token. top_k: choose among so many likeliest (0: all). seed: of the draws; the global
-    generator is not used.
+    logits: from tokens (B, T) to the scores (B, T, V) of what follows each. context: the model sees at most the last
+    `context` tokens. temperature: 0 takes the likeliest token. top_k: choose among so many likeliest (0: all). seed: of
+    the draws; the global generator is not used.
     """
     if not len(tokens_T):
         raise ValueError("the prompt is empty: give at least one character")
     generator = torch.Generator(device="cpu").manual_seed(seed)
     for _ in range(new_tokens):
-        scores_V = model.logits(tokens_T[-context:][None])[0, -1].float().cpu()
+        scores_V = logits(tokens_T[-context:][None])[0, -1].float().cpu()
         token = int(scores_V.argmax()) if temperature == 0 else _draw(scores_V / temperature, top_k, generator)
         yield token
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))

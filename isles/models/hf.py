@@ -34,32 +34,63 @@ class HuggingFaceLM(nn.Module):
         return self.model(input_ids=tokens_BT, use_cache=False).logits
 
 
-def load_hf(path: str, *, seed: int, dtype: torch.dtype, device: torch.device) -> HuggingFaceLM:
+def load_hf(
+    path: str, *, seed: int, dtype: torch.dtype, device: torch.device, vocab: int | None = None
+) -> HuggingFaceLM:
     """The model in the folder `path`: its weights (safetensors) where there are some, else fresh ones drawn from
-    `seed`.
+    `seed`; ready to train.
 
-    ValueError, one line: transformers is absent, or the folder holds no configuration of a causal LM.
+    vocab: token ids of a fresh model; None: as config.json says. On the meta device only the shapes are made.
+    ValueError, one line: transformers is absent, the folder holds no configuration of a causal LM, or its weights have
+    another `vocab`.
     """
+    config = _read_config(path)
+    from transformers import AutoModelForCausalLM
+
+    text, folder = config.get_text_config(), Path(path).expanduser()
+    has_weights = any(folder.glob("*.safetensors"))
+    if vocab is not None and vocab != text.vocab_size:
+        if has_weights:
+            raise ValueError(f"model.vocab = {vocab}, but the weights of model.hf have {text.vocab_size}: take it out")
+        text.vocab_size = vocab
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        if has_weights and device.type != "meta":
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+            ).to(device)
+        else:
+            with torch.random.fork_rng(devices=[]):  # transformers draws from the global generator
+                torch.default_generator.manual_seed(seed)
+                with torch.device("meta" if device.type == "meta" else "cpu"):
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = model.to(device)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"model.hf = {path!r}: {str(error).splitlines()[0]}") from error
+    return HuggingFaceLM(model.train())  # from_pretrained leaves dropout off
+
+
+def hf_limits(path: str) -> tuple[int | None, int]:
+    """(longest sequence in tokens, None where config.json does not say; token ids) of the model in the folder `path`.
+    ValueError as in `load_hf`.
+    """
+    config = _read_config(path).get_text_config()
+    return getattr(config, "max_position_embeddings", None), config.vocab_size
+
+
+def _read_config(path: str) -> Any:
+    try:
+        from transformers import AutoConfig
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ValueError('model.hf needs transformers: pip install "isles[hf]"') from error
-    folder = Path(path)
+    disable_progress_bar()  # one for each worker would run over the run's own
+    folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.hf = {path!r}: no config.json there; name the folder of a saved transformers model")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if any(folder.glob("*.safetensors")):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
-            )
-        else:
-            with torch.random.fork_rng(devices=[]):  # transformers draws from the global generator
-                torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"model.hf = {path!r}: {str(error).splitlines()[0]}") from error
-    return HuggingFaceLM(model.to(device))
 
 
 def save_as_llama(model: Decoder, folder: Path) -> None:

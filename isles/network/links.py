@@ -88,6 +88,16 @@ class Links:
             return self.latency
         return self.latency(source, target) if callable(self.latency) else self.latency[source][target]
 
+    def slowest_rate(self, workers: int) -> float:
+        """Bits per second that the worker with the least has, if those that share its uplink send as well."""
+        sharing = [self.uplink_of(rank) for rank in range(workers)]
+        return min(self.rate(uplink) / sharing.count(uplink) for uplink in sharing)
+
+    def longest_latency(self, workers: int) -> float:
+        """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
+        ways = [(source, target) for source in range(workers) for target in range(workers) if source != target]
+        return max((self.base_latency(source, target) for source, target in ways), default=0.0)
+
     def message_latency(self, source: int, target: int, *, number: int, seed: int) -> float:
         """Seconds of latency of the `number`-th message from `source` to `target`: a pure function of its arguments."""
         return self.base_latency(source, target) * lognormal(self.jitter, seed, source, target, number)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from isles.errors import unknown_name
+from isles.imports import is_place, named
 
 if TYPE_CHECKING:
     from isles.replicas.sync import ReplicaSync
@@ -18,6 +18,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "ddp": ("isles.replicas.ddp:DDP", "average gradients every step"),
     "localsgd": ("isles.replicas.localsgd:LocalSGD", "average parameters every H steps"),
     "diloco": ("isles.replicas.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
+    "streaming-diloco": ("isles.replicas.streaming:StreamingDiLoCo", "DiLoCo by fragments, landing some steps later"),
+    "delayed": ("isles.replicas.delayed:DelayedDiLoCo", "DiLoCo whose means arrive a round late"),
+    "eager": ("isles.replicas.eager:EagerDiLoCo", "the same, with the worker's own share fresh"),
     "noloco": ("isles.replicas.noloco:NoLoCo", "outer step with one random partner every H steps"),
 }
 
@@ -25,13 +28,11 @@ METHODS: dict[str, tuple[str, str]] = {
 def method(name: str) -> type[ReplicaSync]:
     """The class behind a name of `METHODS`, or behind "package.module:Class". ValueError names what is wrong."""
     place = METHODS[name][0] if name in METHODS else name
-    module, _, attribute = place.partition(":")
-    if not attribute:
+    if ":" not in place:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or empty name
-        raise ValueError(f"method {name!r} cannot be imported: {error}") from error
+    if not is_place(place):
+        raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
+    found = named(f"method {name!r}", place)
     from isles.replicas.sync import ReplicaSync
 
     if not (isinstance(found, type) and issubclass(found, ReplicaSync)):

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from isles.comm.codecs import CODECS, codec
-from isles.comm.mean import Stamp, mean, native_bytes, native_mean, sent_bytes
+from isles.comm.codecs import codec
+from isles.comm.mean import Stamp, mean, native_bytes, native_mean, sent_bytes, working_bytes
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.replicas.checks import one_of
 from isles.replicas.flat import FlatParameters
-from isles.replicas.planned import Planned
+from isles.replicas.planned import Held, Outline, Planned, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
@@ -44,7 +44,7 @@ class DDPConfig(MethodConfig):
     def __post_init__(self) -> None:
         if not self.bucket_megabytes > 0:
             raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
-        one_of("codec", self.codec, CODECS)
+        codec(self.codec)  # refuses an unknown one
         one_of("reduction", self.reduction, ("two_shot", "native"))
         if self.reduction == "native" and self.codec != "none":
             raise ValueError('reduction = "native" sends gradients as they are: use "two_shot" with a codec')
@@ -56,7 +56,7 @@ class Bucket:
     def __init__(self, index: int, parameters: list[nn.Parameter], device: torch.device) -> None:
         self.index, self.parameters = index, parameters
         self.layout = FlatParameters(parameters)
-        self.flat = self.layout.new().to(device)
+        self.flat = self.layout.new() if self.layout.device.type == "meta" else self.layout.new().to(device)
         self.views = [
             part.view(parameter.shape)
             for part, parameter in zip(self.flat.split([p.numel() for p in parameters]), parameters, strict=True)
@@ -113,7 +113,7 @@ class DDP(ReplicaSync):
         if self.native and not self.group.transport.native:
             raise ValueError('reduction = "native" needs a real backend: use "two_shot" on the virtual one')
         device = self.parameters[0].device if self.native else torch.device("cpu")
-        if self.native:  # opens the backend's connections now, not in the first backward pass
+        if self.native and not self.is_sketch:  # opens the backend's connections now, not in the first backward pass
             self.group.start(native_mean(self.group.call("control"), torch.zeros(1, device=device)), "control").wait()
         self.buckets = _buckets(self.parameters, self.config.bucket_megabytes * 2**20, device)
         self._elements = sum(bucket.layout.numel for bucket in self.buckets)
@@ -161,6 +161,26 @@ class DDP(ReplicaSync):
             Planned(step, step, bucket.index, "gradient", everyone, bytes_sent[bucket.index])
             for step in range(1, steps + 1)
             for bucket in self.buckets
+        ]
+
+    def outline(self, steps: int) -> Outline:
+        """See ReplicaSync.outline: every step is like the first, and steps times buckets may be millions."""
+        return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
+
+    def opening(self) -> tuple[int, ...]:
+        """See ReplicaSync.opening."""
+        probe = native_bytes(1, torch.float32, self.group.size) if self.native else 0
+        return tuple(nbytes + probe for nbytes in super().opening())
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory. With reduction = "native" the buckets lie where the gradients do."""
+        flats = [bucket.flat for bucket in self.buckets]
+        size = 1 if self.native else self.group.size
+        under_way = sum(working_bytes(flat.numel(), flat.dtype, self.codec, size) for flat in flats)
+        return [
+            *super().memory(),
+            Held("gradient buckets", sum(flat.nbytes for flat in flats), "always"),
+            Held("messages under way", under_way, "exchange"),
         ]
 
     def _bytes(self, bucket: Bucket, position: int) -> int:

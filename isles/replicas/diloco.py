@@ -16,36 +16,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from isles.comm.codecs import CODECS, codec
+from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
-from isles.replicas.parts import Answer, Composition, outer_gradient
+from isles.replicas.parts import Answer, Composition, ErrorFeedback, outer_gradient
 from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(MethodConfig):
     """Defaults of the paper, section 3. sync_every: inner steps a round (H). outer_lr: lr. outer_momentum: mu.
-    codec: form of the outer gradient on the wire (none, fp16, bf16, int8).
+    codec: form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, ...).
+    error_feedback: what the codec loses is added to the next round's: "none", "local" (this worker's own loss) or
+    "global" (what differs from the mean that came back). feedback_decay: factor on it each round, 0..1.
     """
 
     sync_every: int = 500
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     codec: str = "none"
+    error_feedback: Literal["none", "local", "global"] = "none"
+    feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        one_of("codec", self.codec, CODECS)
+        codec(self.codec)  # refuses an unknown one
+        one_of("error_feedback", self.error_feedback, ("none", "local", "global"))
+        if not 0 <= self.feedback_decay <= 1:
+            raise ValueError(f"feedback_decay = {self.feedback_decay}: choose 0 to 1, such as 0.95")
+
+
+def codec_parts(config: DiLoCoConfig) -> dict[str, Any]:
+    """The codec and the error feedback that a configuration names."""
+    form = config.error_feedback
+    feedback = None if form == "none" else ErrorFeedback(form=form, decay=config.feedback_decay)
+    return {"codec": codec(config.codec), "feedback": feedback}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +114,7 @@ class DiLoCo(OuterSync):
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),
-            codec=codec(self.config.codec),
             rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
             landing=Replace(),
+            **codec_parts(self.config),
         )

@@ -64,16 +64,18 @@ class FlatParameters:
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.exact = dtypes <= {self.dtype}
+        planning = any(parameter.is_meta for parameter in self.parameters)
+        self.device = torch.device("meta" if planning else "cpu")  # a model without numbers: nothing is allocated
         self._runs = self._cut()
         self._sizes = [sum(piece.elements for piece in run) for run in self._runs]
 
     def new(self) -> Tensor:
-        """An uninitialised flat vector (numel,) on the CPU."""
-        return torch.empty(self.numel, dtype=self.dtype)
+        """An uninitialised flat vector (numel,) on the CPU, or on the meta device where the parameters are."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def scratch(self) -> Tensor:
         """Room for one block."""
-        return torch.empty(max(self._sizes, default=0), dtype=self.dtype)
+        return torch.empty(max(self._sizes, default=0), dtype=self.dtype, device=self.device)
 
     def blocks(self) -> list[Block]:
         """All blocks in order. The live views are made anew each time: a user may move parameters between rounds."""

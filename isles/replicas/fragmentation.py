@@ -15,8 +15,19 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from isles.replicas.checks import at_least, one_of
+
 Fragments = str | tuple[tuple[str, ...], ...]
 PATTERNS = ("whole", "sequential", "strided")
+
+
+def check_fragments(fragments: Fragments, layers_per_fragment: int) -> None:
+    """What can be said without a model. ValueError for what fits none."""
+    if isinstance(fragments, str):
+        one_of("fragments", fragments, PATTERNS)
+    elif not fragments:
+        raise ValueError('fragments = []: name the parameters of each, or choose "whole"')
+    at_least("layers_per_fragment", layers_per_fragment, 1)
 
 
 def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int) -> list[list[nn.Parameter]]:

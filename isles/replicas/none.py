@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isles.replicas.planned import Planned
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 
@@ -18,3 +19,7 @@ class NoSync(ReplicaSync):
     Config = NoneConfig
     level = "parameter"
     agrees = False
+
+    def schedule(self, steps: int) -> list[Planned]:
+        """See ReplicaSync.schedule: nothing."""
+        return []

@@ -29,7 +29,7 @@ from isles.replicas.courier import Courier
 from isles.replicas.flat import digest, word_sum
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Answer, Composition
-from isles.replicas.planned import Planned, planned_rounds
+from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
 from isles.replicas.sync import ReplicaSync
 
 
@@ -107,11 +107,15 @@ class OuterSync(ReplicaSync):
         sizes = [(fragment.flat.numel, fragment.flat.dtype) for fragment in self.fragments]
         return planned_rounds(self.parts, sizes, self.group.size, steps)
 
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory."""
+        return [*super().memory(), *outer_memory(self.parts, [f.flat for f in self.fragments], self.group.size)]
+
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
-            raise ValueError(f"no exchange falls into a run of {steps} steps: choose sync_every <= {steps}")
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
         return super().advise(steps) + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
@@ -146,6 +150,17 @@ class OuterSync(ReplicaSync):
             self.flights.append(Flight(fragment, saved["lands"], fragment.restored(saved["payload"]), held))
         self.courier.lost = set(state["lost"])
         self.skipped = state["skipped"]
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """See ReplicaSync.regrouped: anchors and momenta as they are, the mean of linear rules' states being the state
+        of their mean. Anchors sent ahead went to partners that are no more; all anchors are equal now, so the next
+        group's mean is known without a message. What is in flight between the old workers is dropped.
+        """
+        for fragment in outer["fragments"]:
+            ahead = fragment["ahead"]
+            fragment["ahead"] = None if ahead is None else {**ahead, "buffer": fragment["anchor"], "own": None}
+        return {**outer, "flights": [], "lost": []}
 
     # One step of the loop.
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
 from isles.comm.codecs import Codec
-from isles.comm.mean import sent_bytes
+from isles.comm.collectives import broadcast_sends
+from isles.comm.mean import sent_bytes, working_bytes
+from isles.replicas.flat import FlatParameters
 from isles.replicas.parts import Composition, Mixing
+
+FIRST = 8  # exchanges that an outline shows
 
 
 class Planned(NamedTuple):
@@ -25,6 +30,58 @@ class Planned(NamedTuple):
     """
     bytes_sent: tuple[int, ...]
     """Bytes that each position hands to the transport, headers included."""
+
+
+class Held(NamedTuple):
+    """Memory that a method takes beside weights, gradients and the inner optimizer's state, on the host.
+
+    when: "always"; "exchange": from the first round on, while one is under way and kept for the next; "end": for
+    validation and what follows the last step.
+    """
+
+    what: str
+    nbytes: int
+    when: Literal["always", "exchange", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What a run exchanges, in short.
+
+    first: its first exchanges. rounds: moments at which something is sent that lands at once or later; every: inner
+    steps between the first two of them (all steps of the run where there are fewer). opening, sent: bytes that each
+    position sends before the first step, and from then on.
+    """
+
+    first: tuple[Planned, ...]
+    rounds: int
+    every: int
+    opening: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
+def outline(first: Sequence[Planned], steps: int, opening: tuple[int, ...], *, per_step: bool) -> Outline:
+    """The outline of a run whose exchanges are all in `first`; per_step: whose every step repeats those of step 1,
+    and `first` holds a few of them.
+    """
+    size = len(opening)
+    moments = sorted({planned.sent for planned in first if planned.what != "anchor"})
+    if per_step:
+        once = [planned.bytes_sent for planned in first if planned.sent == 1]
+        sent, rounds = [steps * sum(column) for column in zip(*once, strict=True)], steps
+    else:
+        sent, rounds = [sum(column) for column in zip(*(p.bytes_sent for p in first), strict=True)], len(moments)
+    every = moments[1] - moments[0] if len(moments) > 1 else steps
+    return Outline(
+        first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=tuple(sent or [0] * size)
+    )
+
+
+def opening_bytes(nbytes: Sequence[int], size: int) -> tuple[int, ...]:
+    """Bytes that each position sends while the workers make sure that they are one run: two hashes to everyone, and
+    worker 0's tensors (`nbytes` each) along a tree.
+    """
+    return tuple(16 * (size - 1) + broadcast_sends(size, position) * sum(nbytes) for position in range(size))
 
 
 def planned_rounds(
@@ -79,3 +136,25 @@ def _planned(
         for place, position in enumerate(group):
             bytes_sent[position] = sent_bytes(elements, dtype, codec, len(group), place)
     return Planned(sent, lands, fragment, what, groups, tuple(bytes_sent))
+
+
+def outer_memory(parts: Composition, flats: Sequence[FlatParameters], size: int) -> list[Held]:
+    """What the outer loop holds of a method composed of `parts`, whose fragments are `flats`, among `size` workers."""
+    vector = sum(flat.numel * flat.dtype.itemsize for flat in flats)
+    late = parts.cadence.rounds_late
+    in_flight = max(late, 1)  # with overlap by inner steps some fragments rest meanwhile: then this is the most
+    held = [Held(what, vector, "always") for what in ("anchor", *parts.rule.vectors)]
+    held += [] if parts.feedback is None else [Held("error feedback", vector, "always")]
+    held += [Held("reference", vector, "always")] if parts.landing.moves_reference else []
+    held.append(Held("scratch", sum(flat.scratch().nbytes for flat in flats), "always"))
+    held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
+    if parts.reading.needs_own or (parts.on_peer_failure == "solo" and late):
+        held.append(Held("own payload as sent", vector * (in_flight + 1), "exchange"))
+    codecs = [parts.codec]
+    if parts.rule.shares_anchors and parts.anchor_codec is not None:
+        held.append(Held("anchors of the group", vector, "exchange"))
+        held += [Held("own anchor as sent", vector, "exchange")] if late or not parts.anchor_codec.lossless else []
+        codecs.append(parts.anchor_codec)
+    members = max(map(len, groups_of(parts.mixing, 1, size)))
+    under_way = sum(working_bytes(flat.numel, flat.dtype, codec, members) for flat in flats for codec in codecs)
+    return [*held, Held("messages under way", under_way, "exchange")]

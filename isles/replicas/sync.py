@@ -30,7 +30,7 @@ from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.errors import unknown_name
 from isles.replicas.flat import FlatParameters
-from isles.replicas.planned import Planned
+from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +194,22 @@ class ReplicaSync(Optimizer):
         """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
         return []
 
+    def outline(self, steps: int) -> Outline:
+        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show."""
+        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
+
+    def opening(self) -> tuple[int, ...]:
+        """Bytes that each position sends while the optimizer is made."""
+        totals = Counter[torch.dtype]()
+        for tensor in self._shared():
+            totals[tensor.dtype] += tensor.nbytes
+        return opening_bytes(list(totals.values()), self.group.size)
+
+    def memory(self) -> list[Held]:
+        """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
+        flat = FlatParameters(self.parameters)
+        return [Held("weights and their mean", 2 * flat.numel * flat.dtype.itemsize, "end")]
+
     def advise(self, steps: int) -> list[str]:
         """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""
         return []
@@ -247,7 +263,9 @@ class ReplicaSync(Optimizer):
         own = flat.read(flat.new())
         average = own.clone()
         group.mean(average, codec("none"), channel="eval")
-        squares = group.all_gather((own - average).square().sum(dtype=torch.float64).reshape(1), channel="eval")
+        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
+        total = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
+        squares = group.all_gather(total.reshape(1), channel="eval")
         return float(torch.cat(squares).sum() / (group.size * flat.numel)) ** 0.5
 
     def charge(self, share: float) -> None:
@@ -303,12 +321,24 @@ class ReplicaSync(Optimizer):
     def load_outer_state(self, state: dict[str, Any]) -> None:
         """Restore `outer_state`."""
 
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """What `load_outer_state` gets on every worker where a run goes on with another number of them. outer: worker
+        0's `outer_state`, its floating-point tensors replaced by their means over the old workers (bits kept where all
+        were equal). ValueError: this method does not say.
+        """
+        if outer:
+            raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
+        return outer
+
     # The common start.
 
     @torch.no_grad()
     def _begin(self) -> None:
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
-        tensors: Sequence[Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        if self.is_sketch:
+            return
+        tensors = self._shared()
         inner = _settings(self.inner) if self.level == "gradient" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         self._compare(
@@ -327,6 +357,14 @@ class ReplicaSync(Optimizer):
             weights.digest(held),
             "its weights differ after the broadcast; check memory and versions",
         )
+
+    @property
+    def is_sketch(self) -> bool:
+        """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
+        return self.parameters[0].is_meta
+
+    def _shared(self) -> Sequence[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
 
     def _compare(self, value: int, detail: str) -> None:
         values = [int(theirs) for theirs in self.group.all_gather(torch.tensor([value]))]

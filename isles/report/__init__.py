@@ -1,7 +1,8 @@
-"""The report of a run: one self-contained HTML page, written from the run directory alone. Never loads torch.
+"""The report of a run or of a comparison, written from its directory alone. Never loads torch.
 
-from isles.report import write_report
+from isles.report import write_picture, write_report
 print(write_report("runs/demo"))            # runs/demo/report.html
+print(write_picture("runs/demo"))           # runs/demo/report.png, the same series
 """
 
 from __future__ import annotations
@@ -9,23 +10,45 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from isles.report.comparison import INDEX, read_comparison, render_comparison
 from isles.report.page import render_page
 from isles.report.rundir import read_run
 
-__all__ = ["write_report"]
+__all__ = ["write_picture", "write_report"]
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run directory and return its path.
+def write_report(folder: str | Path) -> Path:
+    """Write `report.html` into a run directory, or into the folder of a comparison, and return its path.
 
     Works on a finished run and on one that is still going; numbers are shown in human units (decimal bytes, seconds).
     The page replaces an older one in one move, so a reader never meets half a page.
 
-    Raises ValueError when `run_dir` is missing or is not a run directory.
+    Raises ValueError when `folder` is missing or is neither.
     """
-    run = read_run(run_dir)
-    page = run.path / "report.html"
-    unfinished = run.path / f"report.html.{os.getpid()}"
-    unfinished.write_text(render_page(run), encoding="utf-8")
-    os.replace(unfinished, page)
-    return page
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        text = render_comparison(read_comparison(folder))
+    else:
+        text = render_page(read_run(folder))
+    return _settled(folder / "report.html", text.encode())
+
+
+def write_picture(folder: str | Path) -> Path:
+    """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Loads
+    matplotlib. ValueError as in `write_report`.
+    """
+    from isles.report.png import comparison_picture, run_picture
+
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        data = comparison_picture(read_comparison(folder))
+    else:
+        data = run_picture(read_run(folder))
+    return _settled(folder / "report.png", data)
+
+
+def _settled(path: Path, data: bytes) -> Path:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_bytes(data)
+    os.replace(unfinished, path)
+    return path

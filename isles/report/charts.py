@@ -1,15 +1,15 @@
-"""The three pictures of a run: loss against steps, bytes against steps, and where the time went."""
+"""The panels with lines: loss against steps, bytes and time; bytes against steps; the spread of the replicas."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
-from html import escape
 from itertools import pairwise
 
+from isles.report.panels import Chart, Line, Panel
 from isles.report.rundir import Run
 from isles.report.series import Point, average, mean_over, quantile, thin
-from isles.report.svg import WIDTH, Chart, Line
-from isles.report.units import compare, format_bytes, format_number, format_percent, format_seconds
+from isles.report.units import compare, format_bytes, format_number, time_unit
 
 # All worker lines together hold about this many points, so 64 workers make no larger a page than one.
 POINTS = 12_000
@@ -18,22 +18,28 @@ MEAN_POINTS = 400
 LOG_RATIO = 5
 
 
-def loss_chart(run: Run) -> str:
-    """A `<section>` with one thin line a worker, their mean and the validation losses; empty when there are none."""
+def short(value: float) -> str:
+    """A loss or a spread beside an axis."""
+    return f"{value:.4g}"
+
+
+def loss_panel(run: Run) -> Panel | None:
+    """One thin line a worker, their mean and the validation losses; None when there are none."""
     series = {worker: _points(log.loss) for worker, log in run.workers.items() if log.loss}
     mean = mean_over(series.values())
     dots = _validation(run)
     if not mean and not dots:
-        return ""
+        return None
     top = _cut(mean, series) if mean else None
     shown_mean = average(mean, MEAN_POINTS)
     chart = Chart(
         title="Loss against steps",
         x_label="inner step",
-        y_format=lambda y: f"{y:.4g}",
+        y_format=short,
         lines=[*_worker_lines(series, format_number), Line(points=shown_mean, css="mean", name="mean of the workers")],
         dots=dots,
         top=top,
+        whole_x=True,
     )
     several = len(series) > 1
     keys = [("worker", "each worker")] * several + [("mean", "mean of the workers" if several else "training loss")]
@@ -44,80 +50,136 @@ def loss_chart(run: Run) -> str:
     if top is not None:
         highest = max(y for points in series.values() for _, y in points)
         notes.append(f"Cut off at the top: the highest loss was {format_number(highest)}.")
-    return figure("Loss, nats per token", chart.svg(), keys, notes)
+    return Panel(heading="Loss against steps, nats per token", picture=chart, keys=keys, notes=notes)
 
 
-def bytes_chart(run: Run) -> str:
-    """A `<section>` with the bytes each worker sent so far, beside data parallel's; empty when none were counted."""
+def loss_cost_panels(run: Run) -> list[Panel]:
+    """The mean loss against the bytes that a worker has sent, and against the clock; those that are known."""
+    panels = []
+    for against in (by_bytes, by_clock):
+        cost = against(run)
+        points = loss_against(run, cost)
+        if points and points[-1][0] > 0:
+            places = dict(cost.points)
+            chart = Chart(
+                title=f"Loss against {cost.noun}",
+                x_label=cost.label,
+                x_format=cost.form,
+                y_format=short,
+                lines=[Line(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")],
+                dots=[(places[step], loss) for step, loss in run.validation if step in places],
+                top=_cut(points, {0: points}),
+            )
+            keys = [("mean", "mean of the workers"), *[("dot", "validation")] * bool(chart.dots)]
+            panels.append(Panel(heading=f"Loss against {cost.noun}", picture=chart, keys=keys))
+    return panels
+
+
+class Cost:
+    """What an axis other than steps counts: its value by step, mean over the workers."""
+
+    def __init__(self, noun: str, label: str, points: list[Point], form: Callable[[float], str]) -> None:
+        self.noun, self.label, self.points, self.form = noun, label, points, form
+
+
+def by_bytes(run: Run) -> Cost:
+    """Bytes sent."""
+    points = mean_over([_points(log.bytes_sent) for log in run.workers.values()])
+    return Cost("bytes", "sent per worker", points, lambda count: format_bytes(count, trim=True))
+
+
+def by_clock(run: Run, unit: tuple[float, str] | None = None) -> Cost:
+    """Time since the start, in `unit` (default: the one that suits it)."""
+    points = mean_over([_points(log.clock) for log in run.workers.values()])
+    seconds, name = unit or time_unit(points[-1][1] if points else 0.0)
+    virtual = run.setting("world", "backend") == "virtual"
+    label = f"{name} of the virtual clock" if virtual else f"{name} since the workers started"
+    return Cost("time", label, [(step, value / seconds) for step, value in points], lambda value: f"{value:,.6g}")
+
+
+def loss_against(run: Run, cost: Cost) -> list[Point]:
+    """Mean training loss over the workers, by cost instead of by step."""
+    places = dict(cost.points)
+    loss = mean_over([_points(log.loss) for log in run.workers.values()])
+    return [(places[step], value) for step, value in loss if step in places]
+
+
+def bytes_panel(run: Run) -> Panel | None:
+    """The bytes each worker sent so far, beside data parallel's; None when none were counted."""
     series = {worker: _points(log.bytes_sent) for worker, log in run.workers.items() if log.bytes_sent}
     mean = mean_over(series.values())
     if not mean:
-        return ""
+        return None
     # The last exchanges may come after the last line, so the summary's number is the whole one.
     final = run.number("bytes_sent_per_worker")
     sent = mean[-1][1] if final is None else final
     reference = max(0.0, run.number("ddp_bytes_per_worker") or 0.0)
     steps = run.number("steps") or run.last_step
-    # A meter that still stands at zero has no place on a logarithmic axis.
     log = reference > 0 and sent > 0 and not 1 / LOG_RATIO <= sent / reference <= LOG_RATIO
+    heading = "Bytes sent per worker"
+    if sent == 0:
+        return Panel(heading=heading, picture=None, notes=["Nothing was sent."])
     several = len(series) > 1
-    label = f"this run\n{format_bytes(sent)}"
     lines = [
         *_worker_lines(series, format_bytes, _stairs),
-        Line(points=_stairs(thin(mean, MEAN_POINTS)), css="mean", name="mean of the workers", label=label),
+        Line(
+            points=_stairs(thin(mean, MEAN_POINTS)),
+            css="mean",
+            name="mean of the workers",
+            label=f"this run\n{format_bytes(sent)}",
+        ),
     ]
     keys = [("worker", "each worker")] * several + [("mean", "mean of the workers" if several else "this run")]
-    notes = ["The scale is logarithmic: each line of the grid is ten times the one below it."] * log
+    notes = ["The scale is logarithmic."] * log
     if reference > 0:
         # One gradient a step makes a straight line; sampled finely because a logarithmic axis bends it.
-        straight = [(steps * k / 200, reference * k / 200) for k in range(1 if log else 0, 201)]
+        first = mean[0][0] / steps if log and steps else 0.0  # no earlier than the run's own first line
+        straight = [(steps * share, reference * share) for share in (first + (1 - first) * k / 200 for k in range(201))]
         lines.append(
             Line(points=straight, css="ddp", name="data parallel", label=f"data parallel\n{format_bytes(reference)}")
         )
         keys.append(("ddp", "data parallel would have sent"))
-        if sent > 0:
-            notes.insert(0, f"At the end: {compare(sent, reference)} data parallel.")
+        notes.insert(0, f"At the end: {compare(sent, reference)} data parallel.")
     chart = Chart(
         title="Bytes sent against steps",
         x_label="inner step",
         y_format=lambda y: format_bytes(y, trim=True),
         lines=lines,
-        log=log,
+        log_y=log,
+        whole_x=True,
         right=118,
     )
-    return figure("Bytes sent per worker", chart.svg(), keys, notes)
+    return Panel(heading=heading, picture=chart, keys=keys, notes=notes)
 
 
-def time_chart(run: Run) -> str:
-    """A `<section>` with one bar a worker: seconds computing, then blocked on the network; empty when unknown."""
-    rows = [
-        (worker, log.totals.get("compute_seconds", 0.0), log.totals.get("blocked_seconds", 0.0))
-        for worker, log in run.workers.items()
-        if "compute_seconds" in log.totals or "blocked_seconds" in log.totals
-    ]
-    longest = max((compute + blocked for _, compute, blocked in rows), default=0.0)
-    if longest <= 0:
-        return ""
-    pitch = 26 if len(rows) <= 16 else 14
-    left, right = 84, 190
-    scale = (WIDTH - left - right) / longest
-    height = pitch * len(rows) + 8
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Where the time went">']
-    for i, (worker, compute, blocked) in enumerate(rows):
-        y, thick, middle = 4 + i * pitch, pitch * 0.75, left + compute * scale
-        total = compute + blocked
-        words = f"{format_percent(compute / total)} of {format_seconds(total)} computing" if total else "nothing yet"
-        hint = f"worker {worker}: {format_seconds(compute)} computing, {format_seconds(blocked)} blocked"
-        parts.append(
-            f"<g><title>{escape(hint)}</title>"
-            f'<text class="tick end" x="{left - 8}" y="{y + thick / 2 + 4:.1f}">worker {worker}</text>'
-            f'<rect class="compute" x="{left}" y="{y}" width="{compute * scale:.1f}" height="{thick}"/>'
-            f'<rect class="blocked" x="{middle:.1f}" y="{y}" width="{blocked * scale:.1f}" height="{thick}"/>'
-            f'<text class="tick" x="{left + total * scale + 8:.1f}" y="{y + thick / 2 + 4:.1f}">{words}</text></g>'
-        )
-    parts.append("</svg>")
-    keys = [("compute", "computing"), ("blocked", "blocked, waiting for the network")]
-    return figure("Where the time went", "".join(parts), keys, [])
+def spread_panel(run: Run) -> Panel | None:
+    """How far the replicas are apart, and the learning rate on a scale of its own; None without a record."""
+    if not run.spread:
+        return None
+    heading, highest = "Spread of the replicas", max(y for _, y in run.spread)
+    if highest == 0:
+        return Panel(heading=heading, picture=None, notes=["The replicas were equal at every logged step."])
+    rate = mean_over([_points(log.lr) for log in run.workers.values()])
+    peak = max((y for _, y in rate), default=0.0)
+    lines = [Line(points=thin(run.spread, 2 * MEAN_POINTS), css="mean", name="spread of the replicas")]
+    keys = [("mean", "standard deviation between the replicas")]
+    notes = ["Estimated from a sample of the weights as they are after a logged step and the exchange that may follow."]
+    if peak > 0:
+        scaled = [(x, y * highest / peak) for x, y in average(rate, MEAN_POINTS)]
+        lines.append(Line(points=scaled, css="rate", name="learning rate"))
+        keys.append(("rate", f"learning rate, on a scale of its own (peak {peak:.3g})"))
+        notes += _correlation(run.spread, dict(rate))
+    chart = Chart(title=heading, x_label="inner step", y_format=short, lines=lines, whole_x=True)
+    return Panel(heading=heading, picture=chart, keys=keys, notes=notes)
+
+
+def _correlation(spread: list[Point], rate: dict[float, float]) -> list[str]:
+    pairs = [(value, rate[step]) for step, value in spread if step in rate]
+    spreads, rates = [value for value, _ in pairs], [value for _, value in pairs]
+    if len(pairs) < 3 or len(set(spreads)) == 1 or len(set(rates)) == 1:
+        return []
+    found = statistics.correlation(spreads, rates)
+    return [f"Correlation with the learning rate over {len(pairs)} logged steps: {found:.2f}."]
 
 
 def _points(by_step: dict[int, float]) -> list[Point]:
@@ -165,10 +227,3 @@ def _cut(mean: list[Point], series: dict[int, list[Point]]) -> float | None:
     usual = quantile(losses, 0.98)
     top = max(low + 1.5 * (usual - low), mean[0][1])
     return top if usual > low and max(losses) - low > 1.25 * (top - low) else None
-
-
-def figure(title: str, svg: str, keys: list[tuple[str, str]], notes: list[str]) -> str:
-    """A `<section>` with heading, legend (css class, text), picture and caption."""
-    legend = "".join(f'<span class="key"><i class="swatch {css}"></i>{escape(text)}</span>' for css, text in keys)
-    caption = f"<figcaption>{escape(' '.join(notes))}</figcaption>" if notes else ""
-    return f'<section><h2>{escape(title)}</h2><figure><p class="legend">{legend}</p>{svg}{caption}</figure></section>'

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from isles.report.charts import MEAN_POINTS, figure
-from isles.report.page import document
+from isles.report.charts import MEAN_POINTS, Cost, by_bytes, by_clock, loss_against, short
+from isles.report.page import document, section
+from isles.report.panels import Chart, Line, Panel, plain
 from isles.report.rundir import Run, read_run
-from isles.report.series import Point, average, mean_over
-from isles.report.svg import Chart, Line
-from isles.report.units import format_bytes, format_number, format_percent, format_seconds
+from isles.report.series import Point, average
+from isles.report.style import SERIES
+from isles.report.units import format_bytes, format_number, format_percent, format_seconds, time_unit
 
-COLOURS = 8  # css classes series0..series7; more runs than that share them
+INDEX = "compare.json"
+"""In the folder of a comparison: {method: [summary of each seed]}."""
 
 # Key of summary.json, head of the column, form.
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -30,14 +32,22 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("virtual_seconds", "virtual time", format_seconds),
 )
 
+Runs = dict[str, list[Run]]
 
-def write_comparison(folder: Path, runs: dict[str, list[Path]]) -> Path:
-    """Write `folder`/report.html over the finished runs of each label (one a seed) and return its path."""
-    read = {label: [read_run(path) for path in paths] for label, paths in runs.items()}
-    page, unfinished = folder / "report.html", folder / f"report.html.{os.getpid()}"
-    unfinished.write_text(render_comparison(read), encoding="utf-8")
-    os.replace(unfinished, page)
-    return page
+
+def run_folder(method: str, seed: int) -> str:
+    """The folder of one run inside that of its comparison."""
+    return f"{method.replace(':', '.')}-{seed}"
+
+
+def read_comparison(folder: Path) -> Runs:
+    """The runs of each method in the folder that `isles compare` wrote. ValueError where one is missing."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        seeds = {method: [summary["seed"] for summary in group] for method, group in index.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error
+    return {name: [read_run(folder / run_folder(name, seed)) for seed in group] for name, group in seeds.items()}
 
 
 def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
@@ -56,45 +66,73 @@ def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[st
     return ["method", *(head for _, head, _ in present)], rows
 
 
-def render_comparison(runs: dict[str, list[Run]]) -> str:
-    """The whole page as text."""
+def table_of(runs: Runs) -> tuple[list[str], list[list[str]], str]:
+    """Heads, rows, and a line that says what they are."""
     heads, rows = comparison_rows({label: [run.summary or {} for run in group] for label, group in runs.items()})
+    seeds = max((len(group) for group in runs.values()), default=0)
+    return heads, rows, f"mean of {seeds} seeds, ± the standard deviation over them" if seeds > 1 else "one seed"
+
+
+def title(runs: Runs) -> str:
+    """The heading of the page."""
+    return f"{len(runs)} methods compared" if len(runs) != 1 else "1 method"
+
+
+def render_comparison(runs: Runs) -> str:
+    """The whole page as text."""
+    heads, rows, what = table_of(runs)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    seeds = max((len(group) for group in runs.values()), default=0)
-    what = f"mean of {seeds} seeds, ± the standard deviation over them" if seeds > 1 else "one seed"
     table = (
-        f'<section><h2>Summary</h2><p class="sub">{what}</p><table class="wide"><tr>{head}</tr>{body}</table></section>'
+        f'<section><h2>Summary</h2><p class="sub">{what}</p>'
+        f'<div class="scroll"><table class="wide"><tr>{head}</tr>{body}</table></div></section>'
     )
-    charts = [
-        _chart(runs, "Loss against steps", "inner step", lambda run: _losses(run, None)),
-        _chart(runs, "Loss against bytes", "MB sent per worker", lambda run: _losses(run, "bytes")),
+    return document(title(runs), ", ".join(runs), table + "".join(map(section, comparison_panels(runs))))
+
+
+def comparison_panels(runs: Runs) -> list[Panel]:
+    """Training loss of the first seed of each method against steps, bytes and time; one axis for all."""
+    first = {label: group[0] for label, group in runs.items() if group}
+    clocks = [value for run in first.values() for log in run.workers.values() for value in log.clock.values()]
+    unit = time_unit(max(clocks, default=0.0))
+    made = [
+        _panel(first, lambda run: Cost("steps", "inner step", [(s, s) for s in _steps(run)], plain), whole_x=True),
+        _panel(first, by_bytes, log_x=True),
+        _panel(first, lambda run: by_clock(run, unit)),
     ]
-    return document(f"{len(runs)} methods compared", ", ".join(runs), table + "".join(charts))
+    return [panel for panel in made if panel is not None]
 
 
-def _chart(runs: dict[str, list[Run]], title: str, x_label: str, points_of: Callable[[Run], list[Point]]) -> str:
+def _panel(
+    runs: dict[str, Run], cost_of: Callable[[Run], Cost], *, log_x: bool = False, whole_x: bool = False
+) -> Panel | None:
     lines, keys = [], []
-    for index, (label, group) in enumerate(runs.items()):
-        points = average(points_of(group[0]), MEAN_POINTS)
-        if points:
-            css = f"series{index % COLOURS}"
+    cost = Cost("", "", [], plain)
+    for index, (label, run) in enumerate(runs.items()):
+        cost = cost_of(run)
+        points = average(loss_against(run, cost), MEAN_POINTS)
+        if points and points[-1][0] > 0:
+            css = SERIES[index % len(SERIES)]
             lines.append(Line(points=points, css=css, name=f"{label}: {points[-1][1]:.4f} at the end"))
             keys.append((css, label))
     if not lines:
-        return ""
-    highest = [y for line in lines for _, y in _after_start(line.points)]
-    chart = Chart(title=title, x_label=x_label, y_format=lambda y: f"{y:.4g}", lines=lines, top=max(highest))
-    return figure(title, chart.svg(), keys, ["Training loss, mean over the workers, of the first seed."])
+        return None
+    chart = Chart(
+        title=f"Loss against {cost.noun}",
+        x_label=cost.label,
+        x_format=cost.form,
+        y_format=short,
+        lines=lines,
+        top=max(y for line in lines for _, y in _after_start(line.points)),
+        log_x=log_x,
+        whole_x=whole_x,
+    )
+    notes = ["Training loss, mean over the workers, of the first seed."]
+    return Panel(heading=chart.title, picture=chart, keys=keys, notes=notes + ["Logarithmic axis."] * log_x)
 
 
-def _losses(run: Run, against: str | None) -> list[Point]:
-    """Mean training loss over the workers by step, or by megabytes sent until then."""
-    loss = mean_over([sorted((float(s), v) for s, v in log.loss.items()) for log in run.workers.values()])
-    if against is None:
-        return loss
-    sent = dict(mean_over([sorted((float(s), v) for s, v in log.bytes_sent.items()) for log in run.workers.values()]))
-    return [(sent[step] / 1e6, value) for step, value in loss if step in sent]
+def _steps(run: Run) -> list[float]:
+    return sorted({float(step) for log in run.workers.values() for step in log.loss})
 
 
 def _after_start(points: Sequence[Point]) -> Sequence[Point]:

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-from isles.report.charts import bytes_chart, loss_chart, time_chart
+from isles.report.charts import bytes_panel, loss_cost_panels, loss_panel, spread_panel
+from isles.report.panels import Panel
 from isles.report.rundir import Run, finite
 from isles.report.style import STYLE
+from isles.report.svg_time import draw
+from isles.report.time_charts import lanes_panel, time_panel
 from isles.report.units import (
     compare,
     format_bytes,
@@ -48,10 +51,32 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 def render_page(run: Run) -> str:
     """The whole HTML page of one run as text."""
-    charts = loss_chart(run) + bytes_chart(run) + time_chart(run)
+    charts = "\n".join(map(section, panels(run)))
     return document(
-        _title(run), _subtitle(run), f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}"
+        title(run), subtitle(run), f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}"
     )
+
+
+def panels(run: Run) -> list[Panel]:
+    """The pictures of a run, those for which it has the data."""
+    made = [
+        loss_panel(run),
+        *loss_cost_panels(run),
+        bytes_panel(run),
+        spread_panel(run),
+        time_panel(run),
+        lanes_panel(run),
+    ]
+    return [panel for panel in made if panel is not None]
+
+
+def section(panel: Panel) -> str:
+    """A `<section>` with heading, legend, picture and caption."""
+    legend = "".join(f'<span class="key"><i class="swatch {css}"></i>{escape(text)}</span>' for css, text in panel.keys)
+    legend = f'<p class="legend">{legend}</p>' if legend else ""
+    picture = draw(panel.picture) if panel.picture is not None else ""
+    caption = f"<figcaption>{escape(' '.join(panel.notes))}</figcaption>" if panel.notes else ""
+    return f"<section><h2>{escape(panel.heading)}</h2>{legend}<figure>{picture}</figure>{caption}</section>"
 
 
 def document(title: str, subtitle: str, body: str) -> str:
@@ -86,17 +111,19 @@ def _summary(run: Run) -> dict[str, Any]:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _title(run: Run) -> str:
+def title(run: Run) -> str:
+    """Method, workers, steps."""
     summary = _summary(run)
-    title = str(summary.get("method", run.path.resolve().name))
+    words = str(summary.get("method", run.path.resolve().name))
     if "workers" in summary:
-        title += f" on {_counted(summary['workers'], 'worker')}"
+        words += f" on {_counted(summary['workers'], 'worker')}"
     if "steps" in summary:
-        title += f", {_counted(summary['steps'], 'step')}"
-    return title if run.summary is not None else f"{title} so far"
+        words += f", {_counted(summary['steps'], 'step')}"
+    return words if run.summary is not None else f"{words} so far"
 
 
-def _subtitle(run: Run) -> str:
+def subtitle(run: Run) -> str:
+    """Parameters, tokens, backend, name of the directory."""
     summary = _summary(run)
     parts = []
     for key in ("parameters", "tokens"):
@@ -114,6 +141,10 @@ def _notes(run: Run) -> str:
         notes.insert(
             0, "This run has not ended, or was cut short: there is no summary.json. Shown is what it wrote so far."
         )
+    missing = ["of the spread of the replicas"] * (len(run.workers) > 1 and not run.spread)
+    missing += ["of when workers computed and exchanged (timeline.jsonl)"] * (bool(run.workers) and not run.spans)
+    if missing and run.summary is not None:  # one that goes on may still write it
+        notes.append(f"This run has no record {' nor '.join(missing)}; newer versions of Isles write one.")
     sent, counted = run.number("bytes_sent_per_worker"), run.mean_total("bytes_sent")
     # The last exchanges may come after the last line, so the summary may hold more, but not less, and not a multiple.
     if sent is not None and counted is not None and not sent / 2 <= counted <= sent * 1.01:
@@ -150,8 +181,8 @@ def _table(run: Run) -> str:
     rows += [_row(key, key, value, _raw) for key, value in summary.items() if key not in known and value is not None]
     if not rows:
         return ""
-    title = "Summary" if run.summary is not None else "So far"
-    return f"<section><h2>{title}</h2><table>{''.join(rows)}</table></section>"
+    heading = "Summary" if run.summary is not None else "So far"
+    return f"<section><h2>{heading}</h2><table>{''.join(rows)}</table></section>"
 
 
 def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:

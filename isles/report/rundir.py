@@ -1,4 +1,5 @@
-"""Reading a run directory: `config.toml`, `metrics.jsonl` and `summary.json`, also while the run is still going.
+"""Reading a run directory: `config.toml`, `metrics.jsonl`, `timeline.jsonl` and `summary.json`, also while the run is
+still going.
 
 In `metrics.jsonl`, `tokens`, `bytes_sent`, `bytes_received`, `blocked_seconds` and `compute_seconds` are running totals
 of their worker since step 0, so a lost or thinned line loses no bytes. A step that occurs twice (a resumed run repeats
@@ -13,7 +14,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from isles.report.series import Point, mean_over
 
@@ -23,17 +24,31 @@ TOTALS = ("tokens", "bytes_sent", "bytes_received", "blocked_seconds", "compute_
 
 @dataclass(slots=True)
 class WorkerLog:
-    """What one worker wrote: losses and bytes by step, and its latest running totals."""
+    """What one worker wrote: losses, learning rates, bytes and clock by step, and its latest running totals."""
 
     loss: dict[int, float] = field(default_factory=dict)
+    lr: dict[int, float] = field(default_factory=dict)
     bytes_sent: dict[int, float] = field(default_factory=dict)
+    clock: dict[int, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     last_step: int = -1
 
 
+class Span(NamedTuple):
+    """A line of timeline.jsonl: `kind` compute, blocked or transfer; seconds of the run's clock."""
+
+    kind: str
+    channel: str
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class Run:
-    """A run directory as read. `summary` is None while the run has not ended; `notes` say what could not be used."""
+    """A run directory as read. `summary` is None while the run has not ended; `notes` say what could not be used.
+
+    spread: (step, standard deviation between the replicas). spans: by worker, in the order of the file.
+    """
 
     path: Path
     summary: dict[str, Any] | None = None
@@ -41,6 +56,8 @@ class Run:
     config_text: str = ""
     workers: dict[int, WorkerLog] = field(default_factory=dict)
     validation: list[Point] = field(default_factory=list)
+    spread: list[Point] = field(default_factory=list)
+    spans: dict[int, list[Span]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -82,6 +99,7 @@ def read_run(run_dir: str | Path) -> Run:
     _read_summary(run)
     _read_config(run)
     _read_metrics(run)
+    _read_timeline(run)
     return run
 
 
@@ -118,11 +136,14 @@ def _read_metrics(run: Run) -> None:
         return
     unusable = not_finite = 0
     validation: dict[int, dict[int | None, float]] = {}
+    spread: dict[float, float] = {}
     for record in _records(file):
         step = None if record is None else finite(record.get("step"))
         if record is None or step is None:
             unusable += 1
             continue
+        if (std := finite(record.get("replica_std"))) is not None:
+            spread[step] = std
         worker = finite(record.get("worker"))
         val_loss = finite(record.get("val_loss"))
         if val_loss is not None:
@@ -132,10 +153,22 @@ def _read_metrics(run: Run) -> None:
             not_finite += _take(log, int(step), record)
     run.workers = dict(sorted(run.workers.items()))
     run.validation = _validation_points(validation)
+    run.spread = sorted(spread.items())
     if unusable:
         run.notes.append(f"{unusable} line{_s(unusable)} of metrics.jsonl could not be read and were left out.")
     if not_finite:
         run.notes.append(f"{not_finite} loss{'es' * (not_finite > 1)} not finite (nan or inf): not drawn.")
+
+
+def _read_timeline(run: Run) -> None:
+    file = run.path / "timeline.jsonl"
+    for record in _records(file) if file.is_file() else []:
+        record = record or {}
+        worker, start, end = (finite(record.get(key)) for key in ("worker", "start", "end"))
+        if worker is not None and start is not None and end is not None and start <= end:
+            span = Span(str(record.get("kind")), str(record.get("channel")), start, end)
+            run.spans.setdefault(int(worker), []).append(span)
+    run.spans = dict(sorted(run.spans.items()))
 
 
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:
@@ -165,10 +198,12 @@ def _take(log: WorkerLog, step: int, record: dict[str, Any]) -> bool:
         value = finite(record.get(name))
         if value is not None:
             log.totals[name] = value
-            if name == "bytes_sent":
-                log.bytes_sent[step] = value
+    for by_step, name in ((log.lr, "lr"), (log.bytes_sent, "bytes_sent"), (log.clock, "clock_seconds")):
+        value = finite(record.get(name))
+        if value is not None:
+            by_step[step] = value
     log.last_step = max(log.last_step, step)
-    return loss is None and isinstance(raw, float)
+    return loss is None and "loss" in record and (raw is None or isinstance(raw, float))
 
 
 def _validation_points(by_step: dict[int, dict[int | None, float]]) -> list[Point]:

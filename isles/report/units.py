@@ -42,6 +42,14 @@ def format_seconds(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit for an axis that reaches `seconds`: (its seconds, its name)."""
+    for size, name in ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds")):
+        if seconds >= 3 * size:
+            return size, name
+    return (1.0, "seconds") if seconds >= 0.5 else (1e-3, "milliseconds")
+
+
 def format_count(count: float) -> str:
     """A whole number with thousands separators: 1234567 gives "1,234,567"."""
     return f"{round(count):,}" if math.isfinite(count) else str(count)

@@ -8,7 +8,6 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -21,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
+from isles.imports import is_place
 from isles.models.config import ModelConfig
 from isles.replicas import METHODS, method
 from isles.training.config import Config, RunConfig, WorldConfig
@@ -28,6 +28,7 @@ from isles.training.inner import InnerConfig
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig, "world": WorldConfig, "run": RunConfig}
 DEFAULT_METHOD = "noloco"
+_OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
 
 Tables = dict[str, dict[str, Any]]
 
@@ -148,7 +149,13 @@ def _assign(tables: Tables, key: str, value: Any) -> None:
     section, dot, name = key.partition(".")
     if not dot or not name:
         raise ValueError(f"{key}: write section.key, such as replicas.sync_every")
-    tables.setdefault(section, {})[name] = value
+    table = tables.setdefault(section, {})
+    if key.startswith(_OPTIONS):
+        table = table.setdefault("options", {})
+        name = key.removeprefix(_OPTIONS)
+        if not isinstance(table, dict) or not name:
+            raise ValueError(f"{key}: write model.options.NAME=VALUE, or model.options={{NAME = VALUE}} alone")
+    table[name] = value
 
 
 def _method_of(tables: Tables) -> str:
@@ -157,7 +164,7 @@ def _method_of(tables: Tables) -> str:
         raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
     if ":" not in name and name not in METHODS:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    if ":" in name and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+    if ":" in name and not is_place(name):
         raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
     return name
 
@@ -198,5 +205,5 @@ def _worded(section: str, error: ValidationError) -> str:
     key = ".".join([section, *(str(part) for part in first["loc"])])
     if first["type"] == "missing":
         return f"{key} is missing: give it a value"
-    hint = ", in quotes" if first["type"] == "string_type" else ""
+    hint = {"string_type": ", in quotes", "tuple_type": ", in brackets"}.get(first["type"], "")
     return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{hint}"

@@ -3,7 +3,7 @@ commit.
 
     checkpoints/step-400/
         worker-0.safetensors    the tensors of that worker's state, by path
-        worker-0.json           everything else, with the places of the tensors
+        worker-0.json           everything else, with the places of the tensors and a checksum of their file
         manifest.json           written last: which files belong to it and how long they are
 
 A checkpoint without a manifest, or with a file of another length, does not exist for readers. Every file is written
@@ -12,13 +12,17 @@ beside its place, flushed and renamed, so a power cut leaves the checkpoint befo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -83,14 +87,22 @@ class Checkpoints:
         structure, tensors = split_state(state)
         path = folder / f"worker-{worker}.safetensors"
         partial = path.with_suffix(".partial")
-        save_file(tensors, str(partial))
+        with no_half_file(partial):
+            save_file(tensors, str(partial))
+        checksum = _checksum(partial)
         _settle(partial, path)
-        _write_text(path.with_suffix(".json"), json.dumps(structure))
+        _write_text(path.with_suffix(".json"), json.dumps({"crc32": checksum, "state": structure}))
 
-    def commit(self, step: int, workers: int, facts: Mapping[str, Any], keep: int) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). facts: for the manifest."""
+    def commit(
+        self, step: int, workers: int, facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
+    ) -> None:
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). facts: for the manifest.
+
+        own: the workers whose shards lie here; None: all. The others' lie on other machines.
+        """
         folder = self._at(step)
-        names = [f"worker-{worker}{suffix}" for worker in range(workers) for suffix in (".safetensors", ".json")]
+        here = range(workers) if own is None else own
+        names = [f"worker-{worker}{suffix}" for worker in here for suffix in (".safetensors", ".json")]
         files = {name: (folder / name).stat().st_size for name in names}
         manifest = {"step": step, "workers": workers, **facts, "files": files}
         _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
@@ -113,10 +125,39 @@ class Checkpoints:
         return json.loads((self._at(step) / "manifest.json").read_text(encoding="utf-8"))
 
     def read_shard(self, step: int, worker: int) -> State:
-        """One worker's state, exactly as written; tensors on the CPU."""
+        """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""
         path = self._at(step) / f"worker-{worker}.safetensors"
-        structure = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        text = path.with_suffix(".json")
+        try:
+            held = json.loads(text.read_text(encoding="utf-8"))
+            checksum, structure = held["crc32"], held["state"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(self._damaged(text)) from error
+        if _checksum(path) != checksum:
+            raise ValueError(self._damaged(path))
         return join_state(structure, load_file(str(path)))
+
+    def _damaged(self, file: Path) -> str:
+        return f"{file}: damaged; remove {file.parent} to go on from the checkpoint before it, if there is one"
+
+    def replace(self, step: int, shards: Iterable[State], facts: Mapping[str, Any]) -> None:
+        """Put other shards, made one at a time, in the place of those of `step`. What was there stays whole until all
+        are written; only between two renames is there neither.
+        """
+        fresh = Checkpoints(self.folder / "replacing")
+        shutil.rmtree(fresh.folder.parent, ignore_errors=True)  # of an attempt that was cut off
+        workers = 0
+        for shard in shards:
+            fresh.write_shard(step, workers, shard)
+            workers += 1
+        fresh.commit(step, workers, facts, keep=0)
+        before = self.folder / "replaced"
+        shutil.rmtree(before, ignore_errors=True)
+        os.replace(self._at(step), before)
+        os.replace(fresh._at(step), self._at(step))
+        _sync_folder(self.folder)
+        shutil.rmtree(before)
+        shutil.rmtree(fresh.folder.parent)
 
     def _at(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -129,10 +170,32 @@ class Checkpoints:
             return False
 
 
+@contextlib.contextmanager
+def no_half_file(path: Path) -> Iterator[None]:
+    """While safetensors writes `path`: if that fails, no part of it stays, and the cause is an OSError as elsewhere."""
+    try:
+        yield
+    except SafetensorError as error:
+        path.unlink(missing_ok=True)  # it would take room from what is written next
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
 def _write_text(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     _settle(partial, path)
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: it finds what a disk or a copy spoils, at the speed of memory."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _settle(partial: Path, path: Path) -> None:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from isles.data.config import DataConfig
+from isles.errors import unknown_name
 from isles.models.config import ModelConfig
 from isles.network.links import links
 from isles.training.inner import InnerConfig
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
+
+_LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behind the names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,9 @@ class WorldConfig:
     in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results
     equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`. step_seconds: virtual only:
     what an inner step is charged with. outer_deadline: longest wait for a peer's part of a round, seconds; raise it if
-    workers differ much in speed. slowest_link: bits per second; long transfers get five times what such a link would
-    need; lower it if a big model's peers are called late on slower links.
+    workers differ much in speed. meeting_deadline: longest wait for the other machines at the start, seconds; raise it
+    if they are started at different times. slowest_link: bits per second; long transfers get five times what such a
+    link would need; lower it if a big model's peers are called late on slower links.
     """
 
     workers: int = 4
@@ -37,6 +41,7 @@ class WorldConfig:
     links: str = "home-fibre"
     step_seconds: float = 0.1
     outer_deadline: float = 60.0
+    meeting_deadline: float = 300.0
     slowest_link: float = 10e6
 
     def __post_init__(self) -> None:
@@ -49,8 +54,9 @@ class WorldConfig:
             raise ValueError(
                 f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
             )
-        if not 0 < self.outer_deadline < math.inf:
-            raise ValueError(f"outer_deadline = {self.outer_deadline}: choose a positive number of seconds")
+        for key in ("outer_deadline", "meeting_deadline"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
         links(self.links)  # refuses an unknown name
 
 
@@ -61,7 +67,9 @@ class RunConfig:
     steps: inner steps a worker. seed: of the weights and the data order, and of a method that draws (NoLoCo's pairs)
     unless `replicas.seed` is given. log_every: steps between lines of metrics.jsonl. validate_every: steps between
     validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only when interrupted).
-    keep_checkpoints: how many of the newest stay (0: all).
+    keep_checkpoints: how many of the newest stay (0: all; with several machines at least two, so that all have one in
+    common). loggers: tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb (offline):
+    ["tensorboard", "wandb"]; each is an extra of this package.
     """
 
     steps: int = 800
@@ -70,6 +78,7 @@ class RunConfig:
     validate_every: int = 200
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("steps", "log_every"):
@@ -78,6 +87,11 @@ class RunConfig:
         for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
+        for name in self.loggers:
+            if name not in _LOGGERS:
+                raise ValueError(unknown_name("loggers", name, _LOGGERS))
+        if len(set(self.loggers)) < len(self.loggers):
+            raise ValueError(f"loggers = {list(self.loggers)}: name each one once")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: choose 0 or more")
 

@@ -10,11 +10,12 @@ f: final_lr_fraction. The schedule counts inner steps only; outer steps do not t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 
@@ -68,4 +69,21 @@ def adamw(model: nn.Module, config: InnerConfig) -> Optimizer:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
+    fused = not any(parameter.is_meta for parameter in trained)  # a model without numbers has no kernels
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused)
+
+
+def adamw_bytes(parameters: Iterable[Tensor]) -> int:
+    """Memory of AdamW's state in bytes: two moments of each trainable parameter, and a float32 step count."""
+    return sum(2 * parameter.nbytes + 4 for parameter in parameters if parameter.requires_grad)
+
+
+def warm_up_notices(config: InnerConfig, steps: int) -> list[str]:
+    """What a user should know about the schedule of a run of `steps`."""
+    if config.warmup_steps <= steps:
+        return []
+    reached = config.lr * lr_factor(steps, steps, config)
+    return [
+        f"inner.warmup_steps = {config.warmup_steps} is more than the run's {steps} steps: the rate ends at "
+        f"{reached:.2g} instead of {config.lr:g}; lower it"
+    ]

@@ -1,45 +1,50 @@
 """From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
 
 RUN/config.toml        resolved          with the first line of metrics
-RUN/metrics.jsonl      one object a line live, by this process alone
+RUN/metrics.jsonl      one object a line live, by this process alone; the lines without a worker are about all of them
+RUN/timeline.jsonl     one span a line   the beginning of the run and its end, see `timeline`
 RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
-RUN/failure.txt        traceback         where a worker failed for a reason that nobody foresaw
+RUN/logs/worker-N.log  prints, tracebacks and warnings of that worker's process, if there were any
+RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see `loggers`
+RUN/run.lock                             while the run goes on, see `lock`
 
-A run that ends before its first line of metrics leaves nothing behind, so that the same --out can be used again.
+A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
+be used again. With several machines this is what node 0 does; the others: `remote`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import signal
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from isles import __version__
 from isles.comm.errors import WorkerFailed
-from isles.comm.local import LocalWorkers, raise_first
+from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
 from isles.comm.orders import SharedOrders
+from isles.comm.party import HERE, Party, Place
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
-from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
+from isles.training.gathering import met
+from isles.training.loggers import Loggers, require
+from isles.training.records import Records, as_json
+from isles.training.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
 
 Summary = dict[str, Any]
-_CONFIG, _METRICS, _SUMMARY, _FAILURE = "config.toml", "metrics.jsonl", "summary.json", "failure.txt"
+Hire = Callable[[Config, Path, int | None, Party], Workers]
 
 
 def launch(
@@ -48,157 +53,93 @@ def launch(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None = None,
+    place: Place = HERE,
+    hire: Hire | None = None,
 ) -> Summary:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
-    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped.
+    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
+    the newest that all of them have. place: this machine's among several; it is node 0.
+    hire: gets hold of the workers; by default they are processes that are started here.
 
-    ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it is; what was written
-    until then stays, if the run had got as far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step
-    and left a checkpoint. A second Ctrl-C ends them at once.
+    ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
+    the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
+    far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
+    ends them at once.
     """
+    try:
+        require(config.run.loggers)
+        with held(out):
+            return _launch(config, out, on_line, on_notice, resume, place, hire or processes)
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        if isinstance(error, OSError) and not has_room(error):
+            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, place)}") from error
+        raise
+
+
+def _launch(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    place: Place,
+    hire: Hire,
+) -> Summary:
     started = time.perf_counter()
     if resume is None:
-        _claim(out)
-    else:
-        cut_metrics(out / _METRICS, resume)
-    records = _Records(config, out, on_line, on_notice)
+        claim(out)
     try:
-        with records:
-            results = _start(config, out, resume, records.take)
+        with met(config, place, out, resume, on_notice) as party:
+            resume = party.facts.get("resume", resume)
+            with (
+                Loggers(config, out, resume) as loggers,
+                Records(config, out, on_line, on_notice, party, loggers, resume) as records,
+            ):
+                results = _start(config, out, resume, records.take, party, hire)
+                finished = [result for result in results if result is not None]
+                if len(finished) < len(results):
+                    raise Interrupted(out, place)
+                summary = summarise(config, finished, time.perf_counter() - started)
+                partial = out / "summary.partial"
+                partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
+                os.replace(partial, out / SUMMARY)
+                loggers.summary(summary)
     except BaseException as error:  # Ctrl-C too
-        if not _has_begun(out) and not records.committed:
-            _forget(out)
-        if isinstance(error, WorkerFailed) and "\n" in error.report:
-            raise _in_short(error, out / _FAILURE) from None
+        say_what_is_left(error, out, place)
         raise
-    finished = [result for result in results if result is not None]
-    if len(finished) < len(results):
-        raise Interrupted(out, max(Checkpoints(out).steps()))
-    summary = summarise(config, finished, time.perf_counter() - started)
-    partial = out / "summary.partial"
-    partial.write_text(_json(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, out / _SUMMARY)
+    clear_logs(out)
     return summary
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run stopped after inner step `step`; its checkpoint is in `out`."""
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none: a run
+    that lost workers saves no more.
+    """
 
-    def __init__(self, out: Path, step: int) -> None:
-        super().__init__(f"stopped after step {step}, checkpoint saved; go on with: isles resume {out}")
-        self.out = out
-        self.step = step
-
-
-class _Records:
-    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
-
-    def __init__(
-        self, config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], on_notice: Callable[[str], None]
-    ) -> None:
-        self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.shards: Counter[int] = Counter()
-        self.committed = False
-
-    def __enter__(self) -> _Records:
-        self.file = (self.out / _METRICS).open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def take(self, event: dict[str, Any]) -> None:
-        """One event of one worker."""
-        if "notice" in event:
-            self.on_notice(event["notice"])
-        elif "checkpoint" in event:
-            self._shard(event["checkpoint"])
-        else:
-            self._config()
-            self.file.write(_json({key: value for key, value in event.items() if value is not None}) + "\n")
-            self.file.flush()
-            self.on_line(event)
-
-    def _shard(self, step: int) -> None:
-        workers, run = self.config.world.workers, self.config.run
-        self.shards[step] += 1
-        if self.shards[step] == workers:
-            self._config()
-            facts = {"isles_version": __version__, "method": self.config.method}
-            Checkpoints(self.out).commit(step, workers, facts, keep=run.keep_checkpoints)
-            self.committed = True
-
-    def _config(self) -> None:
-        path = self.out / _CONFIG
-        if not path.exists():
-            path.write_text(to_toml(self.config), encoding="utf-8")
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl beyond `step`, and a half-written last one: they will be written again."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _json(record: dict[str, Any], indent: int | None = None) -> str:
-    """JSON of a flat record; a loss that is no number any more (nan, inf) becomes null: JSON has no such numbers."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, indent=indent)
-
-
-def _claim(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held = [name for name in (_CONFIG, _SUMMARY) if (out / name).exists()]
-        if held or _has_begun(out):
-            raise ValueError(f"--out {out}: holds a run already ({(held or [_METRICS])[0]}); name another directory")
-        (out / _FAILURE).unlink(missing_ok=True)
-        (out / _METRICS).touch()
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
-
-
-def _has_begun(out: Path) -> bool:
-    """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
-    metrics = out / _METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
-
-
-def _forget(out: Path) -> None:
-    (out / _METRICS).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty, or not ours to remove
-        out.rmdir()
+    def __init__(self, out: Path, place: Place) -> None:
+        self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
+        super().__init__(
+            "stopped; there is no checkpoint, for a worker was lost before the first"
+            if self.step is None
+            else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
+        )
 
 
 def _last_line(error: Exception) -> str:
     return (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
 
 
-def _in_short(error: WorkerFailed, file: Path) -> WorkerFailed:
-    """The error in one line; its traceback in a file."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(f"worker {error.rank}\n{error.report}\n", encoding="utf-8")
-    return WorkerFailed(error.rank, f"{error.report.splitlines()[-1]} (traceback in {file})")
-
-
 def _start(
-    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None]
+    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None], party: Party, hire: Hire
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
-    deadlines = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
     if world.backend == "virtual":
         orders = SharedOrders(world.workers)
-        with _warnings_told(on_event), _first_interrupt(orders.ask):
+        with _warnings_told(on_event), first_interrupt(orders.ask):
             return run_virtual(
                 train_worker,
                 world.workers,
@@ -207,17 +148,16 @@ def _start(
                 threads=world.threads,
                 step_seconds=world.step_seconds,
                 seed=config.run.seed,
-                deadlines=deadlines,
+                deadlines=deadlines(config),
                 on_event=on_event,
                 orders=orders,
             )
-    start_server()
-    pool = LocalWorkers(_train_process, world.workers, args=args, threads=world.threads, deadlines=deadlines)
+    pool = hire(config, out, resume, party)
 
     def tell(rank: int, error: Exception) -> None:
         on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
 
-    with _first_interrupt(pool.stop):
+    with first_interrupt(pool.stop):
         results = pool.join(on_event, tell if config.replicas.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in pool.failures]
     if not (config.replicas.survives and left):
@@ -225,8 +165,27 @@ def _start(
     return left
 
 
+def processes(config: Config, out: Path, resume: int | None, party: Party) -> Workers:
+    """Start this machine's workers."""
+    start_server()
+    return LocalWorkers(
+        train_process,
+        config.world.workers,
+        args=(config, out, resume),
+        threads=config.world.threads,
+        deadlines=deadlines(config),
+        logs=out / LOGS,
+        party=party,
+    )
+
+
+def deadlines(config: Config) -> Deadlines:
+    """The waits that [world] asks for."""
+    return Deadlines(outer=config.world.outer_deadline, slowest_link=config.world.slowest_link)
+
+
 @contextlib.contextmanager
-def _first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C calls `stop` once; a second is KeyboardInterrupt as ever. Outside of the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -243,9 +202,9 @@ def _first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
-    """`train_worker` in a process of its own; worker 0 speaks for all."""
-    with _warnings_told(world.report if world.rank == 0 else lambda event: None):
+def train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
+    """`train_worker` in a process of its own. What worker 0 is warned of, the user is told; the others have logs."""
+    with _warnings_told(world.report) if world.rank == 0 else contextlib.nullcontext():
         return train_worker(world, config, out, resume)
 
 

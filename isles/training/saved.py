@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from isles.data.tokenizer import Tokenizer, load_tokenizer
-from isles.models import build
+from isles.models import build, limits
+from isles.models.own import next_token_scores
 from isles.training.border import read_config
 from isles.training.config import Config
 
@@ -25,7 +26,13 @@ class SavedRun:
     @property
     def context(self) -> int:
         """The longest sequence, in tokens."""
-        return self.config.model.shape().context
+        return limits(self.config.model).context
+
+    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Scores (B, T, V) for the token after each of `tokens_BT`, int64, on any device. ValueError for a model of
+        the user's own that gives none.
+        """
+        return next_token_scores(self.model, tokens_BT.to(next(self.model.parameters()).device))
 
     def encode(self, text: str) -> torch.Tensor:
         """Token ids of `text`, (T,), int64."""
@@ -34,6 +41,7 @@ class SavedRun:
 
 def load_run(run: Path) -> SavedRun:
     """The consolidated model of the run directory `run`, ready to be evaluated. ValueError where there is none."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
     weights = run / "model.safetensors"
@@ -41,5 +49,13 @@ def load_run(run: Path) -> SavedRun:
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {}, [])
     model = build(config.model, seed=config.run.seed)
-    load_model(model, str(weights), device=str(next(model.parameters()).device))
+    try:
+        load_model(model, str(weights), device=str(next(model.parameters()).device))
+    except SafetensorError as error:
+        raise ValueError(f"{weights}: damaged ({error}); train again, or take it from a copy") from error
+    except RuntimeError as error:  # of every tensor that does not fit, on lines of its own
+        first = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{weights}: does not fit the model of {run / 'config.toml'}; was it changed since? ({first})"
+        ) from error
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

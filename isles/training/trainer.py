@@ -1,15 +1,18 @@
 """One worker's training run, the same code on every backend.
 
 loader -> forward, backward -> optimizer.step() (reduce, clip, inner step, exchange) -> schedule
-every log_every steps: a line of metrics.jsonl goes to the launcher
+every log_every steps: a line of metrics.jsonl goes to the launcher, and a sample of the weights (see `spread`)
 at the end: finish, judge the replicas, consolidate, judge the one model, save it
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,20 @@ import torch
 from torch import Tensor
 
 from isles.comm.codecs import codec
+from isles.comm.errors import WorkerFailed
 from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Loader, load_corpus
-from isles.errors import in_section
-from isles.models import autocast, build
-from isles.replicas import method
-from isles.training.checkpoint import Checkpoints
+from isles.data.tokenizer import Tokenizer
+from isles.models import autocast, build, limits
+from isles.models.own import check_contract
+from isles.training.checkpoint import Checkpoints, no_half_file
 from isles.training.config import Config
 from isles.training.evaluation import validation_loss
-from isles.training.inner import adamw, lr_factor
+from isles.training.inner import lr_factor
+from isles.training.spread import Sample
+from isles.training.timeline import Timeline
+from isles.training.wrapped import wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,31 +63,21 @@ class Trainer:
     def __init__(self, config: Config, world: Mesh) -> None:
         self.config, self.world = config, world
         corpus = load_corpus(config.data)
-        shape = config.model.shape()
-        if corpus.tokenizer.vocab_size > shape.vocab:
-            raise ValueError(
-                f"model.vocab = {shape.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab_size} ids: "
-                f"set model.vocab = {corpus.tokenizer.vocab_size}"
-            )
+        context, vocab = limits(config.model)
+        check_vocabulary(vocab, corpus.tokenizer)
+        if world.local_rank == 0:  # every machine has files of its own
+            world.report({"corpus": corpus.sha256, "rank": world.rank})
         group = world.outer
         self.corpus = corpus
         self.loader = Loader(
-            corpus, config.data, context=shape.context, worker=group.rank, workers=group.size, seed=config.run.seed
+            corpus, config.data, context=context, worker=group.rank, workers=group.size, seed=config.run.seed
         )
-        self.model = build(config.model, seed=config.run.seed, rank=world.rank)
+        _check_batch(self.loader)
+        self.model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         self.device = next(self.model.parameters()).device
-        try:
-            self.optimizer = method(config.method)(
-                self.model,
-                adamw(self.model, config.inner),
-                group,
-                config.replicas,
-                max_norm=config.inner.max_norm or None,
-            )
-            notices = self.advise()  # refuses what cannot work before anything is trained
-        except ValueError as error:
-            keys = [field.name for field in fields(config.replicas)]
-            raise ValueError(in_section("replicas", str(error), keys)) from error
+        if config.model.factory is not None:
+            check_contract(self.model, config.model.factory, context)
+        self.optimizer, notices = wrapped(config, self.model, group)  # refuses what cannot work
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
@@ -94,20 +91,8 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-
-    def advise(self) -> list[str]:
-        """What a user should know about these settings; ValueError where the run cannot mean what they say."""
-        inner, steps = self.config.inner, self.config.run.steps
-        notices = []
-        if inner.warmup_steps > steps:
-            reached = inner.lr * lr_factor(steps, steps, inner)
-            notices.append(
-                f"inner.warmup_steps = {inner.warmup_steps} is more than the run's {steps} steps: the rate ends at "
-                f"{reached:.2g} instead of {inner.lr:g}; lower it"
-            )
-        if not self.judges:
-            notices.append("data.validation_fraction = 0: there will be no validation loss")
-        return notices + self.optimizer.advise(steps)
+        self.sample = Sample(self.optimizer.parameters) if group.size > 1 else None
+        self.timeline = Timeline(world.rank)
 
     @property
     def judges(self) -> bool:
@@ -123,13 +108,15 @@ class Trainer:
             self.step()
             validating = self.judges and run.validate_every and step % run.validate_every == 0 and step < run.steps
             if validating or step % run.log_every == 0 or step == run.steps:
-                self.world.report(asdict(self.metrics(self.validate() if validating else None)))
+                self.report(self.validate() if validating else None)
             stopping = self.world.stop_here(step) and step < run.steps
             due = run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps
             if out is not None and (stopping or due):
+                self._refuse_not_finite(step, self.losses)
                 Checkpoints(out).write_shard(step, self.world.rank, self.state_dict())
                 self.world.report({"checkpoint": step, "worker": self.world.rank})
             if stopping:
+                self._report_spans(self.timeline.rest())
                 return None
         return self.conclude(out)
 
@@ -151,7 +138,12 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
-        self.model.load_state_dict(state["model"])
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
+            raise ValueError(
+                "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
+            ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
@@ -161,6 +153,7 @@ class Trainer:
         self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
         self.training_seconds = state["training_seconds"]
         self.clock_before = state["clock_seconds"] - self.world.transport.now()
+        self.timeline = Timeline(self.world.rank, resumed=True)
         self.started = time.perf_counter() - state["host_seconds"]
         torch.set_rng_state(state["random"])
 
@@ -181,11 +174,26 @@ class Trainer:
                     total += self._backward(tokens)
             else:
                 total += self._backward(tokens)
+        if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
+            self._refuse_not_finite(self.optimizer.steps + 1, [total])  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses.append(total)
-        self.training_seconds += self.world.transport.now() - before
+        after = self.world.transport.now()
+        self.training_seconds += after - before
+        self.timeline.step(before, after)
+
+    def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
+        """WorkerFailed where a loss of the inner steps up to `last` is no number any more."""
+        values = torch.stack(list(losses)).tolist() if losses else []
+        for step, loss in enumerate(values, last - len(values) + 1):
+            if not math.isfinite(loss):
+                raise WorkerFailed(
+                    self.world.rank,
+                    f"its loss is {loss} at inner step {step}: lower inner.lr (now {self.config.inner.lr:g}), or "
+                    "replicas.outer_lr where the method has one",
+                )
 
     def _backward(self, tokens: Tensor) -> Tensor:
         with autocast(self.config.model, self.device):
@@ -198,8 +206,21 @@ class Trainer:
         with self.optimizer.evaluation_weights() as model:
             return self._judge(model)
 
+    def report(self, val_loss: float | None) -> None:
+        """Tell the launcher how far this worker is."""
+        step, rank = self.optimizer.steps, self.world.rank
+        self.world.report(asdict(self.metrics(val_loss)))
+        if self.sample is not None:
+            self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
+        self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
+
+    def _report_spans(self, spans: list[dict[str, Any]]) -> None:
+        if spans:
+            self.world.report({"spans": spans})
+
     def metrics(self, val_loss: float | None) -> Metrics:
         """The line for the steps since the last one."""
+        self._refuse_not_finite(self.optimizer.steps, self.losses)
         loss = float(torch.stack(self.losses).mean())
         self.losses.clear()
         traffic = self.world.world.traffic
@@ -223,6 +244,8 @@ class Trainer:
         traffic, group = self.world.world.traffic, self.world.outer
         computing = self.training_seconds - traffic.total("blocked_seconds", "outer", "inner")
         self.optimizer.finish()
+        self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
+        self._report_spans(self.timeline.rest())
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         blocked = traffic.total("blocked_seconds", "outer", "inner")
         clock, seconds = self.clock(), time.perf_counter() - self.started
@@ -256,13 +279,37 @@ class Trainer:
         return validation_loss(model, self.loader.validation_batches(), autocast(self.config.model, self.device))
 
 
+def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
+    """ValueError unless a model of `vocab` token ids (None: not known) has one for each of the tokenizer's."""
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab_size} ids: "
+            f"set model.vocab = {tokenizer.vocab_size}, or choose another data.tokenizer"
+        )
+
+
+def _check_batch(loader: Loader) -> None:
+    readers = loader.workers if loader.split == "iid" else 1  # of the same sequences
+    if loader.batch_size * readers > loader.sequences:
+        raise ValueError(
+            f"data.batch_size = {loader.batch_size}: a step would read {loader.batch_size * readers} sequences of "
+            f"{loader.sequences}, some of them twice; choose a smaller batch or give more text"
+        )
+
+
 def save_model(model: torch.nn.Module, path: Path) -> None:
     """Write the weights as safetensors, all or nothing; tied tensors once."""
     from safetensors.torch import save_model as save
 
     partial = path.with_suffix(".partial")
-    save(model, str(partial))
+    with no_half_file(partial):
+        save(model, str(partial))
     os.replace(partial, path)
+
+
+def draws_seed(seed: int, rank: int) -> int:
+    """Of a worker's dropout and the like: every worker has draws of its own, the same on every backend."""
+    return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
 
 
 def train_worker(
@@ -271,6 +318,7 @@ def train_worker(
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
     from.
     """
+    torch.manual_seed(draws_seed(config.run.seed, world.rank))
     trainer = Trainer(config, world)
     if resume is not None:
         assert out is not None

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+
+from tests.integration.namespaces import Machine
 
 ISLES = str(Path(sys.executable).with_name("isles"))
 PATIENCE = 90.0  # seconds for what takes a few on an idle machine
@@ -18,12 +20,17 @@ _MARK = "ISLES_TEST_RUN"
 
 
 class Command:
-    """`isles ARGUMENTS` in `folder`, in a session of its own; its processes are marked, so that all can be found."""
+    """`isles ARGUMENTS` in `folder`, in a session of its own; its processes are marked, so that all can be found.
 
-    def __init__(self, *arguments: str, folder: Path) -> None:
+    machine: a namespace to run it in. program: what to run instead of the installed command.
+    """
+
+    def __init__(
+        self, *arguments: str, folder: Path, machine: Machine | None = None, program: Sequence[str] = (ISLES,)
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [ISLES, *arguments],
+            [*(machine.enter if machine else ()), *program, *arguments],
             cwd=folder,
             env={**os.environ, _MARK: self.mark, "COLUMNS": "100"},
             stdin=subprocess.DEVNULL,
@@ -33,9 +40,9 @@ class Command:
             start_new_session=True,
         )
 
-    def end(self) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) once it and all that hold its pipes have ended."""
-        out, err = self.process.communicate(timeout=PATIENCE)
+    def end(self, patience: float = PATIENCE) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) once it and all that hold its pipes have ended; patience: seconds."""
+        out, err = self.process.communicate(timeout=patience)
         return self.process.returncode, out, err
 
     def left(self) -> list[psutil.Process]:
@@ -43,9 +50,9 @@ class Command:
         return marked(self.mark)
 
 
-def isles(*arguments: str, folder: Path) -> tuple[int, str, str]:
+def isles(*arguments: str, folder: Path, machine: Machine | None = None) -> tuple[int, str, str]:
     """Run to the end: (exit code, stdout, stderr)."""
-    return Command(*arguments, folder=folder).end()
+    return Command(*arguments, folder=folder, machine=machine).end()
 
 
 def marked(mark: str) -> list[psutil.Process]:

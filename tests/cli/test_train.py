@@ -18,39 +18,12 @@ import psutil
 import pytest
 
 from tests.cli.command import ISLES, Command, eventually, gone, isles, marked
-from tests.training.runs import TINY, metrics, write_text
-
-OWN = """
-import time
-import isles
-
-class Breaks(isles.NoSync):
-    def after_inner_step(self):
-        if self.steps == 3 and self.group.rank == 1:
-            raise ZeroDivisionError("of my own making")
-
-class Slow(isles.NoLoCo):
-    def after_inner_step(self):
-        time.sleep(0.05)  # leaves the machine to the others
-        super().after_inner_step()
-"""
+from tests.training.runs import metrics, write_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with a text, a configuration for it, and a method of their own."""
-    folder = tmp_path_factory.mktemp("user")
-    write_text(folder / "text.txt")
-    (folder / "own.py").write_text(OWN)
-    tables: dict[str, list[str]] = {"data": ['path = "text.txt"'], "replicas": ["sync_every = 3"]}
-    for setting in TINY:
-        key, _, value = setting.partition("=")
-        section, _, name = key.partition(".")
-        if section != "world":  # real processes here
-            tables.setdefault(section, []).append(f"{name} = {value}")
-    lines = [line for section, own in tables.items() for line in (f"[{section}]", *own)]
-    (folder / "tiny.toml").write_text("\n".join(lines) + "\n")
-    return folder
+    return write_folder(tmp_path_factory.mktemp("user"))
 
 
 def short(*more: str) -> list[str]:
@@ -67,8 +40,11 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert code == 0, error
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html")
+        *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
+        *("report.html", "report.png", "logs"),
     }
+    assert [path.name for path in (run / "logs").iterdir()] == ["worker-1.log"]  # worker 0's warning is the note below
+    assert "gamma = 1.9" in (run / "logs" / "worker-1.log").read_text()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["method"], summary["backend"], summary["workers"]) == ("noloco", "distributed", 2)
     assert summary["virtual_seconds"] is None and 0 < summary["train_seconds"] <= summary["wall_seconds"]
@@ -84,7 +60,7 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert lines[-1].startswith("step 6/6  loss ")
 
     code, out, error = isles("report", "deep/run [1]", folder=folder)
-    assert (code, out, error) == (0, "deep/run [1]/report.html\n", "")
+    assert (code, out, error) == (0, "deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
 def test_refused_by_the_workers(folder: Path) -> None:
@@ -103,9 +79,12 @@ def test_a_method_of_ones_own_from_this_folder_that_breaks(folder: Path) -> None
     code, out, error = isles(*arguments, folder=folder)
     assert (code, out) == (1, "")
     last = error.splitlines()[-1]
-    assert last == ("isles: worker 1 failed: ZeroDivisionError: of my own making (traceback in broken/failure.txt)")
+    assert last.startswith(
+        "isles: worker 1 failed: ZeroDivisionError: of my own making (traceback in broken/logs/worker-1.log); there "
+        "was no checkpoint yet"
+    )
     assert "Traceback" not in error
-    text = (folder / "broken" / "failure.txt").read_text()
+    text = (folder / "broken" / "logs" / "worker-1.log").read_text()
     assert "own.py" in text and "after_inner_step" in text
     assert {line["step"] for line in metrics(folder / "broken") if line["worker"] == 1} == {2}
 

@@ -143,14 +143,15 @@ def test_ctrl_c_in_the_launcher_ends_the_run_at_once(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import sys
+from dataclasses import replace
 import isles
 from isles.comm import local
 from tests.comm.local_workers import lingers
 
 if __name__ == "__main__":
     if sys.argv[2] == "joining":  # the workers wait for one that never comes
-        begin = local._Seat.__init__
-        local._Seat.__init__ = lambda self, rank, size, *rest: begin(self, rank, size + 1, *rest)
+        seats = local.seats
+        local.seats = lambda *a, **k: [replace(seat, size=seat.size + 1) for seat in seats(*a, **k)]
     isles.run_local(lingers, 4, args=(sys.argv[1],))
 """
 

@@ -26,7 +26,7 @@ class Counter:
 def test_temperature_0_takes_the_likeliest() -> None:
     """And the model never sees more than `context` tokens."""
     model = Counter()
-    assert list(generate(model, torch.tensor([7]), new_tokens=6, context=3, temperature=0)) == [8, 9, 0, 1, 2, 3]
+    assert list(generate(model.logits, torch.tensor([7]), new_tokens=6, context=3, temperature=0)) == [8, 9, 0, 1, 2, 3]
     assert model.longest == 3
 
 
@@ -34,7 +34,9 @@ def test_draws_follow_the_seed_and_stay_among_the_top_k() -> None:
     """The same seed draws the same; top_k = 2 leaves the two likeliest; the global generator is untouched."""
     before = torch.get_rng_state()
     runs = [
-        list(generate(Counter(), torch.tensor([0]), new_tokens=40, context=8, temperature=3.0, top_k=2, seed=seed))
+        list(
+            generate(Counter().logits, torch.tensor([0]), new_tokens=40, context=8, temperature=3.0, top_k=2, seed=seed)
+        )
         for seed in (1, 1, 2)
     ]
     assert runs[0] == runs[1] != runs[2]
@@ -46,4 +48,4 @@ def test_draws_follow_the_seed_and_stay_among_the_top_k() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     """There is nothing to continue."""
     with pytest.raises(ValueError, match="prompt is empty"):
-        list(generate(Counter(), torch.tensor([], dtype=torch.int64), new_tokens=1, context=3))
+        list(generate(Counter().logits, torch.tensor([], dtype=torch.int64), new_tokens=1, context=3))

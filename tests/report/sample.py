@@ -12,6 +12,27 @@ PARAMETERS = 1_234_567
 SYNC_EVERY = 50
 
 
+def write_records(run_dir: Path, *, workers: int = 4, rounds: int = 30) -> None:
+    """Add the spread of the replicas (proportional to a falling learning rate) and a timeline to a sample: a second of
+    computing a round, then a wait of 0.1 s in an exchange of 0.2 s.
+    """
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"lr": 1 / line["step"]} if "loss" in line else {}
+    lines += [{"step": step, "replica_std": 0.01 / step} for step in sorted({line["step"] for line in lines})]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (run_dir / "timeline.jsonl").open("w") as file:
+        for worker in range(workers):
+            for start in (1.1 * number for number in range(rounds)):
+                for kind, channel, begin, end in (
+                    ("transfer", "outer", 1.0, 1.2),
+                    ("blocked", "outer", 1.0, 1.1),
+                    ("compute", "", 0.0, 1.1),
+                ):
+                    span = {"kind": kind, "channel": channel, "start": start + begin, "end": start + end}
+                    file.write(json.dumps({"step": 1, "worker": worker, **span}) + "\n")
+
+
 def write_sample(
     run_dir: Path, *, workers: int = 4, steps: int = 400, seed: int = 0, finished: bool = True, **changed: Any
 ) -> dict[str, Any]:

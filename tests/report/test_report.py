@@ -14,7 +14,7 @@ import pytest
 
 from isles.report import write_report
 from isles.report.units import format_bytes, format_count, format_number, format_percent, format_seconds
-from tests.report.sample import write_sample
+from tests.report.sample import write_records, write_sample
 
 
 def svgs(page: str) -> list[ElementTree.Element]:
@@ -80,7 +80,7 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
 
 def test_pictures_hold_the_data(tmp_path: Path) -> None:
     write_sample(tmp_path, workers=3, steps=200)
-    loss, sent, time = svgs(report(tmp_path))
+    loss, by_bytes, by_time, sent, time = svgs(report(tmp_path))
     assert len(by_class(loss, "polyline", "worker")) == 3
     (mean,) = by_class(loss, "polyline", "mean")
     points = coordinates(mean)
@@ -90,6 +90,10 @@ def test_pictures_hold_the_data(tmp_path: Path) -> None:
     (ddp,) = by_class(sent, "polyline", "ddp")
     (own,) = by_class(sent, "polyline", "mean")
     assert coordinates(ddp)[-1][1] < coordinates(own)[-1][1]
+    for cost in (by_bytes, by_time):
+        (line,) = by_class(cost, "polyline", "mean")
+        assert [y for _, y in coordinates(line)] == [y for _, y in points]  # the same losses
+        assert [x for x, _ in coordinates(line)] == sorted(x for x, _ in coordinates(line))
     assert len(by_class(time, "rect", "compute")) == len(by_class(time, "rect", "blocked")) == 3
 
 
@@ -102,6 +106,74 @@ def test_time_bars_are_in_proportion(tmp_path: Path) -> None:
     (blocked,) = by_class(time, "rect", "blocked")
     assert float(compute.get("width", 0)) == pytest.approx(3 * float(blocked.get("width", 0)), rel=1e-2)
     assert "75.0 % of 40.0 s computing" in ElementTree.tostring(time, encoding="unicode")
+
+
+def test_the_spread_and_its_link_to_the_learning_rate(tmp_path: Path) -> None:
+    """Both curves in one picture; the sample's spread is proportional to its rate, so they correlate fully."""
+    write_sample(tmp_path, workers=2, steps=200)
+    assert "no record of the spread of the replicas nor of when workers computed" in report(tmp_path)
+    write_records(tmp_path, workers=2)
+    page = report(tmp_path)
+    assert "no record" not in page
+    (spread,) = [svg for svg in svgs(page) if svg.get("aria-label") == "Spread of the replicas"]
+    (std,), (rate,) = by_class(spread, "polyline", "mean"), by_class(spread, "polyline", "rate")
+    assert coordinates(std) == coordinates(rate)  # scaled to one height
+    assert "over 200 logged steps: 1.00." in page
+
+
+def test_replicas_that_stay_equal(tmp_path: Path) -> None:
+    write_sample(tmp_path, steps=5)
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.writelines(f'{{"step": {step}, "replica_std": 0.0}}\n' for step in range(1, 6))
+    page = report(tmp_path)
+    assert "The replicas were equal at every logged step." in page and "Spread of the replicas" in page
+
+
+def test_lanes_show_the_last_exchanges_in_proportion(tmp_path: Path) -> None:
+    """Twelve rounds of the sample's thirty: a lane a worker, waits drawn over the computing that includes them."""
+    write_sample(tmp_path, workers=3, steps=20)
+    write_records(tmp_path, workers=3)
+    (lanes,) = [svg for svg in svgs(report(tmp_path)) if svg.get("aria-label") == "Timeline"]
+    blocked, transfers = by_class(lanes, "rect", "blocked"), by_class(lanes, "rect", "transfer")
+    assert len(blocked) == len(transfers) == 3 * 12
+    order = [rect.get("class") for rect in lanes.iter("rect")]
+    assert order.index("blocked") > order.index("compute")
+    widths = [float(rect.get("width", 0)) for rect in (*blocked[:11], *transfers[:11])]
+    assert widths[:11] == pytest.approx([widths[0]] * 11, abs=0.11)
+    assert widths[11] == pytest.approx(2 * widths[0], rel=0.05)
+    assert all(0 <= float(rect.get("x", 0)) <= 760 for rect in lanes.iter("rect"))
+
+
+def test_many_lanes_are_cut(tmp_path: Path) -> None:
+    write_sample(tmp_path, workers=20, steps=2)
+    write_records(tmp_path, workers=20)
+    assert "The first 16 of 20 workers." in report(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", "no\n", '{"worker": 0, "start": 2, "end": 1}\n', '{"worker": "x"}\n'])
+def test_a_timeline_of_no_use(tmp_path: Path, text: str) -> None:
+    write_sample(tmp_path, steps=5)
+    (tmp_path / "timeline.jsonl").write_text(text)
+    assert "Timeline of the workers" not in report(tmp_path)
+
+
+def test_losses_that_are_null_are_counted(tmp_path: Path) -> None:
+    """A diverged run of an older version: what is left is drawn, what is gone is said."""
+    write_sample(tmp_path, workers=2, steps=10, val_loss=None)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, "loss": None} if line["step"] > 5 else line for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(tmp_path)
+    assert "10 losses not finite" in page
+    assert len(coordinates(by_class(svgs(page)[0], "polyline", "mean")[0])) == 5
+
+
+def test_a_run_that_sent_nothing(tmp_path: Path) -> None:
+    write_sample(tmp_path, workers=1, steps=5, bytes_sent_per_worker=0, ddp_bytes_per_worker=0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "bytes_sent": 0}) + "\n" for line in lines))
+    page = report(tmp_path)
+    assert "Nothing was sent." in page and "Loss against bytes" not in page
 
 
 def test_bytes_beside_data_parallel_in_words(tmp_path: Path) -> None:
@@ -121,7 +193,7 @@ def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
     assert "<h1>noloco on 3 workers, 120 steps so far</h1>" in page
     assert "there is no summary.json" in page
     assert "could not be read" not in page  # a last line without its newline is being written, not broken
-    assert len(svgs(page)) == 3
+    assert len(svgs(page)) == 5
     assert "data parallel" not in page
     assert table(page)["steps"] == "120"
 
@@ -197,7 +269,7 @@ def test_many_lines_and_workers_stay_small(tmp_path: Path) -> None:
     write_sample(tmp_path, workers=64, steps=1600)  # 10^5 lines
     page = report(tmp_path)
     assert len(page) < 1_000_000
-    loss, _, time = svgs(page)
+    loss, _, _, _, time = svgs(page)
     assert len(by_class(loss, "polyline", "worker")) == 64
     assert len(by_class(time, "rect", "compute")) == 64
     (mean,) = by_class(loss, "polyline", "mean")

@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isles.report.axes import Axis, linear, logarithmic
 from isles.report.series import average, mean_over, quantile, thin
-from isles.report.svg import _linear_axis, _log_axis
-from isles.report.units import compare, format_bytes, format_number, format_percent, format_seconds, format_short
+from isles.report.units import (
+    compare,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_short,
+    time_unit,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +114,38 @@ ranges = st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6)).map(lambda r: (r[
 @given(ranges)
 def test_linear_axis_holds_the_data_with_few_round_ticks(span: tuple[float, float]) -> None:
     low, high = span
-    ticks, bottom, top = _linear_axis(low, high, 6)
+    axis = linear(low, high, 6)
     slack = 1e-6 * (high - low)
-    assert bottom <= low + slack
-    assert high - slack <= top
-    assert 2 <= len(ticks) <= 9
+    assert axis.low <= low + slack
+    assert high - slack <= axis.high
+    assert 2 <= len(axis.ticks) <= 9
+    assert axis.at(axis.low) == 0 and axis.at(axis.high) == 1
 
 
 def test_axes_of_special_data() -> None:
-    assert _linear_axis(0.0, 20.0, 6)[0][0] == 0.0  # no tick below zero when the data start at zero
-    assert _linear_axis(0.0, 0.0, 6)[1:] == (0, 1)
-    assert _linear_axis(5.0, 5.0, 6)[1] < 5.0 < _linear_axis(5.0, 5.0, 6)[2]
-    steps, low, high = _linear_axis(0.0, 3.0, 8, tight=True)
-    assert (steps, low, high) == ([0, 1, 2, 3], 0.0, 3.0)
-    assert _log_axis(9.9e6, 2.9e9) == ([1e6, 1e7, 1e8, 1e9, 1e10], 1e6, 1e10)
-    assert _log_axis(100.0, 100.0) == ([100.0, 1000.0], 100.0, 1000.0)
+    assert linear(0.0, 20.0, 6).ticks[0] == 0.0  # no tick below zero when the data start at zero
+    assert (linear(0.0, 0.0, 6).low, linear(0.0, 0.0, 6).high) == (0, 1)
+    assert linear(5.0, 5.0, 6).low < 5.0 < linear(5.0, 5.0, 6).high
+    assert linear(0.0, 3.0, 8, tight=True, whole=True) == Axis([0, 1, 2, 3], 0.0, 3.0)
+    assert linear(0.0, 0.7, 8, tight=True).ticks == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert linear(0.0, 1.0, 8, tight=True, whole=True).ticks == [0, 1]
+    assert logarithmic(9.9e6, 2.9e9) == Axis([1e6, 1e7, 1e8, 1e9, 1e10], 1e6, 1e10, log=True)
+    assert logarithmic(100.0, 100.0) == Axis([100.0, 1000.0], 100.0, 1000.0, log=True)
+    assert logarithmic(3e5, 8e7, tight=True) == Axis([1e6, 1e7], 3e5, 8e7, log=True)
+    assert logarithmic(1.5, 9.0, tight=True).ticks == [2.0, 5.0]  # no power of ten in it
+    assert logarithmic(10.0, 1000.0).at(100.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"),
+    [
+        (0.0, "milliseconds"),
+        (0.2, "milliseconds"),
+        (8.0, "seconds"),
+        (179.0, "seconds"),
+        (181.0, "minutes"),
+        (1e6, "hours"),
+    ],
+)
+def test_time_unit(seconds: float, unit: str) -> None:
+    assert time_unit(seconds)[1] == unit

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.mesh import Mesh
+from isles.replicas.none import NoSync
 from isles.training.border import read_config
 from isles.training.config import Config
 from isles.training.launch import launch
@@ -27,7 +28,22 @@ TINY = [
     "run.log_every=2",
     "world.backend=virtual",
 ]
-EVERY_3 = {"localsgd", "diloco", "noloco"}  # the methods with sync_every
+OWN = """
+import time
+import isles
+
+class Breaks(isles.NoSync):
+    def after_inner_step(self):
+        if self.steps == 3 and self.group.rank == 1:
+            raise ZeroDivisionError("of my own making")
+
+class Slow(isles.NoLoCo):
+    def after_inner_step(self):
+        time.sleep(0.05)  # leaves the machine to the others
+        super().after_inner_step()
+"""
+POISONED = "tests.training.runs:Poisoned"
+EVERY_3 = {"localsgd", "diloco", "streaming-diloco", "delayed", "eager", "noloco"}  # the methods with sync_every
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 
 
@@ -42,11 +58,34 @@ def write_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:
     return path
 
 
+def write_folder(folder: Path) -> Path:
+    """A user's folder with a text, a configuration for it (tiny.toml, real processes), and methods of their own."""
+    write_text(folder / "text.txt")
+    (folder / "own.py").write_text(OWN)
+    tables: dict[str, list[str]] = {"data": ['path = "text.txt"'], "replicas": ["sync_every = 3"]}
+    for setting in TINY:
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        if section != "world":
+            tables.setdefault(section, []).append(f"{name} = {value}")
+    lines = [line for section, own in tables.items() for line in (f"[{section}]", *own)]
+    (folder / "tiny.toml").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def tiny(text: Path, *assignments: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:
     """The configuration of a run of a fraction of a second: sync_every = 3 where the method has it."""
     every = ["replicas.sync_every=3"] if method in EVERY_3 else []
     flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
     return read_config(None, flags, [f"data.path={text}", *TINY, *every, *assignments])
+
+
+class Poisoned(NoSync):
+    """Worker 1 trains a weight to pieces in its third step."""
+
+    def after_inner_step(self) -> None:
+        if self.steps == 3 and self.group.rank == 1:
+            self.parameters[0].data.fill_(float("nan"))
 
 
 class Told:
@@ -63,9 +102,19 @@ def run(config: Config, out: Path, told: Told | None = None) -> dict[str, Any]:
     return launch(config, out, told.lines.append, told.notices.append)
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run directory's metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """The workers' lines of a run directory's metrics.jsonl."""
+    return [line for line in lines_of(out / "metrics.jsonl") if "worker" in line]
+
+
+def spreads(out: Path) -> dict[int, float]:
+    """By step, the spread of the replicas in a run directory's metrics.jsonl."""
+    return {line["step"]: line["replica_std"] for line in lines_of(out / "metrics.jsonl") if "replica_std" in line}
 
 
 def train_all(world: Mesh, configs: list[Config], outs: list[str]) -> list[dict[str, Any]]:

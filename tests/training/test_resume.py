@@ -9,7 +9,8 @@ import pytest
 
 from isles.replicas import METHODS
 from isles.training.checkpoint import Checkpoints
-from isles.training.launch import cut_metrics, launch
+from isles.training.launch import launch
+from isles.training.records import cut_metrics
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 
 CASES = [*((name, []) for name in METHODS), ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"])]

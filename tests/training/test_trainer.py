@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from isles.comm.errors import WorkerFailed
 from isles.comm.local import LocalWorkers, raise_first
 from isles.comm.mesh import Mesh
 from isles.comm.simulated import run_virtual
@@ -20,10 +21,22 @@ from isles.models import build
 from isles.models.sizes import parameters as count_parameters
 from isles.replicas import METHODS
 from isles.training.border import read_config
+from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.inner import lr_factor
 from isles.training.trainer import Trainer, train_worker
-from tests.training.runs import BATCH, CONTEXT, Told, metrics, run, tiny, train_all, without_clocks, write_text
+from tests.training.runs import (
+    BATCH,
+    CONTEXT,
+    POISONED,
+    Told,
+    metrics,
+    run,
+    tiny,
+    train_all,
+    without_clocks,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +161,7 @@ def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, na
         "metrics.jsonl",
         "model.safetensors",
         "summary.json",
+        "timeline.jsonl",
     ]
     assert read_config(str(out / "config.toml"), {}, []) == config
 
@@ -441,3 +455,16 @@ def test_a_run_that_breaks_off_keeps_what_it_wrote(text: Path, tmp_path: Path, m
     assert {line["step"] for line in metrics(out)} == {2, 4}
     with pytest.raises(ValueError, match="holds a run already"):
         run(tiny(text), out)
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path, log_every: int) -> None:
+    """One line names the worker and the step, before anybody was sent what came of it; no checkpoint holds it."""
+    config = tiny(text, f"run.log_every={log_every}", "run.checkpoint_every=1", method=POISONED, workers=3, steps=9)
+    with pytest.raises(WorkerFailed) as caught:
+        run(config, tmp_path / "run")
+    line = str(caught.value)
+    assert line.startswith("worker 1 failed: its loss is nan at inner step 4: lower inner.lr (now 0.01)")
+    assert "\n" not in line and not (tmp_path / "run" / "failure.txt").exists()
+    assert Checkpoints(tmp_path / "run").steps() == [2, 3]
+    assert all(line["loss"] is not None for line in metrics(tmp_path / "run"))

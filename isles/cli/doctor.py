@@ -1,0 +1,197 @@
+"""`isles doctor`: is this machine fit for a run, and can it and another one reach each other?
+
+One line a check: its name, ok or FAIL, what was found. Every check is made, whatever the ones before it found.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.comm.examine import Findings
+
+_LISTEN_FOR = 600.0  # seconds until a listening doctor gives up
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's."""
+
+    name: str
+    good: bool
+    found: str
+
+
+def doctor(
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Check the way to a machine that runs --listen PORT.")
+    ] = None,
+    listen: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Wait here for the other machine's --peer, ten minutes.")
+    ] = None,
+) -> None:
+    """Check this machine; with --listen on one and --peer on the other, both directions between two."""
+    from isles.comm.line import listen as open_port
+    from isles.comm.line import parse_address
+
+    if peer is not None and listen is not None:
+        raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
+    if listen is not None and not 1 <= listen <= 65535:
+        raise ValueError(f"--listen {listen}: choose a port from 1 to 65535")
+    # Both before the checks that take a while: a slip is answered at once.
+    target = None if peer is None else parse_address(peer, "--peer")
+    door = None if listen is None else open_port(listen)
+    good = [_show(check) for check in machine()]
+    if target is not None:
+        good += [_show(check) for check in call(*target)]
+    if door is not None:
+        with door:
+            good += [_show(check) for check in wait_for_call(door)]
+    if not all(good):
+        raise typer.Exit(1)
+
+
+def _show(check: Check) -> bool:
+    print(f"{check.name:<11} {'ok  ' if check.good else 'FAIL'}  {check.found}", flush=True)
+    return check.good
+
+
+def machine() -> Iterator[Check]:
+    """What a run on this machine alone needs."""
+    from isles.report.units import format_bytes
+
+    yield Check("python", sys.version_info >= (3, 11), f"{platform.python_version()}, {sys.executable}")
+    yield from _torch()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Check("cores", True, str(cores))
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        yield Check("memory", True, format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    yield _loopback()
+    yield _directory(format_bytes(shutil.disk_usage(".").free))
+
+
+def _torch() -> Iterator[Check]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+        yield Check("torch", False, f"cannot be imported ({error}); install it: pip install torch")
+        return
+    yield Check("torch", True, torch.__version__)
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Check("gloo", gloo, "workers talk over it" if gloo else "missing: install a build of torch that has it")
+    nccl = dist.is_available() and dist.is_nccl_available()
+    yield Check("nccl", True, "there" if nccl else "not in this build (only islands of several GPUs want it)")
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    yield Check("gpu", True, ", ".join(names) or "none that torch sees: workers compute on the CPU")
+
+
+def _loopback() -> Check:
+    from isles.comm.reach import Door, knock
+
+    with Door() as door:
+        why = knock("127.0.0.1", door.port)
+    mend = f"port {door.port} of 127.0.0.1: {why}; bring the loopback interface up and let it through the firewall"
+    return Check("loopback", not why, mend if why else "processes of this machine reach each other")
+
+
+def _directory(free: str) -> Check:
+    here = os.getcwd()
+    try:
+        with tempfile.TemporaryFile(dir=here) as file:
+            file.write(b"isles")
+    except OSError as error:
+        return Check("directory", False, f"{here} cannot be written to ({error.strerror}): use --out or another one")
+    return Check("directory", True, f"{here} can be written to, {free} free")
+
+
+def call(host: str, port: int) -> Iterator[Check]:
+    """The checks with a doctor that listens at `host`:`port`."""
+    from isles.comm.examine import examine
+    from isles.comm.line import LineLost, connect
+    from isles.comm.reach import PATIENCE
+
+    where = f"{host}:{port}"
+    try:
+        line = connect(host, port, PATIENCE)
+    except LineLost as error:
+        mend = {
+            "connection refused": f"nothing listens there; start `isles doctor --listen {port}` there",
+            "no such host name": "mend the name, or give the address",
+        }.get(str(error), f"the address is wrong, or a firewall drops it; let TCP port {port} in there")
+        yield Check("peer", False, f"{where}: {error}: {mend}")
+        return
+    try:
+        findings = examine(line, calls=True)
+    except LineLost as error:
+        yield Check("peer", False, f"{where}: {error}")
+        return
+    finally:
+        line.close()
+    yield from findings_in_words(findings)
+
+
+def wait_for_call(door: socket.socket) -> Iterator[Check]:
+    """The checks with the first doctor that calls at the listening socket `door`."""
+    from isles.comm.examine import examine
+    from isles.comm.line import Line, LineLost
+
+    port = door.getsockname()[1]
+    print(f"waiting {_LISTEN_FOR / 60:g} minutes; on the other machine: isles doctor --peer THIS-MACHINE:{port}",
+          file=sys.stderr, flush=True)  # fmt: skip
+    ends_at = time.monotonic() + _LISTEN_FOR
+    while (left := ends_at - time.monotonic()) > 0:
+        door.settimeout(left)
+        try:
+            line = Line(door.accept()[0])
+        except TimeoutError:
+            break
+        try:
+            findings = examine(line, calls=False)
+        except LineLost as error:
+            print(f"{line.there} called, but: {error}", file=sys.stderr, flush=True)
+            continue
+        finally:
+            line.close()
+        yield from findings_in_words(findings)
+        return
+    yield Check("peer", False, f"nobody called within {_LISTEN_FOR:g} s")
+
+
+def findings_in_words(found: Findings) -> Iterator[Check]:
+    """One line for the peer, one a direction, one for the way's length and width."""
+    from isles import __version__
+    from isles.comm.reach import port_range
+    from isles.report.units import format_seconds
+
+    same = found.version_there == __version__
+    versions = f"isles {__version__}" if same else f"isles {__version__} here, {found.version_there} there: a run needs"
+    yield Check("peer", same, f"{found.there}, {versions}{'' if same else ' the same on both'}")
+    yield _direction("out", found.here, found.there, found.port_out, found.out, found.ports_there, "there")
+    yield _direction("back", found.there, found.here, found.port_back, found.back, port_range(), "here")
+    yield Check("round trip", True, f"{format_seconds(found.round_trip)} (median)")
+    rates = ((found.rate_out, "out"), (found.rate_back, "back"))
+    yield Check("rate", True, ", ".join(f"{_three(rate / 1e6)} Mbit/s {way}" for rate, way in rates))
+
+
+def _direction(name: str, source: str, target: str, port: int, why: str, ports: str, where: str) -> Check:
+    way = f"{source} -> {target}"
+    if not why:
+        return Check(name, True, f"{way} is open (port {port} answers)")
+    mend = f"let TCP ports {ports} from {source} in {where} (see docs/two-machines.md)"
+    return Check(name, False, f"{way} is BLOCKED (port {port}: {why}): {mend}")
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,140 @@
+"""`isles train --dry-run`: the plan of a run in words, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isles.replicas.planned import Planned
+    from isles.training.config import Config
+    from isles.training.plan import Plan
+
+_LABEL = 12  # characters of the left column
+_GROUPS = 3  # groups of a round that are named
+
+
+def show(config: Config, *, probe: bool, as_json: bool) -> None:
+    """Print the plan of `config`; nothing is started or written."""
+    from isles.training.plan import plan
+
+    planned = plan(config, probe=probe)
+    if as_json:
+        print(json.dumps(planned.as_json(), indent=2))
+        return
+    for notice in planned.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    for block in (_head(config, planned), _memory(planned), _exchanges(planned), _cost(planned)):
+        print("\n".join(block), end="\n\n")
+    print("dry run: nothing was started or written")
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL}}{text}"
+
+
+def _head(config: Config, plan: Plan) -> list[str]:
+    from isles.models import SIZES
+    from isles.report.units import format_count, format_short
+
+    model = config.model.factory or config.model.hf or config.model.size
+    if config.model.own is None and config.model.shape() != SIZES[str(config.model.size)]:
+        model = "a decoder of your own numbers"
+    flops = "FLOPs not counted" if plan.flops is None else f"{format_short(plan.flops)} FLOPs a token (with backward)"
+    return [
+        _line("method", f"{plan.method}, {plan.workers} workers, {plan.steps} steps, {plan.backend} backend"),
+        _line("model", f"{model}: {format_count(plan.parameters)} parameters, {flops}"),
+        _line(
+            "tokens",
+            f"{format_count(plan.tokens_per_step)} a step of all workers, "
+            f"{format_count(plan.tokens_per_step * plan.steps)} in all",
+        ),
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    from isles.report.units import format_bytes
+
+    own = [("weights", plan.weights), ("gradients", plan.gradients), ("AdamW's state", plan.inner)]
+    when = {"always": "", "exchange": "from the first exchange on", "end": "when validating, and at the end"}
+    rows = [(what, nbytes, f"on {plan.device}") for what, nbytes in own]
+    rows += [(held.what, held.nbytes, ", ".join(filter(None, ("host", when[held.when])))) for held in plan.held]
+    rows.append(("at the peak", plan.peak, "without activations"))
+    width = max(len(what) for what, _, _ in rows)
+    lines = [f"{what:<{width}}  {format_bytes(nbytes):>8}  {where}" for what, nbytes, where in rows]
+    return [_line("memory" if line is lines[0] else "", line) for line in lines]
+
+
+def _exchanges(plan: Plan) -> list[str]:
+    from isles.report.units import format_bytes, format_count
+
+    outline = plan.outline
+    rows = [["after step", "lands", "what", "who with whom", "a worker sends"]]
+    rows.append(["0", "0", "weights, hashes", "from worker 0", _spread(outline.opening)])
+    for planned in outline.first:
+        what = planned.what if not planned.fragment else f"{planned.what} {planned.fragment}"
+        rows.append([str(planned.sent), str(planned.lands), what, _who(planned), _spread(planned.bytes_sent)])
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = [
+        "  ".join((a.rjust(widths[0]), b.rjust(widths[1]), c.ljust(widths[2]), d.ljust(widths[3]), e)).rstrip()
+        for a, b, c, d, e in rows
+    ]
+    if outline.rounds:
+        each = format_bytes(max(outline.sent) / outline.rounds)
+        often = "step" if outline.every == 1 else f"{outline.every} steps"
+        lines.append(
+            f"... {format_count(outline.rounds)} rounds in all, one every {often}; a worker sends {each} a round"
+        )
+    return [_line("exchanges" if line is lines[0] else "", line) for line in lines]
+
+
+def _who(planned: Planned) -> str:
+    if len(planned.groups) == 1:
+        return "all" if len(planned.groups[0]) > 1 else "alone"
+    names = [" ".join(map(str, group)) if len(group) > 1 else f"{group[0]} alone" for group in planned.groups]
+    more = [f"and {len(names) - _GROUPS} more"] if len(names) > _GROUPS else []
+    return ", ".join([*(f"({name})" for name in names[:_GROUPS]), *more])
+
+
+def _spread(nbytes: Sequence[int]) -> str:
+    from isles.report.units import format_bytes
+
+    least, most = format_bytes(min(nbytes)), format_bytes(max(nbytes))
+    return most if least == most else f"{least} to {most}"
+
+
+def _cost(plan: Plan) -> list[str]:
+    from isles.report.units import compare, format_bytes, format_percent, format_seconds
+
+    mean = sum(plan.bytes_sent) / plan.workers
+    against = f", {compare(mean, plan.ddp_bytes)}" if mean and plan.ddp_bytes else ""
+    sends = f"{format_bytes(mean)} a worker in the whole run{against} data parallel's {format_bytes(plan.ddp_bytes)}"
+    lines = [_line("bytes", sends)]
+    if not plan.outline.rounds:
+        return lines
+    every = f"{plan.outline.every} step{'s' if plan.outline.every > 1 else ''} between two rounds"
+    if plan.step_seconds is None:
+        return [*lines, _line("time", f"{every}; how long a step takes is not known: add --probe to measure it here")]
+    source = "world.step_seconds" if plan.backend == "virtual" else "measured here, one worker alone"
+    computing = plan.outline.every * plan.step_seconds
+    lines.append(
+        _line("time", f"{every}: {format_seconds(computing)} ({format_seconds(plan.step_seconds)} a step, {source})")
+    )
+    transfers = plan.transfers
+    if transfers is None:
+        return lines
+    if transfers.seconds is not None and transfers.rate is not None and transfers.utilisation is not None:
+        link = f"{_rate(transfers.rate)} up, {format_seconds(transfers.latency or 0.0)} one way"
+        waits = f"waits {format_seconds(transfers.seconds)} a round, {format_percent(transfers.utilisation)} computing"
+        lines.append(_line("links", f"{link}: {waits}"))
+    if transfers.wanted is None:
+        return [*lines, _line("", "95 % computing is out of reach at any rate: the latency alone costs more")]
+    return [*lines, _line("", f"for 95 % computing a worker's upload wants {_rate(transfers.wanted)}")]
+
+
+def _rate(bits_per_second: float) -> str:
+    from isles.report.units import format_bytes
+
+    return format_bytes(bits_per_second).replace("B", "bit") + "/s"

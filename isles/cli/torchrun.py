@@ -1,0 +1,64 @@
+"""`torchrun --nproc-per-node 4 -m isles train ...`: processes that torchrun has started; rank 0 talks to the user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isles.comm.party import Place
+    from isles.training.config import Config
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def size() -> int | None:
+    """How many processes torchrun has started; None where it has not."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else None
+
+
+def speaks() -> bool:
+    """Whether this process is the one that talks to the user."""
+    return size() is None or os.environ["RANK"] == "0"
+
+
+def workers(given: int | None) -> int | None:
+    """The number for world.workers: `given` with --workers, or torchrun's. ValueError where they differ."""
+    if given is not None:
+        check(given)
+    return given if size() is None else size()
+
+
+def check(wanted: int) -> None:
+    """ValueError where torchrun has started another number of processes than `wanted`."""
+    if size() not in (None, wanted):
+        raise ValueError(
+            f"world.workers = {wanted}, but torchrun started {size()} processes: start {wanted} (--nproc-per-node "
+            "times --nnodes)"
+        )
+
+
+def run(
+    config: Config,
+    choose: Callable[[], Path],
+    place: Place,
+    resume: int | None,
+    show: Callable[[dict[str, Any], Path], None],
+) -> None:
+    """This process's part of the run; rank 0 shows progress and the result. choose: names the run directory."""
+    from isles.cli.progress import Progress
+    from isles.training.torchrun import take_part
+
+    if place.nodes > 1:
+        raise ValueError("--nodes is for a run without torchrun: torchrun has --nnodes of its own")
+    if config.world.backend != "distributed":
+        raise ValueError(f'world.backend = "{config.world.backend}" needs one process: start it without torchrun')
+    progress = Progress(config.method, config.world.workers, config.run.steps)
+    with progress if speaks() else nullcontext():
+        ended = take_part(config, choose, progress.line, progress.notice, resume)
+    if ended is not None:
+        out, summary = ended
+        show(summary, out)

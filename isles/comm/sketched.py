@@ -1,0 +1,65 @@
+"""A world that is only planned: it has a size, and nothing can be sent in it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from isles.comm.group import Group
+from isles.comm.tags import Channel, Tag
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Steps, Transfer, Work
+
+
+def sketched_group(size: int, *, native: bool) -> Group:
+    """The group of all `size` workers as worker 0 of it sees it, before there are any. native: whether the backend that
+    is planned for has a collective of its own.
+    """
+    return Group(SketchedTransport(size, native), tuple(range(size)))
+
+
+class SketchedTransport:
+    """See the module. ValueError for whatever wants to be sent."""
+
+    rank = 0
+    step_seconds = 0.0
+
+    def __init__(self, size: int, native: bool) -> None:
+        self.size, self.native, self.traffic = size, native, Traffic()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("this method exchanges something while it is made, which cannot be planned: run it instead")
+
+    def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
+        """See Transport.send."""
+        self._refuse()
+
+    def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
+        """See Transport.recv."""
+        self._refuse()
+
+    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
+        """See Transport.native_sum."""
+        self._refuse()
+
+    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
+        """See Transport.run."""
+        self._refuse()
+
+    def now(self) -> float:
+        """See Transport.now: no time passes."""
+        return 0.0
+
+    def compute(self, seconds: float) -> None:
+        """See Transport.compute."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Transport.state_dict."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Transport.load_state_dict."""
+
+    def close(self) -> None:
+        """See Transport.close."""

@@ -1,0 +1,114 @@
+"""What the pictures of a report show, before anybody draws it: `svg` and `svg_time` draw it into the page, `png` beside
+it.
+
+`charts` and `time_charts` make panels from a run; colours are names of `style`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from isles.report.series import Point
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A polyline: `css` picks its look, `name` shows when the pointer rests on it, `label` stands at its end."""
+
+    points: Sequence[Point]
+    css: str
+    name: str = ""
+    label: str = ""
+
+
+def plain(value: float) -> str:
+    """A tick that is just a number."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.4g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Lines over common axes. `dots` are drawn above the lines; `top` cuts the y axis off there.
+
+    log_x, log_y: logarithmic axes, without the points that they cannot hold (zero). whole_x: the x axis counts
+    something, so no tick stands between two whole numbers. right: room for labels at the ends of lines, pixels.
+    """
+
+    title: str
+    x_label: str
+    lines: Sequence[Line]
+    y_format: Callable[[float], str] = plain
+    x_format: Callable[[float], str] = plain
+    dots: Sequence[Point] = field(default=())
+    top: float | None = None
+    log_x: bool = False
+    log_y: bool = False
+    whole_x: bool = False
+    right: int = 16
+
+    def usable(self, points: Sequence[Point]) -> list[Point]:
+        """The points that these axes can hold."""
+        return [(x, y) for x, y in points if (x > 0 or not self.log_x) and (y > 0 or not self.log_y)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """One worker's seconds, part by part: (css, seconds)."""
+
+    label: str
+    parts: Sequence[tuple[str, float]]
+    text: str
+    """Stands behind the bar."""
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars:
+    """Horizontal bars on one scale."""
+
+    title: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Something that went on from `start` to `end` seconds; `row` 0 is the lane's upper row, 1 the one below."""
+
+    start: float
+    end: float
+    css: str
+    row: int
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """One worker's stretches."""
+
+    label: str
+    stretches: Sequence[Stretch]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes:
+    """Lanes over one clock, which shows `start` to `end` seconds."""
+
+    title: str
+    x_label: str
+    start: float
+    end: float
+    lanes: Sequence[Lane]
+
+
+Picture = Chart | Bars | Lanes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """A picture with its heading, its legend (css, text) and the sentences below it; without a picture only those."""
+
+    heading: str
+    picture: Picture | None
+    keys: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()

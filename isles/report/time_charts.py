@@ -1,0 +1,92 @@
+"""The panels of time: seconds computing and blocked a worker, and a close look at some rounds in lanes."""
+
+from __future__ import annotations
+
+from isles.report.panels import Bar, Bars, Lane, Lanes, Panel, Stretch
+from isles.report.rundir import Run, Span
+from isles.report.units import format_percent, format_seconds
+
+EXCHANGES = 12  # that the lanes show: few enough to see each
+LANES = 16
+_TRAINING = ("outer", "inner", "pipeline")  # channels of the method; the rest is start, end and mail
+# timeline.jsonl has a worker's first and last spans; there is no gap in its last so many lines, however long the run.
+_WITHOUT_GAP = 400
+
+
+def time_panel(run: Run) -> Panel | None:
+    """One bar a worker: seconds computing, then blocked on the network; None when unknown."""
+    bars = []
+    for worker, log in run.workers.items():
+        if "compute_seconds" in log.totals or "blocked_seconds" in log.totals:
+            compute, blocked = (log.totals.get(key, 0.0) for key in ("compute_seconds", "blocked_seconds"))
+            total = compute + blocked
+            words = (
+                f"{format_percent(compute / total)} of {format_seconds(total)} computing" if total else "nothing yet"
+            )
+            hint = f"worker {worker}: {format_seconds(compute)} computing, {format_seconds(blocked)} blocked"
+            parts = [("compute", compute), ("blocked", blocked)]
+            bars.append(Bar(label=f"worker {worker}", parts=parts, text=words, hint=hint))
+    if not any(seconds for bar in bars for _, seconds in bar.parts):
+        return None
+    title = "Where the time went"
+    keys = [("compute", "computing"), ("blocked", "blocked, waiting for the network")]
+    return Panel(heading=title, picture=Bars(title=title, bars=bars), keys=keys)
+
+
+def lanes_panel(run: Run) -> Panel | None:
+    """The last exchanges of the record on one clock, a lane a worker; None without a record."""
+    window = _window(run)
+    if window is None:
+        return None
+    start, end = window
+    lanes = []
+    for worker, spans in list(run.spans.items())[:LANES]:
+        inside = [_stretch(span) for span in spans if span.end > start and span.start < end]
+        inside.sort(key=lambda piece: piece.css != "compute")  # below what it includes
+        lanes.append(Lane(label=f"worker {worker}", stretches=inside))
+    virtual = run.setting("world", "backend") == "virtual"
+    picture = Lanes(
+        title="Timeline",
+        x_label="seconds of the virtual clock" if virtual else "seconds since the workers started",
+        start=start,
+        end=end,
+        lanes=lanes,
+    )
+    keys = [
+        ("compute", "computing"),
+        ("blocked", "blocked"),
+        ("transfer", "exchange under way, also behind the computation"),
+    ]
+    notes = ["Blank: validation, logging, saving. Nothing is drawn thinner than half a pixel."]
+    if any(_exchanges(spans) for spans in run.spans.values()):
+        notes.insert(0, f"A close look: the last {EXCHANGES} exchanges or so on record.")
+    if len(run.spans) > LANES:
+        notes.append(f"The first {LANES} of {len(run.spans)} workers.")
+    return Panel(heading="Timeline of the workers", picture=picture, keys=keys, notes=notes)
+
+
+def _window(run: Run) -> tuple[float, float] | None:
+    """From a little before the exchanges to show until the end of the training on record."""
+    recent = {worker: spans[-_WITHOUT_GAP:] for worker, spans in run.spans.items()}
+    computing = [span for spans in recent.values() for span in spans if span.kind == "compute"]
+    if not computing:
+        return None
+    end = max(span.end for span in computing)
+    starts = sorted(next((found for spans in recent.values() if (found := _exchanges(spans))), []))
+    shown = [at for at in starts if at < end][-EXCHANGES:]
+    whole = min(span.start for span in computing)
+    start = max(whole, shown[0] - 0.05 * (end - shown[0])) if shown else whole
+    return (start, end) if end > start else None
+
+
+def _exchanges(spans: list[Span]) -> list[float]:
+    """When the method's transfers began."""
+    return [span.start for span in spans if span.kind == "transfer" and span.channel in _TRAINING]
+
+
+def _stretch(span: Span) -> Stretch:
+    if span.kind == "transfer":
+        css = "transfer" if span.channel in _TRAINING else "other"
+        return Stretch(start=span.start, end=span.end, css=css, row=1, hint=f"{span.channel} exchange,")
+    hint = "computing," if span.kind == "compute" else f"blocked on {span.channel},"
+    return Stretch(start=span.start, end=span.end, css=span.kind, row=0, hint=hint)

@@ -1,0 +1,82 @@
+"""When a worker computed, waited and exchanged: a bounded record for the report's lanes.
+
+    trainer: `step(start, end)` each inner step; transports: transfers and waits (`Traffic.spans`)
+      -> `take` at every logged step: the first `KEPT` spans of the run, when there are that many
+      -> `rest` when the worker stops: what came since, at most the newest `KEPT`
+      -> RUN/timeline.jsonl, one span a line: {"step", "worker", "kind", "channel", "start", "end"}
+
+kind: compute (channel ""), blocked or transfer. Steps that follow each other at once are one span of computing, waits
+inside them included, so a lane is: computing, and over it what was blocked. Seconds of the same clock as
+`clock_seconds`. Memory: about `KEPT` spans a worker; time: one comparison a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from isles.comm.traffic import Span
+
+KEPT = 400
+
+Record = dict[str, Any]
+
+
+class Timeline:
+    """The record of one worker. resumed: it goes on from a checkpoint, whose run has its first spans already."""
+
+    def __init__(self, worker: int, resumed: bool = False) -> None:
+        self.worker = worker
+        self._head: list[Record] | None = None if resumed else []
+        self._tail: deque[Record] = deque(maxlen=KEPT)
+        self._stretch: tuple[float, float] | None = None
+        self._compute: list[tuple[float, float]] = []
+
+    def step(self, start: float, end: float) -> None:
+        """One inner step went from `start` to `end`, seconds."""
+        if self._stretch is not None and start - self._stretch[1] <= 0.1 * (end - start):
+            self._stretch = self._stretch[0], end
+        else:
+            self._close_stretch()
+            self._stretch = start, end
+
+    def take(self, step: int, spans: list[Span], offset: float) -> list[Record]:
+        """Add what was recorded up to inner step `step`; the first `KEPT` spans once they are full, else nothing.
+
+        offset: seconds of the run before this worker's clock began.
+        """
+        self._close_stretch()
+        told = [("compute", "", *stretch) for stretch in self._compute] + [tuple(span) for span in spans]
+        self._compute = []
+        records = [
+            {
+                "step": step,
+                "worker": self.worker,
+                "kind": kind,
+                "channel": channel,
+                "start": round(start + offset, 6),
+                "end": round(end + offset, 6),
+            }
+            for kind, channel, start, end in sorted(told, key=lambda span: span[3])
+        ]
+        if self._head is None:
+            self._tail.extend(records)
+            return []
+        self._head += records
+        if len(self._head) < KEPT:
+            return []
+        full = self._head[:KEPT]
+        self._tail.extend(self._head[KEPT:])
+        self._head = None
+        return full
+
+    def rest(self) -> list[Record]:
+        """What was taken and not handed out yet."""
+        left, self._head = [*(self._head or ()), *self._tail], None
+        self._tail.clear()
+        return left
+
+    def _close_stretch(self) -> None:
+        if self._stretch is not None:
+            self._compute.append(self._stretch)
+            self._stretch = None

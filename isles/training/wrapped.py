@@ -1,0 +1,31 @@
+"""The optimizer of a run: the method that the configuration names, around AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import nn
+
+from isles.comm.group import Group
+from isles.errors import in_section
+from isles.replicas import method
+from isles.replicas.sync import ReplicaSync
+from isles.training.config import Config
+from isles.training.inner import adamw, warm_up_notices
+
+
+def wrapped(config: Config, model: nn.Module, group: Group) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer, and what a user should know about these settings. ValueError, with the key, where the run cannot
+    mean what they say.
+    """
+    try:
+        optimizer = method(config.method)(
+            model, adamw(model, config.inner), group, config.replicas, max_norm=config.inner.max_norm or None
+        )
+        notices = warm_up_notices(config.inner, config.run.steps)
+        if config.data.validation_fraction == 0:
+            notices.append("data.validation_fraction = 0: there will be no validation loss")
+        return optimizer, notices + optimizer.advise(config.run.steps)
+    except ValueError as error:
+        keys = [field.name for field in fields(config.replicas)]
+        raise ValueError(in_section("replicas", str(error), keys)) from error

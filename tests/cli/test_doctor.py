@@ -1,0 +1,107 @@
+"""`isles doctor` on this machine and between two: what it finds, its exit codes, and when it gives up."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command, isles
+from tests.integration.namespaces import Machine, skip_unless_available, two_machines
+
+# `isles doctor` without the checks of this machine, which take most of its time, and less patient
+ONLY_THE_WAY = """
+from isles import cli
+from isles.comm import reach
+reach.PATIENCE = 1.5
+from isles.comm import examine
+examine._ENOUGH = 0.05
+cli.doctor.machine = lambda: iter(())
+cli.main()
+"""
+PROGRAM = [sys.executable, "-c", ONLY_THE_WAY]
+LOCAL = ["python", "torch", "gloo", "nccl", "gpu", "cores", "memory", "loopback", "directory"]
+WAY = ["peer", "out", "back", "round trip", "rate"]
+
+
+def checks(out: str) -> dict[str, tuple[str, str]]:
+    """name: (ok | FAIL, found)."""
+    return {line[:11].strip(): (line[12:16].strip(), line[18:]) for line in out.splitlines()}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """A machine that runs these tests is fit; one line a check."""
+    code, out, error = isles("doctor", folder=tmp_path)
+    assert (code, error) == (0, "")
+    found = checks(out)
+    assert list(found) == LOCAL and {state for state, _ in found.values()} == {"ok"}
+    assert str(tmp_path) in found["directory"][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peer", "somewhere"], "--peer somewhere: write HOST:PORT"),
+        (["--peer", "somewhere:70000"], "--peer somewhere:70000: write HOST:PORT"),
+        (["--listen", "0"], "--listen 0: choose a port"),
+        (["--listen", "29400", "--peer", "a:1"], "give one of them"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
+    """Exit code 2 and one line, before any check."""
+    code, out, error = isles("doctor", *arguments, folder=tmp_path)
+    assert (code, out) == (2, "") and words in error and error.count("\n") == 1
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, error = isles("doctor", "--listen", str(port), folder=tmp_path)
+    assert (code, out) == (2, "") and f"port {port} cannot be listened on" in error and error.count("\n") == 1
+
+
+def ask(folder: Path, left: Machine, right: Machine) -> list[tuple[int, dict[str, tuple[str, str]]]]:
+    """right listens, left calls: (exit code, checks) of each."""
+    host = Command("doctor", "--listen", "29400", folder=folder, machine=right, program=PROGRAM)
+    assert host.process.stderr is not None
+    assert "waiting 10 minutes" in host.process.stderr.readline()  # from now on somebody listens
+    ends = [Command("doctor", "--peer", f"{right.address}:29400", folder=folder, machine=left, program=PROGRAM), host]
+    return [(code, checks(out)) for code, out, _ in (end.end() for end in ends)]
+
+
+def call_only(folder: Path, machine: Machine, peer: str) -> tuple[int, str]:
+    code, out, _ = Command("doctor", "--peer", peer, folder=folder, machine=machine, program=PROGRAM).end()
+    return code, out
+
+
+def test_between_two_machines(tmp_path: Path) -> None:
+    """Both sides say the same, each from its own end; a firewall that drops one direction is named on both, with the
+    ports to open; nobody there is told from somebody who does not listen.
+    """
+    skip_unless_available()
+    with two_machines() as (left, right):
+        (code, caller), (host_code, host) = ask(tmp_path, left, right)
+        assert (code, host_code) == (0, 0)
+        assert list(caller) == list(host) == WAY
+        assert {state for state, _ in (*caller.values(), *host.values())} == {"ok"}
+        assert f"{left.address} -> {right.address} is open" in caller["out"][1]
+        assert f"{left.address} -> {right.address} is open" in host["back"][1]
+
+        code, out = call_only(tmp_path, left, f"{right.address}:29401")
+        assert code == 1 and "connection refused: nothing listens there" in checks(out)["peer"][1]
+
+        left.firewall("ct state new ip saddr", right.address, "tcp dport 32768-60999")
+        (code, caller), (host_code, host) = ask(tmp_path, left, right)
+        assert (code, host_code) == (1, 1)
+        assert [name for name, (state, _) in caller.items() if state == "FAIL"] == ["back"]
+        assert [name for name, (state, _) in host.items() if state == "FAIL"] == ["out"]
+        for found, where in ((caller["back"][1], "in here"), (host["out"][1], "in there")):
+            assert f"{right.address} -> {left.address} is BLOCKED" in found and "no answer within 1.5 s" in found
+            assert f"let TCP ports 32768-60999 from {right.address} {where}" in found
+
+        right.firewall("ip saddr", left.address)
+        code, out = call_only(tmp_path, left, f"{right.address}:29400")
+        assert code == 1 and "no answer within 1.5 s: the address is wrong, or a firewall" in checks(out)["peer"][1]

@@ -1,0 +1,73 @@
+"""The picture beside the page: drawn from the same series, whatever of them there is."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from isles.report import write_picture, write_report
+from isles.report.style import LIGHT
+from tests.report.sample import write_records, write_sample
+
+
+def colours(path: Path) -> Counter[tuple[int, int, int]]:
+    """How many pixels have each colour."""
+    image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
+    return Counter({colour: count for count, colour in image.getcolors(maxcolors=image.width * image.height) or []})
+
+
+def rgb(name: str) -> tuple[int, int, int]:
+    text = LIGHT[name].removeprefix("#")
+    return int(text[:2], 16), int(text[2:4], 16), int(text[4:], 16)
+
+
+def test_a_run_is_drawn_whole(tmp_path: Path) -> None:
+    """Every look that the page has is there; the same run gives the same bytes."""
+    write_sample(tmp_path, workers=3, steps=60)
+    bare = Image.open(write_picture(tmp_path)).size
+    write_records(tmp_path, workers=3)
+    path = write_picture(tmp_path)
+    assert path == tmp_path / "report.png"
+    found = colours(path)
+    assert all(found[rgb(name)] > 20 for name in ("mean", "dot", "ddp", "rate", "compute", "blocked", "transfer"))
+    assert found[rgb("compute")] > 5 * found[rgb("blocked")] > 0
+    width, height = Image.open(path).size
+    assert width == bare[0] and height > bare[1]  # the spread and the lanes came in addition
+    first = path.read_bytes()
+    assert write_picture(tmp_path).read_bytes() == first
+    assert not list(tmp_path.glob("report.png.*"))
+
+
+def test_a_run_with_next_to_nothing(tmp_path: Path) -> None:
+    write_sample(tmp_path, workers=1, steps=1, finished=False)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert Image.open(write_picture(tmp_path)).size[0] > 1000
+
+
+def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run directory"):
+        write_picture(tmp_path / "absent")
+
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: the page is not looked at in a browser")
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    """What the style sheet and the SVG promise arrives as pixels."""
+    write_sample(tmp_path, workers=2, steps=60)
+    write_records(tmp_path, workers=2)
+    shot = tmp_path / "shot.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=900,2600"]
+    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}"]
+    subprocess.run([*command, write_report(tmp_path).as_uri()], check=True, capture_output=True, timeout=60)
+    found = colours(shot)
+    assert all(found[rgb(name)] > 20 for name in ("mean", "dot", "ddp", "rate", "compute", "blocked", "transfer"))

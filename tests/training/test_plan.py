@@ -1,0 +1,260 @@
+"""`isles train --dry-run`: what is said beforehand is what happens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isles.comm.codecs import codec
+from isles.comm.collectives import broadcast_sends
+from isles.comm.mean import working_bytes
+from isles.comm.mesh import Mesh
+from isles.comm.simulated import run_virtual
+from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
+from isles.replicas import METHODS
+from isles.replicas.sync import ReplicaSync
+from isles.training.border import read_config
+from isles.training.config import Config
+from isles.training.plan import Plan, counted_flops, plan
+from isles.training.trainer import Trainer, train_worker
+from tests.cli.command import Command
+from tests.training.own_models import Bigram
+from tests.training.runs import TINY, run, tiny, write_text
+
+MORE = {
+    "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.001", "replicas.codec=int8"]),
+    "diloco-bf16": ("diloco", ["replicas.codec=bf16"]),
+    "noloco-single": ("noloco", ["replicas.exchange=single_vector"]),
+    "noloco-late-anchors": ("noloco", ["replicas.prefetch_phi=false", "replicas.anchor_codec=int8"]),
+    "own-model": ("noloco", ["model.factory=tests.training.own_models:build"]),
+}
+CASES = {**{name: (name, []) for name in METHODS}, **MORE}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def of_case(text: Path, case: str, *more: str, workers: int, steps: int) -> Config:
+    name, settings = CASES[case]
+    if case != "own-model":
+        return tiny(text, *settings, *more, method=name, workers=workers, steps=steps)
+    no_decoder = [a for a in TINY if not a.startswith("model.") or a.startswith("model.context")]
+    flags = {"replicas.method": name, "world.workers": workers, "run.steps": steps}
+    return read_config(None, flags, [f"data.path={text}", "replicas.sync_every=3", *no_decoder, *settings, *more])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_bytes_are_those_that_the_run_counts(text: Path, case: str, workers: int) -> None:
+    """Worker by worker, headers and the common start included; with a last, shorter round and without."""
+    for steps in (6, 7):
+        config = of_case(text, case, workers=workers, steps=steps)
+        planned = plan(config)
+        results = run_virtual(train_worker, workers, args=(config,))
+        assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
+        assert planned.ddp_bytes == results[0]["ddp_bytes"]
+        assert planned.parameters == results[0]["parameters"]
+        assert planned.tokens_per_step * steps == sum(result["tokens"] for result in results)
+
+
+def owned(optimizer: ReplicaSync) -> int:
+    """Bytes of all tensors that hang on the optimizer, but for the model, gradients and the inner optimizer's state."""
+    skip = {tensor.untyped_storage().data_ptr() for tensor in optimizer.parameters}
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+
+    def walk(thing: Any) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            if storage.data_ptr() not in skip:
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                walk(value)
+        elif isinstance(thing, list | tuple | set):
+            for value in thing:
+                walk(value)
+        elif type(thing).__module__.startswith("isles.replicas"):
+            names = [field.name for field in fields(thing)] if is_dataclass(thing) else vars(thing)
+            for name in names:
+                if name not in ("inner", "model", "group", "transfer", "gradient_norm"):
+                    walk(getattr(thing, name))
+
+    walk(optimizer)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
+    """Counted between rounds on the running method, buffer by buffer; and the inner optimizer's state, exactly."""
+    config = of_case(text, case, workers=2, steps=12)
+    planned = plan(config)
+    kept = [held for held in planned.held if held.when != "end" and held.what != "messages under way"]
+
+    def worker(world: Mesh) -> tuple[int, int, int, int]:
+        trainer = Trainer(config, world)
+        for _ in range(7):
+            trainer.step()
+        optimizer = trainer.optimizer
+        inner = sum(value.nbytes for state in optimizer.inner.state.values() for value in state.values())
+        weights = sum(t.nbytes for t in (*trainer.model.parameters(), *trainer.model.buffers()))
+        assert optimizer.memory() == list(planned.held)  # the same, asked of the running one
+        held = owned(optimizer)
+        optimizer.finish()
+        return held, inner, weights, sum(p.nbytes for p in optimizer.parameters)
+
+    for held, inner, weights, gradients in run_virtual(worker, 2):
+        assert held == sum(one.nbytes for one in kept)
+        assert (inner, weights, gradients) == (planned.inner, planned.weights, planned.gradients)
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_messages_under_way_are_bounded_by_two_segments(name: str, size: int) -> None:
+    """However big the model; and never less than what a small one receives."""
+    one, small, big = codec(name), 10_000, 2 * 10**8
+    assert working_bytes(big, torch.float32, one, size) <= 2 * 3 * 2**24
+    received = 0 if size == 1 else one.wire_bytes(small, torch.float32) * (size - 1) // size
+    assert working_bytes(small, torch.float32, one, size) >= received
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_a_broadcast_reaches_everyone_once(size: int) -> None:
+    assert sum(broadcast_sends(size, position) for position in range(size)) == size - 1
+
+
+@pytest.mark.parametrize("case", ["localsgd", "diloco", "noloco", "noloco-single"])
+def test_waiting_is_what_the_virtual_clock_shows(text: Path, case: str) -> None:
+    """Within a fifth: jitter and headers are left out."""
+    config = of_case(text, case, "world.links=datacentres", "world.step_seconds=0.4", workers=4, steps=30)
+    planned = plan(config)
+    assert planned.transfers is not None and planned.transfers.seconds is not None
+    results = run_virtual(train_worker, 4, args=(config,), links="datacentres", step_seconds=0.4)
+    waited = sum(result["blocked_seconds"] for result in results) / 4 / planned.outline.rounds
+    assert planned.transfers.seconds == pytest.approx(waited, rel=1 / 5)
+
+
+def test_bandwidth_wanted_gives_the_utilisation_asked_for(text: Path) -> None:
+    config = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=2.0", workers=4, steps=30)
+    found = plan(config).transfers
+    assert found is not None and found.wanted is not None and found.latency is not None
+    waiting = 8 * max(plan(config).outline.sent) / 10 / found.wanted + 2 * found.latency
+    assert 6.0 / (6.0 + waiting) == pytest.approx(0.95)
+    late = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=0.01", workers=4, steps=30)
+    found = plan(late).transfers
+    assert found is not None and found.wanted is None
+
+
+def test_a_model_that_fits_nowhere_is_planned_here() -> None:
+    """6.8 billion parameters and 25,000 steps, in seconds: nothing is allocated."""
+    config = read_config(None, {}, ["model.size=noloco-large", "run.steps=25000", "replicas.sync_every=50"])
+    planned = plan(config)
+    assert planned.parameters > 6.8e9
+    assert planned.outline.rounds == 500
+    assert planned.peak > 4 * 8 * planned.parameters
+
+
+def test_data_parallel_plans_millions_of_exchanges(text: Path) -> None:
+    """Buckets times steps are counted, not listed."""
+    few, many = (plan(of_case(text, "ddp-buckets", workers=3, steps=steps)) for steps in (3, 10**6))
+    assert [10**6 * sent for sent in few.outline.sent] == [3 * sent for sent in many.outline.sent]
+
+
+def test_flops_of_another_model_are_counted_as_ours() -> None:
+    """torch's counter, as used for models of one's own, on the decoder: within the embedding's share of the formula."""
+    config = ModelConfig()
+    own = ModelConfig(factory="tests.training.test_plan:decoder", context=128)
+    assert counted_flops(own, sketch(config), 128) == pytest.approx(flops_per_token(SIZES["0.13M"]), rel=0.01)
+    assert counted_flops(config, sketch(config), 128) == flops_per_token(SIZES["0.13M"])
+
+
+def decoder() -> Decoder:
+    return Decoder(SIZES["0.13M"])
+
+
+def needs_numbers() -> Bigram:
+    """A factory that looks at its weights, and so cannot be built without them."""
+    model = Bigram(8, True)
+    assert float(model.embed.weight.detach().abs().sum()) > 0
+    return model
+
+
+@pytest.mark.parametrize("place", ["tests.training.own_models:build", "tests.training.test_plan:needs_numbers"])
+def test_a_sketch_of_a_users_model_keeps_what_is_tied_and_frozen(place: str) -> None:
+    planned = sketch(ModelConfig(factory=place, context=4, dtype="bfloat16"))
+    real = build(ModelConfig(factory=place, context=4, dtype="bfloat16"), seed=0)
+    assert all(tensor.is_meta for tensor in planned.state_dict().values())
+    for (name, one), (there, other) in zip(planned.named_parameters(), real.named_parameters(), strict=True):
+        assert (name, one.shape, one.dtype, one.requires_grad) == (there, other.shape, other.dtype, other.requires_grad)
+
+
+def test_a_sketch_has_the_shapes_of_the_model() -> None:
+    config = ModelConfig()
+    pairs = zip(sketch(config).named_parameters(), build(config, seed=0).named_parameters(), strict=True)
+    for (name, planned), (there, real) in pairs:
+        assert (name, planned.shape, planned.dtype) == (there, real.shape, real.dtype) and planned.is_meta
+
+
+def test_the_command_says_it_and_leaves_nothing(text: Path, tmp_path: Path) -> None:
+    """Words, or JSON with the same numbers; no file, no process."""
+    less = ["--set", f"data.path={text}", "--steps", "60"]
+    command = Command("train", "--dry-run", "--json", *less, folder=tmp_path)
+    code, out, err = command.end()
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["outline"]["first"][0]["groups"] and len(found["bytes_sent"]) == 4
+    assert not command.left() and not list(tmp_path.iterdir())
+
+
+def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from isles.cli.dry_run import show
+
+    show(of_case(text, "noloco", workers=5, steps=30), probe=False, as_json=False)
+    words = capsys.readouterr().out
+    for said in ("alone", "anchor", "10 rounds in all, one every 3 steps", "for 95 % computing", "at the peak"):
+        assert said in words, words
+    show(of_case(text, "ddp", "world.backend=distributed", workers=2, steps=3), probe=True, as_json=False)
+    assert "measured here" in capsys.readouterr().out
+    show(of_case(text, "none", "world.backend=distributed", workers=2, steps=3), probe=False, as_json=False)
+    assert "rounds" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["replicas.sync_every=7"], "choose sync_every <= 6"),
+        (["data.path=/not/there"], "does not exist"),
+        (["model.vocab=100"], "model.vocab = 100 is smaller"),
+        (["data.batch_mode=global", "data.batch_size=3"], "does not divide by 2 workers"),
+        (["replicas.group_size=3"], "group_size = 3"),
+    ],
+)
+def test_it_refuses_what_the_run_would(text: Path, tmp_path: Path, more: list[str], says: str) -> None:
+    config = tiny(text, *more)
+    with pytest.raises(ValueError) as planned:
+        plan(config)
+    with pytest.raises(ValueError) as ran:
+        run(config, tmp_path / "run")
+    assert says in str(planned.value) and str(planned.value) == str(ran.value)
+
+
+def test_a_method_that_says_nothing_is_told_so(text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "silent_method.py").write_text(
+        "from isles.replicas.sync import ReplicaSync\n"
+        "class Silent(ReplicaSync):\n    level = 'parameter'\n    agrees = False\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "silent_method", raising=False)
+    planned: Plan = plan(tiny(text, method="silent_method:Silent"))
+    assert any("does not say what it exchanges" in notice for notice in planned.notices)

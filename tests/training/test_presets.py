@@ -1,0 +1,65 @@
+"""Presets: each is a run that could start, and says what it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from isles.cli.config import config as print_config
+from isles.cli.train import train
+from isles.models import parameters
+from isles.training.border import read_config
+from isles.training.plan import plan
+from isles.training.presets import preset_file, presets
+
+NAMES = list(presets())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_resolves_and_can_be_planned(name: str) -> None:
+    """Its dry run refuses nothing, warns of nothing, and computes most of the time on the links that it is for."""
+    config = read_config(str(preset_file(name)), {}, [])
+    virtual = replace(config, world=replace(config.world, backend="virtual"))
+    planned = plan(virtual)
+    assert planned.outline.rounds >= 100
+    assert not planned.notices or name == "diloco-60m"  # 176 rounds in the paper too, where its momentum wants 200
+    assert planned.transfers is not None and planned.transfers.utilisation is not None
+    assert planned.transfers.utilisation > 0.9 or name in ("noloco-small", "diloco-60m")  # no links of their own
+    assert 20 < len(presets()[name]) < 120
+
+
+def test_the_papers_presets_have_the_papers_numbers() -> None:
+    """Tokens of a step, steps, rounds and sizes, worked out from the papers' tables."""
+    noloco, diloco = (read_config(str(preset_file(name)), {}, []) for name in ("noloco-small", "diloco-60m"))
+    planned = plan(noloco)
+    assert (planned.tokens_per_step, planned.steps, planned.outline.rounds) == (2**19, 25_000, 500)
+    assert (noloco.inner.lr, noloco.inner.lr * noloco.inner.final_lr_fraction) == pytest.approx((6e-4, 6e-5))
+    assert noloco.replicas.pull == 0.7  # type: ignore[attr-defined]
+    planned = plan(diloco)
+    assert (planned.tokens_per_step, planned.outline.rounds) == (8 * 512 * 1024, 176)
+    assert parameters(diloco.model.shape()) == pytest.approx(60e6, rel=0.05)
+
+
+def test_the_command_lists_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_config(presets=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == NAMES
+    print_config(preset="home-links")
+    assert capsys.readouterr().out == preset_file("home-links").read_text()
+    with pytest.raises(ValueError, match="did you mean 'home-links'"):
+        print_config(preset="home-link")
+    with pytest.raises(ValueError, match="give one of them"):
+        print_config(preset="home-links", presets=True)
+
+
+def test_a_preset_stands_where_a_file_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags and --set win over it; a file beside it is refused."""
+    train(preset="home-links", steps=300, set_=["model.size=0.5M"], dry_run=True)
+    out = capsys.readouterr().out
+    assert "noloco, 8 workers, 300 steps" in out and "0.5M" in out
+    with pytest.raises(ValueError, match="give one of the two"):
+        train(config="my.toml", preset="home-links", dry_run=True)
+    with pytest.raises(ValueError, match="--probe goes with --dry-run"):
+        train(probe=True)

@@ -1,0 +1,256 @@
+"""A run goes on with another number of workers: from the means, in the same place, with nothing counted twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isles.data import Loader, load_corpus
+from isles.replicas import METHODS
+from isles.training.border import read_config
+from isles.training.checkpoint import Checkpoints, State
+from isles.training.launch import launch
+from isles.training.regroup import prepare
+from tests.cli.command import isles
+from tests.training.runs import BATCH, CONTEXT, TINY, Told, metrics, run, tiny, write_text
+
+STEPS, AT = 30, 20  # AT stands in the middle of a round of 3
+CHANGES = [(2, 3), (4, 1), (3, 2)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt", 20_000)
+
+
+@pytest.fixture
+def stopped(text: Path, tmp_path: Path) -> Any:
+    """stopped(method, workers, settings...): the directory of a run that stopped after step AT."""
+
+    def make(name: str, workers: int, *more: str) -> Path:
+        own = [f"run.checkpoint_every={AT}", "run.log_every=1", *more]
+        config = tiny(text, *own, method=name, workers=workers, steps=STEPS)
+        return stop(config, tmp_path / f"{name}-{workers}")
+
+    return make
+
+
+def stop(config: Any, path: Path) -> Path:
+    run(config, path)
+    for name in ("summary.json", "model.safetensors"):
+        (path / name).unlink()
+    return path
+
+
+def shards(path: Path, workers: int) -> list[State]:
+    return [Checkpoints(path).read_shard(AT, worker) for worker in range(workers)]
+
+
+def go_on(path: Path, workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """(summary, new lines of metrics, notes)"""
+    ready, told = prepare(path, workers), Told()
+    summary = launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
+    return summary, told.lines, ready.notes
+
+
+def mean_loss(lines: list[dict[str, Any]], first: int, last: int) -> float:
+    found = [line["loss"] for line in lines if first <= line["step"] <= last]
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) -> None:
+    """The loss goes on from where it was, tokens and bytes are conserved, config.toml and the notes say so."""
+    path = stopped(name, before)
+    old = [line for line in metrics(path) if line["step"] == AT]
+    earlier = mean_loss(metrics(path), AT - 4, AT)
+    summary, lines, notes = go_on(path, after)
+
+    assert {line["worker"] for line in lines} == set(range(after))
+    assert min(line["step"] for line in lines) == AT + 1
+    assert mean_loss(lines, AT + 1, AT + 2) < earlier + 0.1  # it falls by as much in that time; chance is 5.5
+    assert summary["workers"] == after and summary["val_loss"] < 4.5
+    assert summary["tokens"] == (AT * before + (STEPS - AT) * after) * BATCH * CONTEXT
+    first = [line for line in lines if line["step"] == AT + 1]
+    for key in ("bytes_sent", "bytes_received", "compute_seconds", "tokens"):
+        counted = sum(line[key] for line in old)
+        new = sum(line[key] for line in first)
+        assert counted <= new * (1 + 1e-12)
+        assert new <= counted + {"tokens": after * BATCH * CONTEXT}.get(key, 10**6)
+    assert min(line["clock_seconds"] for line in first) >= max(line["clock_seconds"] for line in old)
+    assert read_config(str(path / "config.toml"), {}, []).world.workers == after
+    assert f"{after} workers instead of {before} after step {AT}" in notes[0]
+    means = "\n".join(note for note in notes if note.startswith("replaced"))
+    assert ("weights" in means) == (name != "ddp")
+    assert ("anchors" in means) == (name == "noloco" and before > 2)  # two workers have always been each other's pair
+
+
+def test_it_starts_from_the_means(stopped: Any) -> None:
+    """Worked out from the old shards: weights, Adam's moments, anchors, momenta; the anchors sent ahead are dropped."""
+    path = stopped("noloco", 3)
+    old = shards(path, 3)
+    prepare(path, 2)
+    for new in shards(path, 2):
+        for name, tensor in new["model"].items():
+            expected = torch.stack([shard["model"][name] for shard in old]).double().mean(0).float()
+            assert torch.equal(tensor, expected)
+        moments = [shard["optimizer"]["inner"]["state"][0]["exp_avg_sq"] for shard in old]
+        own = new["optimizer"]["inner"]["state"][0]
+        torch.testing.assert_close(own["exp_avg_sq"], torch.stack(moments).mean(0), rtol=1e-6, atol=0)
+        assert float(own["step"]) == AT
+        fragment = new["optimizer"]["outer"]["fragments"][0]
+        for key in ("anchor", "momentum"):
+            held = [shard["optimizer"]["outer"]["fragments"][0] for shard in old]
+            each = [one["anchor"] if key == "anchor" else one["vectors"][key] for one in held]
+            found = fragment["anchor"] if key == "anchor" else fragment["vectors"][key]
+            torch.testing.assert_close(found, torch.stack(each).mean(0), rtol=1e-5, atol=1e-8)
+        assert torch.equal(fragment["ahead"], fragment["anchor"])
+        assert fragment["rounds"] == AT // 3
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco"])
+def test_what_is_equal_on_all_keeps_its_bits(stopped: Any, name: str) -> None:
+    """A mean of three equal numbers may be rounded; the anchor's hash must go on holding."""
+    path = stopped(name, 3)
+    old = shards(path, 3)[0]
+    prepare(path, 2)
+    for new in shards(path, 2):
+        if name == "ddp":
+            assert all(torch.equal(new["model"][key], value) for key, value in old["model"].items())
+            continue
+        mine, before = (shard["optimizer"]["outer"]["fragments"][0] for shard in (new, old))
+        assert torch.equal(mine["anchor"], before["anchor"]) and mine["digest"] == before["digest"]
+        assert torch.equal(mine["vectors"]["momentum"], before["vectors"]["momentum"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "noloco"])
+def test_the_text_is_read_on(stopped: Any, text: Path, name: str) -> None:
+    """The windows that 3 workers read after the change are those that follow what 2 had read: none again, none left
+    out.
+    """
+    path = stopped(name, 2)
+    before = shards(path, 2)[0]["loader"]
+    prepare(path, 3)
+    config = read_config(str(path / "config.toml"), {}, [])
+    corpus = load_corpus(config.data)
+
+    def windows(workers: int, state: dict[str, Any], steps: int) -> list[bytes]:
+        loaders = [
+            Loader(corpus, config.data, context=CONTEXT, worker=worker, workers=workers, seed=0)
+            for worker in range(workers)
+        ]
+        for loader in loaders:
+            loader.load_state_dict(state)
+        batches = [batch for _ in range(steps) for batch in [next(loader) for loader in loaders]]
+        return sorted(row.numpy().tobytes() for batch in batches for row in batch)
+
+    after = shards(path, 3)
+    assert before["consumed"] == AT * 2 * BATCH
+    assert windows(3, after[2]["loader"], 2) == windows(2, before, 3)
+
+
+def test_as_many_workers_is_the_exact_resume(stopped: Any, tmp_path: Path) -> None:
+    """Naming the saved number changes no file; there and back again keeps the place."""
+    path = stopped("diloco", 2)
+    files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert prepare(path, 2).notes == [] and prepare(path, None).notes == []
+    assert files == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    prepare(path, 5)
+    ready = prepare(path, 2)
+    assert (ready.step, ready.config.world.workers) == (AT, 2)
+    assert Checkpoints(path).manifest(AT)["regrouped_from"] == 5
+    assert sum(shard["tokens"] for shard in shards(path, 2)) == AT * 2 * BATCH * CONTEXT
+
+
+def test_a_change_that_was_cut_off_is_made_up_for(stopped: Any, tmp_path: Path) -> None:
+    """config.toml and checkpoint disagree after a kill between them: a plain resume brings them together."""
+    path = stopped("noloco", 2)
+    text = (path / "config.toml").read_text()
+    prepare(path, 3)
+    (path / "config.toml").write_text(text)
+    (path / "checkpoints" / "replacing" / "checkpoints").mkdir(parents=True)  # left behind by a kill before
+    ready = prepare(path, None)
+    assert ready.config.world.workers == 2 and Checkpoints(path).manifest(AT)["workers"] == 2
+    assert sorted(file.name for file in (path / "checkpoints").iterdir()) == [f"step-{AT}"]
+
+
+def test_a_model_of_ones_own_goes_on_too(text: Path, tmp_path: Path) -> None:
+    """With a buffer that counts, a frozen and a tied parameter."""
+    own = ["model.factory=tests.training.own_models:build", f"model.context={CONTEXT}"]
+    settings = [one for one in TINY if not one.startswith("model.")]
+    flags = {"replicas.method": "diloco", "world.workers": 2, "run.steps": STEPS}
+    every = ["replicas.sync_every=3", f"run.checkpoint_every={AT}"]
+    config = read_config(None, flags, [f"data.path={text}", *settings, *own, *every])
+    path = stop(config, tmp_path / "own")
+    summary, _, _ = go_on(path, 3)
+    assert summary["tokens"] == (AT * 2 + (STEPS - AT) * 3) * BATCH * CONTEXT
+
+
+def test_real_processes_by_the_command(stopped: Any, tmp_path: Path) -> None:
+    """`isles resume RUN --workers 3` over gloo: says what is kept and lost, and ends as the virtual backend does."""
+    path = stopped("noloco", 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    toml = copy / "config.toml"
+    toml.write_text(toml.read_text().replace('backend = "virtual"', 'backend = "distributed"'))
+    strip_clocks(copy, 2)
+    code, _, err = isles("resume", str(copy), "--workers", "3", folder=tmp_path)
+    assert code == 0, err
+    assert "going on with 3 workers instead of 2" in err and "replaced by the mean" in err and "lost:" in err
+    go_on(path, 3)
+    assert (copy / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+
+
+def strip_clocks(path: Path, workers: int) -> None:
+    """A real transport saves nothing."""
+    states = shards(path, workers)
+    for state in states:
+        state["optimizer"]["transport"] = {}
+    Checkpoints(path).replace(AT, states, {})
+
+
+@pytest.mark.parametrize(
+    ("workers", "more", "says"),
+    [
+        (0, [], "workers = 0"),
+        (3, ["replicas.group_size=4"], "group_size = 4 in a world of 3"),
+        (3, ["data.batch_mode=global", "data.batch_size=8"], "does not divide by 3 workers"),
+        (3, ["data.split=by_file"], "documents among 3 workers"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    stopped: Any, text: Path, tmp_path: Path, workers: int, more: list[str], says: str
+) -> None:
+    if more == ["data.split=by_file"]:
+        folder = tmp_path / "files"
+        folder.mkdir()
+        for number in range(4):
+            write_text(folder / f"{number}.txt", 5000, seed=number)
+        more = [*more, f"data.path={folder}", "data.validation_fraction=0"]
+        path = stopped("noloco", 4, *more)
+        for number in range(2):
+            (folder / f"{number}.txt").unlink()
+    else:
+        path = stopped("noloco", 4, *more)
+    files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError) as caught:
+        prepare(path, workers)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert files == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_method_that_does_not_say_is_refused(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a state of its own and no `regrouped`."""
+    from isles.replicas.outer import OuterSync
+    from isles.replicas.sync import ReplicaSync
+
+    path = stopped("localsgd", 2)
+    monkeypatch.setattr(OuterSync, "regrouped", classmethod(ReplicaSync.regrouped.__func__))  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="LocalSGD does not say how its state is regrouped"):
+        prepare(path, 3)
+    assert Checkpoints(path).manifest(AT)["workers"] == 2
