@@ -61,6 +61,12 @@ class Courier:
         stamp = Stamp(step, fragment.digest)
         return self._start(fragment, round, anchor, form, stamp, _ANCHORS, own, own, None)
 
+    def nothing(self, fragment: Fragment, step: int) -> Flight:
+        """What lands before the first answer is due."""
+        size = len(self.members(fragment.rounds))
+        anchors = Exchange(fragment.anchor.clone(), None) if self.parts.rule.shares_anchors else None
+        return Flight(fragment, step, Exchange(fragment.staging().zero_(), None, participants=size), anchors)
+
     def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
         """Wait for a flight, and make error feedback of its round final. Where the round failed and the method may go
         on alone, this worker's own share (as sent, or what `snapshot` writes now) is taken for the mean.

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import at_least, uneven_fragments
-from isles.replicas.diloco import DiLoCoConfig, Nesterov, codec_parts
+from isles.replicas.diloco import DiLoCoConfig, Nesterov
+from isles.replicas.feedback import feedback
 from isles.replicas.fragmentation import Fragments, check_fragments, cut
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
@@ -62,7 +64,8 @@ class DelayedDiLoCo(OuterSync):
             rule=Nesterov(config.outer_lr, config.outer_momentum),
             landing=Replace(),
             fragments=fragments,
-            **codec_parts(config),
+            codec=codec(config.codec),
+            feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 
     def advise(self, steps: int) -> list[str]:

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
+from isles.replicas.checks import at_least, momentum_in_range, positive_rate
+from isles.replicas.feedback import Feedback, check_feedback, feedback
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
-from isles.replicas.parts import Answer, Composition, ErrorFeedback, outer_gradient
+from isles.replicas.parts import Answer, Composition, outer_gradient
 from isles.replicas.sync import MethodConfig
 
 
@@ -43,7 +43,7 @@ class DiLoCoConfig(MethodConfig):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     codec: str = "none"
-    error_feedback: Literal["none", "local", "global"] = "none"
+    error_feedback: Feedback = "none"
     feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -51,16 +51,7 @@ class DiLoCoConfig(MethodConfig):
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
         codec(self.codec)  # refuses an unknown one
-        one_of("error_feedback", self.error_feedback, ("none", "local", "global"))
-        if not 0 <= self.feedback_decay <= 1:
-            raise ValueError(f"feedback_decay = {self.feedback_decay}: choose 0 to 1, such as 0.95")
-
-
-def codec_parts(config: DiLoCoConfig) -> dict[str, Any]:
-    """The codec and the error feedback that a configuration names."""
-    form = config.error_feedback
-    feedback = None if form == "none" else ErrorFeedback(form=form, decay=config.feedback_decay)
-    return {"codec": codec(config.codec), "feedback": feedback}
+        check_feedback(self.error_feedback, self.feedback_decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,5 +107,6 @@ class DiLoCo(OuterSync):
             mixing=Everyone(),
             rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
             landing=Replace(),
-            **codec_parts(self.config),
+            codec=codec(self.config.codec),
+            feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

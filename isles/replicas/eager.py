@@ -26,7 +26,10 @@ _MANY_LR = 0.2  # from here on more than two workers slide towards plain delay
 
 @dataclass(frozen=True, kw_only=True)
 class EagerConfig(DelayedConfig):
-    """Defaults of the paper. The keys are those of the delayed method."""
+    """Defaults of the paper. sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as in DiLoCo.
+    outer_delay: rounds that a mean comes late (d). fragments, layers_per_fragment: as in Streaming DiLoCo; "whole": the
+    model at a time.
+    """
 
     outer_lr: float = 0.4
 

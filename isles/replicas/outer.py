@@ -180,7 +180,7 @@ class OuterSync(ReplicaSync):
                 self.courier.receive(flight, self._snapshot)
                 due.append(flight)
             elif self.parts.cadence.rounds_late and not any(other.fragment is fragment for other in due):
-                due.append(self._nothing(fragment))
+                due.append(self.courier.nothing(fragment, self.steps))
             self.flights.append(flight)
         for flight in due:
             self._land(flight, fresh.get(flight.fragment.index))
@@ -208,12 +208,6 @@ class OuterSync(ReplicaSync):
         if anchors is None and self.parts.rule.shares_anchors:
             anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
         return Flight(fragment, lands, self.courier.send(fragment, payload, self.steps, lands), anchors)
-
-    def _nothing(self, fragment: Fragment) -> Flight:
-        """What lands before the first answer is due."""
-        size = len(self.members(fragment.rounds))
-        anchors = Exchange(fragment.anchor.clone(), None) if self.parts.rule.shares_anchors else None
-        return Flight(fragment, self.steps, Exchange(fragment.staging().zero_(), None, participants=size), anchors)
 
     def _land(self, flight: Flight, fresh: Tensor | None) -> None:
         fragment, flat, payload, shared = flight.fragment, flight.fragment.flat, flight.payload, flight.anchors

@@ -18,9 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import one_of, uneven_fragments
-from isles.replicas.diloco import DiLoCoConfig, Nesterov, codec_parts
+from isles.replicas.diloco import DiLoCoConfig, Nesterov
+from isles.replicas.feedback import feedback
 from isles.replicas.fragmentation import Fragments, check_fragments, cut
 from isles.replicas.landing import Blend
 from isles.replicas.mixing import Everyone
@@ -75,7 +77,8 @@ class StreamingDiLoCo(OuterSync):
             rule=Nesterov(config.outer_lr, config.outer_momentum),
             landing=Blend(config.merge_alpha),
             fragments=fragments,
-            **codec_parts(config),
+            codec=codec(config.codec),
+            feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 
     def _overlap(self) -> int:
