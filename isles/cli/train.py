@@ -127,7 +127,6 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     from isles.report import write_picture, write_report
 
     page = write_report(out)
-    write_picture(out)
     table = Table(
         title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False
     )
@@ -136,7 +135,8 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     for label, value in summary_rows(summary):
         table.add_row(label, value)
     Console().print(table)
-    print(f"run     {out}", f"report  {page}", sep="\n")
+    print(f"run     {out}", f"report  {page}", sep="\n", flush=True)
+    write_picture(out)
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ def write_report(folder: str | Path) -> Path:
     Works on a finished run and on one that is still going; numbers are shown in human units (decimal bytes, seconds).
     The page replaces an older one in one move, so a reader never meets half a page.
 
-    Raises ValueError when `folder` is missing or is neither.
+    Raises ValueError when `folder` is missing or is neither; OSError, which names the page, when it cannot be written.
     """
     folder = Path(folder)
     if (folder / INDEX).is_file():
@@ -49,6 +49,10 @@ def write_picture(folder: str | Path) -> Path:
 
 def _settled(path: Path, data: bytes) -> Path:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_bytes(data)
+    try:
+        unfinished.write_bytes(data)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"{path}: cannot be written to ({error.strerror})") from error
     os.replace(unfinished, path)
     return path

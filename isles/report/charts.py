@@ -67,7 +67,7 @@ def loss_cost_panels(run: Run) -> list[Panel]:
                 x_format=cost.form,
                 y_format=short,
                 lines=[Line(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")],
-                dots=[(places[step], loss) for step, loss in run.validation if step in places],
+                dots=[(places[step], loss) for step, loss in _validation(run) if step in places],
                 top=_cut(points, {0: points}),
             )
             keys = [("mean", "mean of the workers"), *[("dot", "validation")] * bool(chart.dots)]

@@ -18,7 +18,7 @@ from isles.report.rundir import Run
 from isles.report.style import BOXES, LIGHT, LINES
 from isles.report.svg import axes_of
 
-_DPI = 110
+_DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
 
