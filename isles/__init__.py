@@ -32,6 +32,9 @@ _NAMES = {
     "DDP": "isles.replicas.ddp",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
+    "StreamingDiLoCo": "isles.replicas.streaming",
+    "DelayedDiLoCo": "isles.replicas.delayed",
+    "EagerDiLoCo": "isles.replicas.eager",
     "NoLoCo": "isles.replicas.noloco",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -49,11 +52,14 @@ if TYPE_CHECKING:
     from isles.network.links import Links
     from isles.replicas import METHODS, method
     from isles.replicas.ddp import DDP
+    from isles.replicas.delayed import DelayedDiLoCo
     from isles.replicas.diloco import DiLoCo
+    from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync
     from isles.replicas.outer import OuterSync
+    from isles.replicas.streaming import StreamingDiLoCo
     from isles.replicas.sync import ReplicaSync
 
 

@@ -120,7 +120,8 @@ class Workers:
                     settled = True
                     self._tell(("stop", max(bounds.values())))
             for rank in sorted(waiting):
-                results[rank] = WorkerFailed(rank, "ended by the launcher after another worker failed")
+                why = str(results[self.failures[0]]).splitlines()[-1]
+                results[rank] = WorkerFailed(rank, f"ended by the launcher after another worker failed ({why})")
                 self.failures.append(rank)
         finally:
             self._tell("close")

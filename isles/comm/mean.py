@@ -1,15 +1,17 @@
 """The mean of a group, written once: the same bits on every member and on every backend.
 
-Two-shot (three members or more), each buffer cut into one shard a member:
+Two-shot, each buffer cut into one shard a member:
 
     scatter   everyone sends shard p to position p                       encode once
     reduce    position p decodes, sums in group order, divides
-    gather    position p sends its shard of the mean to everyone         encode once more; p uses its own decoded
-    value too
+    gather    position p sends its shard of the mean to everyone         encode once more, in the form of
+              `codec.back`; p uses its own decoded value too
 
-A pair swaps whole buffers instead: the same bytes, one latency, one encoding. A member alone has its own, as decoded.
-Bytes sent a member: 2 (N-1)/N times the encoded buffer, a ring's volume, plus one header a peer. Sums are taken in the
-buffer's dtype (float32, or float64).
+All-gather: everyone sends the whole encoded buffer to everyone, who decode, sum in group order and divide: one
+latency, one encoding. Whatever sends fewer bytes is taken: two-shot 2 (N-1)/N times the encoded buffer, a ring's
+volume; all-gather N - 1 times it, which is the same for a pair, and less for sparse codes, whose sum is dense. A member
+alone has its own, as decoded. One header a peer comes on top. Sums are taken in the buffer's dtype (float32, or
+float64).
 
 Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is two
 segments and the reduction of one hides behind the transfer of the next.
@@ -29,13 +31,14 @@ from torch import Tensor
 
 from isles.comm.codecs.base import Codec
 from isles.comm.errors import Diverged
+from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work
 
 if TYPE_CHECKING:
     from isles.comm.group import Call
 
 HEADER_BYTES = 32
-_MAGIC = 0x49534C4553  # "ISLES"
+_MAGIC, _BROKEN = 0x49534C4553, 0x49534C4573  # "ISLES", "ISLEs"
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60
 _PHASES_A_PART = 2 * _MAX_SEGMENTS + 4  # scatter and gather of every segment, then the header
@@ -43,10 +46,13 @@ _PHASES_A_PART = 2 * _MAX_SEGMENTS + 4  # scatter and gather of every segment, t
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where a member is: its inner step and the 64-bit hash of its anchor (0: not compared)."""
+    """Where a member is: its inner step and the 64-bit hash of its anchor (0: not compared). broken: what it sends is
+    not to be used by anyone.
+    """
 
     step: int
     digest: int = 0
+    broken: bool = False
 
 
 def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
@@ -61,16 +67,27 @@ def segments(elements: int, block: int) -> list[tuple[int, int]]:
     return cuts(elements, count, block)
 
 
+def gathers(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> bool:
+    """Whether a segment is all-gathered, not averaged in two shots: whatever takes fewer bytes over all members."""
+    shards = [last - first for first, last in cuts(elements, size, codec.block)]
+    there, back = (sum(form.wire_bytes(shard, dtype) for shard in shards) for form in (codec, codec.back))
+    return size * codec.wire_bytes(elements, dtype) <= there + back
+
+
 def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
     """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
     total = HEADER_BYTES * (size - 1)
     for start, stop in segments(elements, codec.block):
-        if size == 2:
-            total += codec.wire_bytes(stop - start, dtype)
+        if gathers(stop - start, dtype, codec, size):
+            total += (size - 1) * codec.wire_bytes(stop - start, dtype)
             continue
         for owner, (first, last) in enumerate(cuts(stop - start, size, codec.block)):
-            wire = codec.wire_bytes(last - first, dtype)
-            total += wire * (size - 1) if owner == position else wire
+            mine = owner == position
+            total += (
+                (size - 1) * codec.back.wire_bytes(last - first, dtype)
+                if mine
+                else codec.wire_bytes(last - first, dtype)
+            )
     return total
 
 
@@ -81,38 +98,72 @@ def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) ->
     total = 0
     for start, stop in segments(elements, codec.block)[:2]:
         first, last = cuts(stop - start, size, codec.block)[0]
-        shard = codec.wire_bytes(last - first, dtype)
-        whole = codec.wire_bytes(stop - start, dtype) if size == 2 else size * shard
-        total += 0 if size == 1 else whole if size == 2 else (size - 1) * shard
+        whole = codec.wire_bytes(stop - start, dtype)
+        if size > 1 and gathers(stop - start, dtype, codec, size):
+            total += (size - 1) * whole
+        elif size > 1:
+            total += (size - 1) * max(form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
         if not codec.lossless:
             total += whole + (stop - start) * dtype.itemsize
     return total
 
 
 def mean(
-    call: Call, buffer: Tensor, codec: Codec, stamp: Stamp | None = None, own: Tensor | None = None, part: int = 0
-) -> Steps[None]:
-    """Replace flat `buffer` (n,) by the mean over the call's group.
+    call: Call,
+    buffer: Tensor,
+    codec: Codec,
+    stamp: Stamp | None = None,
+    own: Tensor | None = None,
+    residual: Tensor | None = None,
+    part: int = 0,
+) -> Steps[bool]:
+    """Replace flat `buffer` (n,) by the mean over the call's group. False if a member's stamp says `broken`: the
+    buffer then holds nothing of use.
 
-    own: if given (n,), filled with this member's contribution as the others decode it.
-    part: tells apart several buffers of one round (0 or 1). Raises Diverged when a member's stamp differs.
-    After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
+    own: if given (n,), filled with this member's contribution as the others decode it. residual: if given (n,), reduced
+    by what of this member's buffer got into the mean: with the buffer itself in it, the encodings' error is left, and
+    over all members residuals + size * mean = sum of buffers. part: tells apart several buffers of one round (0 or 1).
+    Raises Diverged when a member's stamp differs. After any error, do not write to `buffer`: parts of it may still be
+    on their way to members that are late.
     """
     headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
-    steps = {1: _Alone, 2: _Swap}.get(call.group.size, _TwoShot)
+    codec = codec.salted(salt(call.round, call.fragment))
     wires = _Wires()
     waiting: _Segment | None = None
+    whole = True
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
-        piece = own[start:stop] if own is not None else None
-        segment = steps(call, buffer[start:stop], codec, piece, part * _PHASES_A_PART + 2 * index, wires)
+        pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
+        phase = part * _PHASES_A_PART + 2 * index
+        segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
+            call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
+        )
         if waiting is None:
-            yield from headers.compare()  # the first segment is already on its way behind them
+            whole = yield from headers.compare()  # the first segment is already on its way behind them
         else:
             yield from waiting.finish()
             waiting.release()
         waiting = segment
     assert waiting is not None
     yield from waiting.finish()
+    return whole
+
+
+def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, out: Tensor) -> None:
+    """Fill `out` (n,) with what the others will decode of `buffer` in the mean of that round and fragment."""
+    codec = codec.salted(salt(round, fragment))
+    for start, stop in segments(buffer.numel(), codec.block):  # as large as what is encoded there
+        out[start:stop] = codec.decode(codec.encode(buffer[start:stop]), stop - start, buffer.dtype)
+
+
+def salt(round: int | None, fragment: int) -> int:
+    """What random codecs draw from: the same on all members, another one for each exchange."""
+    return (0 if round is None else round) * MAX_FRAGMENTS + fragment
+
+
+def _scheme(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> type[_Segment]:
+    if size == 1:
+        return _Alone
+    return _AllGather if gathers(elements, dtype, codec, size) else _TwoShot
 
 
 def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
@@ -140,17 +191,18 @@ class _Headers:
         self.group, self.stamp = call.group, stamp
         self.turn = -1 if call.round is None else call.round
         self.theirs = torch.zeros(self.group.size, HEADER_BYTES // 8, dtype=torch.int64)
-        mine = torch.tensor([_MAGIC, self.turn, stamp.step, stamp.digest])
+        mine = torch.tensor([_BROKEN if stamp.broken else _MAGIC, self.turn, stamp.step, stamp.digest])
         self.works = [call.recv(position, self.theirs[position], phase) for position in self.group.others]
         self.works += [call.send(position, mine, phase) for position in self.group.others]
 
-    def compare(self) -> Steps[None]:
-        """Wait for the headers; raise Diverged for the first that differs."""
+    def compare(self) -> Steps[bool]:
+        """Wait for the headers; raise Diverged for the first that differs. False if a member is broken."""
         yield self.works
+        whole = not self.stamp.broken
         for position in self.group.others:
             magic, turn, step, digest = self.theirs[position].tolist()
             peer = self.group.ranks[position]
-            if magic != _MAGIC:
+            if magic not in (_MAGIC, _BROKEN):
                 raise Diverged(peer, self.stamp.step, "it speaks another version of the protocol")
             if (turn, step) != (self.turn, self.stamp.step):
                 raise Diverged(
@@ -158,6 +210,8 @@ class _Headers:
                 )
             if digest != self.stamp.digest:
                 raise Diverged(peer, self.stamp.step, f"anchor hash {digest:#x} against {self.stamp.digest:#x} here")
+            whole = whole and magic == _MAGIC
+        return whole
 
 
 class _Wires:
@@ -179,9 +233,19 @@ class _Wires:
 class _Segment(ABC):
     """One segment under way: made when its first messages leave, finished when the mean is in place."""
 
-    def __init__(self, call: Call, buffer: Tensor, codec: Codec, own: Tensor | None, phase: int, wires: _Wires) -> None:
-        self.call, self.buffer, self.codec, self.own, self.phase = call, buffer, codec, own, phase
-        self.wires = wires
+    def __init__(
+        self,
+        call: Call,
+        buffer: Tensor,
+        codec: Codec,
+        own: Tensor | None,
+        residual: Tensor | None,
+        *,
+        phase: int,
+        wires: _Wires,
+    ) -> None:
+        self.call, self.buffer, self.codec, self.phase, self.wires = call, buffer, codec, phase, wires
+        self.own, self.residual = own, residual
         self.works: list[Work] = []
         self.inbox: dict[int, Tensor] = {}
         self.start()
@@ -194,9 +258,9 @@ class _Segment(ABC):
     def finish(self) -> Steps[None]:
         """Wait for them, do the rest."""
 
-    def receive(self, position: int, elements: int, phase: int) -> Work:
+    def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
         """Post the receive of an encoded run of `elements` entries."""
-        wire = self.wires.take(self.codec.wire_bytes(elements, self.buffer.dtype))
+        wire = self.wires.take(codec.wire_bytes(elements, self.buffer.dtype))
         self.inbox[position] = wire
         return self.call.recv(position, wire, phase)
 
@@ -208,6 +272,16 @@ class _Segment(ABC):
 
     def decode(self, wire: Tensor, elements: int) -> Tensor:
         return self.codec.decode(wire, elements, self.buffer.dtype)
+
+    def note(self, wire: Tensor, first: int, last: int) -> None:
+        """Tell `own` and `residual` what the others decode of entries [first, last)."""
+        if self.own is None and self.residual is None:
+            return
+        decoded = self.decode(wire, last - first)
+        if self.own is not None:
+            self.own[first:last].copy_(decoded)
+        if self.residual is not None:
+            self.residual[first:last].sub_(decoded)
 
     def reduce(self, wire: Tensor, out: Tensor) -> None:
         """Write the mean of the inbox and the own `wire`, summed in group order, into `out`: it may be what `wire` is a
@@ -227,26 +301,23 @@ class _Alone(_Segment):
 
     def finish(self) -> Steps[None]:
         yield self.works
+        self.note(self.wire, 0, self.buffer.numel())
         mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
-        if self.own is not None:
-            self.own.copy_(mine)
         if mine.data_ptr() != self.buffer.data_ptr():
             self.buffer.copy_(mine)
 
 
-class _Swap(_Segment):
+class _AllGather(_Segment):
     def start(self) -> None:
         elements = self.buffer.numel()
         self.wire = self.codec.encode(self.buffer)
         for position in self.call.group.others:
-            self.works.append(self.receive(position, elements, self.phase))
-            self.works.append(self.call.send(position, self.wire, self.phase))
+            self.works.append(self.receive(position, self.codec, elements, self.phase))
+        self.works += [self.call.send(position, self.wire, self.phase) for position in self.call.group.others]
 
     def finish(self) -> Steps[None]:
-        yield self.works  # the send too: the reduction may write over what the wire is a view of
-        elements = self.buffer.numel()
-        if self.own is not None:
-            self.own.copy_(self.decode(self.wire, elements))
+        yield self.works  # the sends too: the reduction may write over what the wire is a view of
+        self.note(self.wire, 0, self.buffer.numel())
         self.reduce(self.wire, self.buffer)
 
 
@@ -256,7 +327,7 @@ class _TwoShot(_Segment):
         self.shards = cuts(self.buffer.numel(), group.size, self.codec.block)
         first, last = self.shards[group.rank]
         for position in group.others:
-            self.works.append(self.receive(position, last - first, self.phase))
+            self.works.append(self.receive(position, self.codec, last - first, self.phase))
         for position in group.others:
             self.works.append(self.call.send(position, self._encode(position), self.phase))
         self.wire = self._encode(group.rank)
@@ -264,25 +335,27 @@ class _TwoShot(_Segment):
     def _encode(self, position: int) -> Tensor:
         first, last = self.shards[position]
         wire = self.codec.encode(self.buffer[first:last])
-        if self.own is not None:
-            self.own[first:last].copy_(self.decode(wire, last - first))
+        self.note(wire, first, last)
         return wire
 
     def finish(self) -> Steps[None]:
         yield self.works
-        group = self.call.group
+        group, back = self.call.group, self.codec.back
         first, last = self.shards[group.rank]
         shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
         self.reduce(self.wire, shard)
         self.release()
-        wire = self.codec.encode(shard)
+        wire = back.encode(shard)
         works = []
         for position in group.others:
             start, stop = self.shards[position]
-            works.append(self.receive(position, stop - start, self.phase + 1))
+            works.append(self.receive(position, back, stop - start, self.phase + 1))
         works += [self.call.send(position, wire, self.phase + 1) for position in group.others]
-        shard.copy_(self.decode(wire, last - first))
+        told = back.decode(wire, last - first, shard.dtype)
+        if self.residual is not None:  # what the second encoding lost of all members' shares
+            self.residual[first:last].add_(shard - told, alpha=group.size)
+        shard.copy_(told)
         yield works
         for position in group.others:
             start, stop = self.shards[position]
-            self.buffer[start:stop].copy_(self.decode(self.inbox[position], stop - start))
+            self.buffer[start:stop].copy_(back.decode(self.inbox[position], stop - start, self.buffer.dtype))

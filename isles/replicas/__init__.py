@@ -18,6 +18,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "ddp": ("isles.replicas.ddp:DDP", "average gradients every step"),
     "localsgd": ("isles.replicas.localsgd:LocalSGD", "average parameters every H steps"),
     "diloco": ("isles.replicas.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
+    "streaming-diloco": ("isles.replicas.streaming:StreamingDiLoCo", "DiLoCo by fragments, landing some steps later"),
+    "delayed": ("isles.replicas.delayed:DelayedDiLoCo", "DiLoCo whose means arrive a round late"),
+    "eager": ("isles.replicas.eager:EagerDiLoCo", "the same, with the worker's own share fresh"),
     "noloco": ("isles.replicas.noloco:NoLoCo", "outer step with one random partner every H steps"),
 }
 

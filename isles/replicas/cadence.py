@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EveryH:
-    """The whole model, every `sync_every` inner steps, landing at once: the workers wait for the answer."""
+    """Each of `fragments` fragments every `sync_every` inner steps (H), spread over the round; fragment q has the
+    offset t_q = round(q H / fragments), half to even.
+
+    first_sync: "full_window": a fragment is sent first when it has had H steps; "offset": already at step t_q, where
+    that is not 0. overlap_steps (tau): inner steps between sending and landing. rounds_late (d): instead, a fragment
+    lands when it is sent for the d-th time after; what is sent first lands d rounds later.
+    """
 
     sync_every: int
     fragments: int = 1
+    overlap_steps: int = 0
+    rounds_late: int = 0
+    first_sync: str = "full_window"
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        return tuple(round(q * self.sync_every / self.fragments) for q in range(self.fragments))
 
     def sends(self, step: int) -> tuple[int, ...]:
         """See Cadence.sends."""
-        return (0,) if step % self.sync_every == 0 else ()
+        late = step < self.sync_every and self.first_sync == "full_window"
+        return tuple(q for q, offset in enumerate(self._offsets) if not late and (step - offset) % self.sync_every == 0)
 
     def lands(self, sent: int) -> int:
         """See Cadence.lands."""
-        return sent
+        return sent + self.overlap_steps + self.rounds_late * self.sync_every

@@ -48,3 +48,14 @@ def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
         return []
     mend = "lower outer_momentum (0.5 suits short runs) or sync_every" if momentum > 0.5 else "lower sync_every"
     return [f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: {mend}"]
+
+
+def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
+    """A warning where fragments cannot be spread evenly over a round."""
+    if sync_every % fragments == 0:
+        return []
+    even = -(-sync_every // fragments) * fragments
+    return [
+        f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
+        f"steps; {even} would be one"
+    ]

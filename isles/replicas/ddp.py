@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from isles.comm.codecs import CODECS, codec
+from isles.comm.codecs import codec
 from isles.comm.mean import Stamp, mean, native_bytes, native_mean, sent_bytes, working_bytes
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
@@ -44,7 +44,7 @@ class DDPConfig(MethodConfig):
     def __post_init__(self) -> None:
         if not self.bucket_megabytes > 0:
             raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
-        one_of("codec", self.codec, CODECS)
+        codec(self.codec)  # refuses an unknown one
         one_of("reduction", self.reduction, ("two_shot", "native"))
         if self.reduction == "native" and self.codec != "none":
             raise ValueError('reduction = "native" sends gradients as they are: use "two_shot" with a codec')

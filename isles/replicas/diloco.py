@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isles.comm.codecs import CODECS, codec
+from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
+from isles.replicas.checks import at_least, momentum_in_range, positive_rate
+from isles.replicas.feedback import Feedback, check_feedback, feedback
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
@@ -33,19 +34,24 @@ from isles.replicas.sync import MethodConfig
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(MethodConfig):
     """Defaults of the paper, section 3. sync_every: inner steps a round (H). outer_lr: lr. outer_momentum: mu.
-    codec: form of the outer gradient on the wire (none, fp16, bf16, int8).
+    codec: form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, ...).
+    error_feedback: what the codec loses is added to the next round's: "none", "local" (this worker's own loss) or
+    "global" (what differs from the mean that came back). feedback_decay: factor on it each round, 0..1.
     """
 
     sync_every: int = 500
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     codec: str = "none"
+    error_feedback: Feedback = "none"
+    feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        one_of("codec", self.codec, CODECS)
+        codec(self.codec)  # refuses an unknown one
+        check_feedback(self.error_feedback, self.feedback_decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,8 @@ class DiLoCo(OuterSync):
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),
-            codec=codec(self.config.codec),
             rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
             landing=Replace(),
+            codec=codec(self.config.codec),
+            feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +15,33 @@ from isles.replicas.flat import FlatParameters
 
 @dataclass(slots=True)
 class Exchange:
-    """One buffer under way, or arrived: `buffer` is replaced by the mean over the members. `transfer` None: it has
-    arrived, or has failed before a checkpoint. `own`: what was sent, as the others decode it, where that differs.
+    """One buffer under way, or arrived: `buffer` is replaced by the mean over the `participants`. `transfer` None: it
+    has arrived, or has failed before a checkpoint. `own`: what this worker sent, as the others decode it, where
+    somebody asks for it and it differs from what can be read elsewhere.
     """
 
     buffer: Tensor
-    transfer: Transfer[None] | None
+    transfer: Transfer[bool] | None
     own: Tensor | None = None
+    participants: int = 1
     failed: bool = False
     """A peer failed and the method goes on without it; `buffer` holds nothing of use."""
+    whole: bool = True
+    """False if a member had nothing to send that is of use: then all skip the round."""
 
     def wait(self) -> None:
         """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged."""
         if self.transfer is not None:
-            self.transfer.wait()
+            self.whole = self.transfer.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers of what has arrived (`settle`)."""
+        own = None if self.own is None else self.own.clone()
+        told = {"participants": self.participants, "failed": self.failed, "whole": self.whole}
+        return {"buffer": self.buffer.clone(), "own": own, **told}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """One round of one fragment between its snapshot and its landing, after inner step `lands`."""
 
@@ -43,17 +54,28 @@ class Flight:
         """What it waits for."""
         return [self.payload] if self.anchors is None else [self.payload, self.anchors]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers; its exchanges must have arrived (`settle`)."""
+        anchors = None if self.anchors is None else self.anchors.state_dict()
+        payload = self.payload.state_dict()
+        return {"fragment": self.fragment.index, "lands": self.lands, "payload": payload, "anchors": anchors}
+
 
 class Fragment:
-    """Parameters, their anchor, and the outer rule's vectors, all flat (n,): 4 bytes an entry each for float32
-    models.
+    """Parameters and the flat vectors (n,) that belong to them, 4 bytes an entry each for float32 models: the anchor,
+    the outer rule's `vectors`, the `residual` of error feedback where there is one, the `reference` that progress is
+    counted from where it is not the anchor.
     """
 
-    def __init__(self, index: int, parameters: list[nn.Parameter], vectors: tuple[str, ...]) -> None:
+    def __init__(
+        self, index: int, parameters: Sequence[nn.Parameter], vectors: tuple[str, ...], residual: bool, reference: bool
+    ) -> None:
         self.index = index
         self.flat = FlatParameters(parameters)
         self.anchor = self.flat.read(self.flat.new())
         self.vectors = {name: torch.zeros_like(self.anchor) for name in vectors}
+        self.residual = torch.zeros_like(self.anchor) if residual else None
+        self.reference = self.anchor.clone() if reference else self.anchor
         self.scratch = self.flat.scratch()
         self.rounds = 0
         self.sent = 0
@@ -73,17 +95,32 @@ class Fragment:
         for exchange in flight.exchanges():
             self._spare.extend(buffer for buffer in (exchange.buffer, exchange.own) if buffer is not None)
 
+    def compensate(self, payload: Tensor) -> bool:
+        """payload <- payload + residual, residual <- the same. False if the sum is not finite."""
+        assert self.residual is not None
+        sums = []
+        for part, rest in zip(self.flat.parts(payload), self.flat.parts(self.residual), strict=True):
+            rest.copy_(part.add_(rest))
+            sums.append(part.sum())  # not finite if an entry is not
+        return bool(torch.stack(sums).isfinite().all())
+
+    def skip(self) -> None:
+        """Undo the progress since the last landing: live weights and reference on the anchor."""
+        self.flat.write(self.anchor)
+        if self.reference is not self.anchor:
+            self.reference.copy_(self.anchor)
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers; exchanges under way must have arrived (`settle`)."""
         return {
             "anchor": self.anchor.clone(),
             "vectors": {name: vector.clone() for name, vector in self.vectors.items()},
+            "residual": None if self.residual is None else self.residual.clone(),
+            "reference": None if self.reference is self.anchor else self.reference.clone(),
             "rounds": self.rounds,
             "sent": self.sent,
             "digest": self.digest,
-            "ahead": None if self.ahead is None else self.ahead.buffer.clone(),
-            "ahead_own": None if self.ahead is None or self.ahead.own is None else self.ahead.own.clone(),
-            "ahead_failed": self.ahead is not None and self.ahead.failed,
+            "ahead": None if self.ahead is None else self.ahead.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,9 +133,21 @@ class Fragment:
         self.anchor.copy_(state["anchor"])
         for name, vector in self.vectors.items():
             vector.copy_(state["vectors"][name])
+        if self.residual is not None:
+            self.residual.copy_(state["residual"])
+        if self.reference is not self.anchor:
+            self.reference.copy_(state["reference"])
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
-        ahead, own = state["ahead"], state["ahead_own"]
-        if ahead is not None:
-            own = None if own is None else self.staging().copy_(own)  # copied: the state may lie on another device
-            ahead = Exchange(self.staging().copy_(ahead), None, own, state["ahead_failed"])
-        self.ahead = ahead
+        self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
+
+    def restored(self, state: dict[str, Any]) -> Exchange:
+        """An exchange that had arrived when its `state_dict` was taken."""
+        own = state["own"]  # copied: the state may lie on another device
+        return Exchange(
+            self.staging().copy_(state["buffer"]),
+            None,
+            None if own is None else self.staging().copy_(own),
+            state["participants"],
+            state["failed"],
+            state["whole"],
+        )

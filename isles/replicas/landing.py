@@ -12,6 +12,38 @@ from torch import Tensor
 class Replace:
     """live = anchor: the next inner steps start from the anchor."""
 
-    def land(self, live: list[Tensor], anchor: list[Tensor]) -> None:
+    moves_reference: bool = False
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         """See Landing.land."""
         torch._foreach_copy_(live, anchor)
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """live = alpha live + (1 - alpha) anchor: local progress since the sending is partly kept (Streaming DiLoCo, arXiv
+    2501.18512, Algorithm 2). alpha = 1: the anchor is never landed on.
+    """
+
+    alpha: float
+    moves_reference: bool = False
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
+        """See Landing.land."""
+        torch._foreach_lerp_(live, [a.to(x.dtype) for a, x in zip(anchor, live, strict=True)], 1 - self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """live = anchor - (reference - live): the own progress that is not averaged yet is carried over (DiLoCoX, arXiv
+    2506.21263, overlap by one round; the reading in which every outer gradient enters once). The reference, what the
+    live weights were when they landed, moves with them.
+    """
+
+    moves_reference: bool = True
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
+        """See Landing.land."""
+        progress = torch._foreach_sub(reference, [x.to(r.dtype) for x, r in zip(live, reference, strict=True)])
+        torch._foreach_copy_(live, torch._foreach_sub(anchor, progress))
+        torch._foreach_copy_(reference, live)

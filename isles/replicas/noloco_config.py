@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from isles.comm.codecs import CODECS
+from isles.comm.codecs import codec
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.sync import MethodConfig
 
@@ -37,7 +37,7 @@ class NoLoCoConfig(MethodConfig):
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        one_of("codec", self.codec, CODECS)
+        codec(self.codec)  # refuses an unknown one
         one_of("anchor_codec", self.anchor_codec, ("none", "bf16", "int8"))
         at_least("group_size", self.group_size, 2)
         at_least("gamma", self.pull, 0)

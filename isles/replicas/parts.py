@@ -3,8 +3,9 @@ rule.
 
     cadence   which fragment is sent at step t, and when its answer lands
     mixing    with whom
-    codec     in what form (`isles.comm.codecs`)
-    rule      what the answer does to the anchor
+    codec     in what form (`isles.comm.codecs`), with or without error feedback
+    reading   what of the answer counts as the outer gradient
+    rule      what that does to the anchor
     landing   what the anchor does to the live weights
 
 Signs: outer gradient = reference - live, positive values are subtracted. All vectors are flat, float32 (float64 for
@@ -14,13 +15,14 @@ float64 models), and the functions work on cache-sized blocks of them, in place.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isles.comm.codecs import Codec
+from isles.replicas.reading import Received
 
 
 class Cadence(Protocol):
@@ -33,6 +35,13 @@ class Cadence(Protocol):
 
     def sends(self, step: int) -> Sequence[int]:
         """Fragments that are sent right after inner step `step`."""
+        ...
+
+    @property
+    def rounds_late(self) -> int:
+        """0: an answer lands before its fragment is sent again. d: when its fragment is sent for the d-th time after;
+        a fragment then lands whenever it is sent, the first d times on an answer of nothing.
+        """
         ...
 
     def lands(self, sent: int) -> int:
@@ -70,6 +79,21 @@ class Answer:
     own_anchor: Tensor | None = None
 
 
+class Reading(Protocol):
+    """What of an answer counts as the outer gradient."""
+
+    @property
+    def needs_own(self) -> bool:
+        """True if it asks for what this worker itself sent; anchors are then each worker's own."""
+        ...
+
+    def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
+        """The outer gradient's block, which may be `mean`'s memory. fresh: what this worker sends just now, where it
+        does; own: what it contributed to the mean; both as the others decode them. participants: of the mean.
+        """
+        ...
+
+
 class OuterRule(Protocol):
     """What a round does to the anchor."""
 
@@ -102,9 +126,30 @@ class OuterRule(Protocol):
 class Landing(Protocol):
     """What the moved anchor does to the live weights."""
 
-    def land(self, live: list[Tensor], anchor: list[Tensor]) -> None:
-        """Write the live weights, in place, from anchors of the same shapes (the dtypes may differ)."""
+    @property
+    def moves_reference(self) -> bool:
+        """True if it leaves the live weights elsewhere than on the anchor, and counts their progress from there."""
         ...
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
+        """Write the live weights, in place, from anchors of the same shapes (the dtypes may differ), and the reference
+        where it moves.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFeedback:
+    """What a codec loses of a fragment is added to the next one of it: a = x + E is sent, then
+
+        local    E <- decay (a - what the others decoded of it)
+        global   E <- decay (a - the mean that came back)
+
+    A round in which some worker's a is not finite is skipped by all: E <- 0, anchors stay (compression.md 2.2, 3.4).
+    """
+
+    form: Literal["local", "global"] = "local"
+    decay: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +159,12 @@ class Composition:
     cadence: Cadence
     mixing: Mixing
     codec: Codec
+    reading: Reading = field(default_factory=Received)
     rule: OuterRule
     landing: Landing
+    fragments: Sequence[Sequence[nn.Parameter]] | None = None
+    """The parameters of each; None: all in one."""
+    feedback: ErrorFeedback | None = None
     anchor_codec: Codec | None = None
     prefetch_anchors: bool = False
     """Send the anchor right after it moved, for the next round, behind the next inner steps."""

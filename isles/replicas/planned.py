@@ -10,7 +10,8 @@ import torch
 
 from isles.comm.codecs import Codec
 from isles.comm.collectives import broadcast_sends
-from isles.comm.mean import sent_bytes
+from isles.comm.mean import sent_bytes, working_bytes
+from isles.replicas.flat import FlatParameters
 from isles.replicas.parts import Composition, Mixing
 
 FIRST = 8  # exchanges that an outline shows
@@ -135,3 +136,25 @@ def _planned(
         for place, position in enumerate(group):
             bytes_sent[position] = sent_bytes(elements, dtype, codec, len(group), place)
     return Planned(sent, lands, fragment, what, groups, tuple(bytes_sent))
+
+
+def outer_memory(parts: Composition, flats: Sequence[FlatParameters], size: int) -> list[Held]:
+    """What the outer loop holds of a method composed of `parts`, whose fragments are `flats`, among `size` workers."""
+    vector = sum(flat.numel * flat.dtype.itemsize for flat in flats)
+    late = parts.cadence.rounds_late
+    in_flight = max(late, 1)  # with overlap by inner steps some fragments rest meanwhile: then this is the most
+    held = [Held(what, vector, "always") for what in ("anchor", *parts.rule.vectors)]
+    held += [] if parts.feedback is None else [Held("error feedback", vector, "always")]
+    held += [Held("reference", vector, "always")] if parts.landing.moves_reference else []
+    held.append(Held("scratch", sum(flat.scratch().nbytes for flat in flats), "always"))
+    held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
+    if parts.reading.needs_own or (parts.on_peer_failure == "solo" and late):
+        held.append(Held("own payload as sent", vector * (in_flight + 1), "exchange"))
+    codecs = [parts.codec]
+    if parts.rule.shares_anchors and parts.anchor_codec is not None:
+        held.append(Held("anchors of the group", vector, "exchange"))
+        held += [Held("own anchor as sent", vector, "exchange")] if late or not parts.anchor_codec.lossless else []
+        codecs.append(parts.anchor_codec)
+    members = max(map(len, groups_of(parts.mixing, 1, size)))
+    under_way = sum(working_bytes(flat.numel, flat.dtype, codec, members) for flat in flats for codec in codecs)
+    return [*held, Held("messages under way", under_way, "exchange")]

@@ -121,6 +121,8 @@ def train(*words: str) -> list[str]:
     return [*TRAIN, *(part for word in words for part in (("--set", word) if "=" in word else (word,)))]
 
 
+NODES = ["--rendezvous", "localhost:29400", "--nodes"]
+
 # (arguments, words of the answer)
 MISTAKES: list[tuple[list[str], list[str]]] = [
     (["bogus"], ["No such command 'bogus'"]),
@@ -161,6 +163,18 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--set", "world.links=dsl"], ["world.links 'dsl'", "home-fibre"]),
     (["train", "--set", "world.backend=mpi"], ["world.backend = 'mpi'", "virtual"]),
     (["train", "--set", "run.seed=-1"], ["run.seed = -1"]),
+    # isles train, doctor: several machines
+    (["train", "--nodes", "0"], ["--nodes 0", "choose 1 or more"]),
+    (["train", "--nodes", "2"], ["--nodes 2 needs --rendezvous HOST:PORT"]),
+    (["train", "--node", "1"], ["--node 1", "--nodes 1"]),
+    (["train", "--nodes", "2", "--node", "2", "--rendezvous", "localhost:29400"], ["--node 2", "0 to 1"]),
+    (["train", "--rendezvous", "localhost:29400"], ["--rendezvous localhost:29400 needs --nodes"]),
+    (["train", "--nodes", "2", "--rendezvous", "localhost"], ["--rendezvous localhost: write HOST:PORT"]),
+    (train(*NODES, "2"), ["--nodes 2", 'world.backend = "virtual" runs on one machine']),
+    (train(*NODES, "9", "world.backend=distributed"), ["--nodes 9", "world.workers = 2", "raise it"]),
+    (train("world.backend=distributed", "--nodes", "2", "--rendezvous", "192.0.2.1:29400"), ["no address of this"]),
+    (["train", "--set", "world.meeting_deadline=0"], ["world.meeting_deadline = 0", "choose a positive"]),
+    (["doctor", "--peer", "somewhere"], ["--peer somewhere: write HOST:PORT"]),
     # isles train: files
     (["train", "nosuch.toml"], ["nosuch.toml: cannot be read", "name a TOML file"]),
     (["train", "."], [".: cannot be read"]),

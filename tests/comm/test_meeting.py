@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from isles.comm import guests, line, meeting
+from isles.comm import guests, line, local, meeting
 from isles.comm.errors import (
     CommError,
     DeadlinePassed,
@@ -314,3 +314,11 @@ def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
             place = Place(nodes=2, node=node, rendezvous=f"{host}:29400")
             with pytest.raises(ValueError, match=words):
                 meet(place, {}, lambda card, node: "", 5.0, group.told.append)
+
+
+def test_seats_of_the_second_machine() -> None:
+    """Its workers count from 0 on their own machine, which is what a GPU is chosen by; the store is node 0's."""
+    party = Party(place=Place(nodes=2, node=1, rendezvous="10.0.0.1:29400"), here="127.0.0.1", host="10.0.0.1")
+    own = local.seats(party, 5, 1234, threads=1, deadlines=None, logs=None)
+    assert [(seat.rank, seat.local_rank, seat.size) for seat in own] == [(3, 0, 5), (4, 1, 5)]
+    assert {(seat.host, seat.port, seat.interface) for seat in own} == {("10.0.0.1", 1234, interface_of("127.0.0.1"))}

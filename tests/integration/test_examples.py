@@ -63,3 +63,25 @@ def test_add_a_method() -> None:
     }
     assert rows["gossip"][0] < 0.5 * rows["none"][0]
     assert rows["gossip"][1] < 0.5 * rows["none"][1]
+
+
+def test_own_model_is_that_of_the_documents() -> None:
+    """docs/own-model.md and examples/own_model.py hold the same code."""
+    told = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-model.md").read_text(), re.DOTALL)[0]
+    assert (ROOT / "examples" / "own_model.py").read_text().endswith(told)
+
+
+@pytest.mark.parametrize("dry", [True, pytest.param(False, marks=pytest.mark.long)], ids=["dry", "for real"])
+def test_the_next_commands_of_the_readme(dry: bool, tmp_path: Path) -> None:
+    """As printed there, into another directory; dry: what is to be trained is planned only."""
+    readme = (ROOT / "README.md").read_text()
+    block = readme[readme.index("Next, on a text of your own") :].split("```")[1]
+    commands = [line.split()[1:] for line in block.splitlines() if line.startswith("isles ")]
+    assert [command[0] for command in commands] == ["train", "train", "compare"]
+    for number, command in enumerate(commands):
+        command[command.index("--out") + 1] = str(tmp_path / str(number))
+        if not dry:
+            output("-m", "isles", *command)
+            assert (tmp_path / str(number) / "report.html").is_file()
+        elif command[0] == "train":
+            assert "a worker in the whole run" in output("-m", "isles", *command, "--dry-run")

@@ -43,7 +43,7 @@ class Slow(isles.NoLoCo):
         super().after_inner_step()
 """
 POISONED = "tests.training.runs:Poisoned"
-EVERY_3 = {"localsgd", "diloco", "noloco"}  # the methods with sync_every
+EVERY_3 = {"localsgd", "diloco", "streaming-diloco", "delayed", "eager", "noloco"}  # the methods with sync_every
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 
 

@@ -185,8 +185,10 @@ def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, na
     assert (summary["steps"], summary["seed"]) == (steps, 0)
     assert summary["tokens"] == sum(line["tokens"] for line in last) == steps * BATCH * CONTEXT * workers
     assert summary["parameters"] == count_parameters(config.model.shape())
-    assert summary["bytes_sent_per_worker"] == sum(line["bytes_sent"] for line in last) / workers
-    assert summary["bytes_received_per_worker"] == sum(line["bytes_received"] for line in last) / workers
+    in_flight = workers > 1 and name in ("streaming-diloco", "delayed", "eager")  # after the last step
+    for key in ("bytes_sent", "bytes_received"):
+        counted, in_lines = summary[f"{key}_per_worker"], sum(line[key] for line in last) / workers
+        assert counted > in_lines if in_flight else counted == in_lines
     assert summary["bytes_sent_per_worker"] == pytest.approx(summary["bytes_received_per_worker"])
     share, peers = 2 * (workers - 1) / workers, workers - 1
     assert summary["ddp_bytes_per_worker"] == pytest.approx(
@@ -194,7 +196,7 @@ def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, na
     )
     assert summary["compute_seconds"] == pytest.approx(steps * config.world.step_seconds, rel=1e-9)
     ended = max(line["clock_seconds"] for line in last)
-    if name == "noloco":  # `finish` waits for the anchors sent ahead for a round that does not come
+    if name == "noloco" or in_flight:  # `finish` waits for the anchors sent ahead for a round that does not come
         assert summary["virtual_seconds"] >= ended
     else:
         assert summary["virtual_seconds"] == pytest.approx(ended, rel=1e-9)
@@ -203,7 +205,7 @@ def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, na
     assert summary["virtual_seconds"] >= summary["compute_seconds"] + summary["blocked_seconds"] - 1e-9
     assert summary["wall_seconds"] > 0
     assert summary["corpus_sha256"] == load_corpus(config.data).sha256
-    if workers == 1 or name in ("ddp", "localsgd", "diloco"):
+    if workers == 1 or name not in ("none", "eager", "noloco"):
         assert summary["replica_std"] < 1e-7  # the mean of three equal numbers is rounded
         assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], rel=1e-6)
     else:
