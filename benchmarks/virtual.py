@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import resource
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from torch import nn
 
 import isles
 from benchmarks._measure import Row, report
+from benchmarks.overhead import resident
 from isles.comm.mesh import Mesh
 from isles.models import ModelConfig, build
 
@@ -74,7 +74,7 @@ def part(workers: int, slots: int, steps: int, every: int, tokens: int, bare: bo
         "hash": hashlib.sha256("".join(digest for digest, _ in results).encode()).hexdigest(),
         "clock": max(clock for _, clock in results),
         "parameters": sum(parameter.numel() for parameter in build(SHAPE, seed=0).parameters()),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gib": resident("VmHWM") / 2**30,  # getrusage would count the parent's pages before the exec
         "threads_left": threading.active_count() - threads,
         "cpu_seconds": time.process_time() - begun,
     }

@@ -58,7 +58,8 @@ def _by_blocks(model: nn.Module, pattern: str, layers: int) -> list[list[str]]:
     ]
     if not lists:
         raise ValueError(
-            f'fragments = "{pattern}" needs a model with its blocks in an nn.ModuleList: name the fragments one by one'
+            f'fragments = "{pattern}" needs a model with its blocks in an nn.ModuleList; choose "whole", or name the '
+            "fragments one by one"
         )
     name, blocks = max(lists, key=lambda entry: sum(parameter.numel() for parameter in entry[1].parameters()))
     count = -(-len(blocks) // layers)

@@ -44,6 +44,7 @@ class Slow(isles.NoLoCo):
 """
 POISONED = "tests.training.runs:Poisoned"
 EVERY_3 = {"localsgd", "diloco", "streaming-diloco", "delayed", "eager", "noloco"}  # the methods with sync_every
+LATE = {"streaming-diloco", "delayed", "eager"}  # what they send leaves behind the computation, at a time of its own
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 
 

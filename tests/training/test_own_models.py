@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,14 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def tiny(text: Path, model: list[str], *more: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:
     every = ["replicas.sync_every=3"] if method in EVERY_3 else []
+    every += ["replicas.fragments=whole"] if method == "streaming-diloco" else []  # the models have no list of blocks
     flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
     return read_config(None, flags, [f"data.path={text}", *OF_RUN, *model, *every, *more])
+
+
+def without_bytes(line: dict[str, Any]) -> dict[str, Any]:
+    """Bytes count when they leave, which may be behind the computation; the results hold them all."""
+    return {key: value for key, value in line.items() if not key.startswith("bytes_")}
 
 
 def test_every_method_trains_both_with_the_same_bits_on_both_backends(
@@ -66,7 +73,7 @@ def test_every_method_trains_both_with_the_same_bits_on_both_backends(
             pool = LocalWorkers(train_all, 2, args=args)
             results = pool.join(events.append)
             raise_first(results, pool.failures)
-        lines = sorted(str(without_clocks(event)) for event in events if "loss" in event)
+        lines = sorted(str(without_bytes(without_clocks(event))) for event in events if "loss" in event)
         models = [(folder / "model.safetensors").read_bytes() for folder in folders]
         seen[backend] = (lines, [[without_clocks(one) for one in worker] for worker in results], models)
         assert len(lines) == 6 * 2 * len(cases)

@@ -110,7 +110,7 @@ def test_it_starts_from_the_means(stopped: Any) -> None:
             each = [one["anchor"] if key == "anchor" else one["vectors"][key] for one in held]
             found = fragment["anchor"] if key == "anchor" else fragment["vectors"][key]
             torch.testing.assert_close(found, torch.stack(each).mean(0), rtol=1e-5, atol=1e-8)
-        assert torch.equal(fragment["ahead"], fragment["anchor"])
+        assert torch.equal(fragment["ahead"]["buffer"], fragment["anchor"])
         assert fragment["rounds"] == AT // 3
 
 
