@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from isles.comm.group import Group
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.courier import Courier
-from isles.replicas.flat import digest, word_sum
+from isles.replicas.flat import digest
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Answer, Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
@@ -225,7 +225,7 @@ class OuterSync(ReplicaSync):
         own = flat.parts(payload.own) if payload.own is not None else nothing
         new = flat.parts(fresh) if fresh is not None else nothing
         vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
-        sums = []
+        words, sums = flat.words(fragment.anchor) if self.agrees else (), []
         for i, block in enumerate(live):
             gradient = self.parts.reading.read(means[i], new[i], own[i], payload.participants)
             answer = Answer(gradient, theirs[i], own_anchors[i])
@@ -234,7 +234,7 @@ class OuterSync(ReplicaSync):
             origin = shaped if references is anchors else block.shaped(references[i])
             self.parts.landing.land(block.live, shaped, origin)
             if self.agrees:
-                sums.append(word_sum(anchors[i]))  # while it is in cache
+                sums.append(words[i].sum())  # while it is in cache
         fragment.digest = digest(sums)
         fragment.release(flight)
         if self.parts.prefetch_anchors:
