@@ -117,6 +117,29 @@ class Library:
         self.sync.after_inner_step()
 
 
+class Kernels:
+    """The torch calls of DiLoCo's round on ready views, in the same blocks: what Python can at best come to."""
+
+    def __init__(self, library: Library) -> None:
+        fragment = library.sync.fragments[0]
+        flat, vector = fragment.flat, fragment.flat.new().zero_()
+        self.blocks, self.anchors, self.words = flat.blocks(), flat.parts(fragment.anchor), flat.words(fragment.anchor)
+        self.payloads, self.momenta = flat.parts(vector), flat.parts(fragment.vectors["momentum"])
+        self.shaped = [block.shaped(anchor) for block, anchor in zip(self.blocks, self.anchors, strict=True)]
+        self.scratch = fragment.scratch
+        self.rule = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "dampening": 0.0, "weight_decay": 0.0}
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for block, anchor, payload in zip(self.blocks, self.anchors, self.payloads, strict=True):
+            torch.sub(anchor, block.read(self.scratch), out=payload)
+        for i, block in enumerate(self.blocks):
+            lists = [self.anchors[i]], [self.payloads[i]], [self.momenta[i]]
+            torch._fused_sgd_(*lists, **self.rule, maximize=False, is_first_step=False)
+            torch._foreach_copy_(block.live, self.shaped[i])
+            self.words[i].sum()
+
+
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
 
@@ -127,9 +150,11 @@ def rounds(parameters: int = 100_000_000, repeats: int = 9) -> list[Row]:
     for method in (isles.DiLoCo, isles.NoLoCo, isles.LocalSGD):
         model = Weights(parameters)
         name, ours = method.__name__, list(model.parameters())
-        parties: dict[str, Callable[[], object]] = {"step": Floor(ours), name: Library(method, model)}
+        library = Library(method, model)
+        parties: dict[str, Callable[[], object]] = {"step": Floor(ours), name: library}
         if method is isles.DiLoCo:
             parties["hand"] = ByHand(ours)
+            parties["kernels"] = Kernels(library)
         times = interleaved(parties, repeats)
         cpu = {party: sorted(t.cpu)[repeats // 2] for party, t in times.items()}
         bounded = method is isles.DiLoCo
@@ -146,7 +171,9 @@ def rounds(parameters: int = 100_000_000, repeats: int = 9) -> list[Row]:
         if bounded:
             ratio = times[name].per(times["hand"])
             rows.append(Row(f"round   {name} / by hand", ratio, "CPU ratio", ("<=", 0.75), note.format(cpu["hand"])))
-        del parties
+            ratio = times["kernels"].per(times["step"])
+            rows.append(Row(f"round   {name}'s kernels alone / SGD step", ratio, "CPU ratio", None, ""))
+        del parties, library
     return rows
 
 
