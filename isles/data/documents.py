@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .sources import Kind, Source
@@ -98,7 +98,8 @@ def _read_dataset(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
         table = table["train"]
     if text_key not in table.column_names:
         raise _no_column(source, "", text_key, table.column_names)
-    for number, row in enumerate(table.select_columns([text_key]), start=1):
+    rows: Iterable[Any] = table.select_columns([text_key])
+    for number, row in enumerate(rows, start=1):
         yield source.document_name(number), _text(row[text_key], source, text_key, f"row {number}")
 
 
