@@ -94,6 +94,7 @@ def test_ctrl_c_on_one_stops_both_and_both_resume(folder: Path, machines: tuple[
     assert [line["step"] for line in metrics(folder / "stop0") if line["worker"] == 2] == list(range(1, 61))
 
 
+@pytest.mark.long
 def test_who_does_not_fit_is_told_and_the_right_one_awaited(folder: Path, machines: tuple[Machine, Machine]) -> None:
     """Another configuration, another version, the rendezvous of nobody: exit code and one line each."""
     host = start(folder, machines, 0, "--steps", "6", "--out", "host")

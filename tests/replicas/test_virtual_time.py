@@ -237,6 +237,7 @@ def test_diloco_waits_for_the_slowest() -> None:
         assert log[-1] >= 6 * 4 * C
 
 
+@pytest.mark.long
 def test_many_workers_are_deterministic_and_leave_no_thread() -> None:
     """One result whatever the slots, in a process of its own; memory grows by less than 9 MB a worker."""
     one, two = many_apart(32, 1, 4, 2, 16), many_apart(32, 2, 4, 2, 16)

@@ -108,6 +108,7 @@ def test_it_learns_resumes_and_is_judged(
     assert not saved.model.training
 
 
+@pytest.mark.long
 def test_the_example_of_the_docs_works_when_copied(tmp_path: Path) -> None:
     """docs/own-model.md, its two files and its commands, with fewer steps and less text."""
     page = DOCS.read_text()
