@@ -15,6 +15,8 @@ def check_feedback(form: str, decay: float) -> None:
     one_of("error_feedback", form, get_args(Feedback))
     if not 0 <= decay <= 1:
         raise ValueError(f"feedback_decay = {decay}: choose 0 to 1, such as 0.95")
+    if form == "none" and decay != 1:
+        raise ValueError(f'feedback_decay = {decay} has no error feedback to act on: set error_feedback = "local"')
 
 
 def feedback(form: Feedback, decay: float) -> ErrorFeedback | None:

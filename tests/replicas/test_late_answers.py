@@ -285,6 +285,7 @@ def test_a_model_without_blocks_has_no_pattern() -> None:
         ("eager", {"outer_delay": 0}, "outer_delay = 0"),
         ("diloco", {"error_feedback": "both"}, "unknown error_feedback 'both'"),
         ("diloco", {"feedback_decay": 2}, "feedback_decay = 2"),
+        ("diloco", {"feedback_decay": 0.5}, "feedback_decay = 0.5 has no error feedback to act on"),
         ("diloco", {"codec": "int5"}, "unknown codec 'int5'"),
     ],
 )
