@@ -61,7 +61,7 @@ class DelayedDiLoCo(OuterSync):
             cadence=EveryH(config.sync_every, len(fragments), rounds_late=config.outer_delay),
             mixing=Everyone(),
             reading=self.reading,
-            rule=Nesterov(config.outer_lr, config.outer_momentum),
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
             landing=Replace(),
             fragments=fragments,
             codec=codec(config.codec),

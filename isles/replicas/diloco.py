@@ -27,7 +27,7 @@ from isles.replicas.feedback import Feedback, check_feedback, feedback
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
-from isles.replicas.parts import Answer, Composition, outer_gradient
+from isles.replicas.parts import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.sync import MethodConfig
 
 
@@ -54,14 +54,12 @@ class DiLoCoConfig(MethodConfig):
         check_feedback(self.error_feedback, self.feedback_decay)
 
 
-@dataclass(frozen=True, slots=True)
-class Nesterov:
+@dataclass(frozen=True, kw_only=True)
+class Nesterov(OuterRule):
     """v <- mu v + g;  anchor <- anchor - lr (g + mu v)."""
 
     lr: float
-    momentum: float
-    vectors: tuple[str, ...] = ("momentum",)
-    shares_anchors: bool = False
+    vectors = ("momentum",)
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The outer gradient travels."""
@@ -105,7 +103,7 @@ class DiLoCo(OuterSync):
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),
-            rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
+            rule=Nesterov(lr=self.config.outer_lr, momentum=self.config.outer_momentum),
             landing=Replace(),
             codec=codec(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),

@@ -45,12 +45,9 @@ class OuterSync(ReplicaSync):
     def _begin(self) -> None:
         super()._begin()
         self.parts = parts = self.compose()
-        self.agrees = parts.mixing.agrees and not parts.reading.needs_own
+        self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.group, parts)
-        self.fragments = [
-            Fragment(index, own, parts.rule.vectors, parts.feedback is not None, parts.landing.moves_reference)
-            for index, own in enumerate(parts.fragments or [self.parameters])
-        ]
+        self.fragments = [Fragment(i, own, parts) for i, own in enumerate(parts.fragments or [self.parameters])]
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self.skipped = 0
@@ -104,12 +101,11 @@ class OuterSync(ReplicaSync):
 
     def schedule(self, steps: int) -> list[Planned]:
         """See ReplicaSync.schedule."""
-        sizes = [(fragment.flat.numel, fragment.flat.dtype) for fragment in self.fragments]
-        return planned_rounds(self.parts, sizes, self.group.size, steps)
+        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
-        return [*super().memory(), *outer_memory(self.parts, [f.flat for f in self.fragments], self.group.size)]
+        return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
@@ -147,7 +143,8 @@ class OuterSync(ReplicaSync):
         for saved in state["flights"]:
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
-            self.flights.append(Flight(fragment, saved["lands"], fragment.restored(saved["payload"]), held))
+            fragment.latest = fragment.restored(saved["payload"])
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
         self.courier.lost = set(state["lost"])
         self.skipped = state["skipped"]
 
@@ -224,11 +221,13 @@ class OuterSync(ReplicaSync):
         own_anchors = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
         own = flat.parts(payload.own) if payload.own is not None else nothing
         new = flat.parts(fresh) if fresh is not None else nothing
+        residual = fragment.residual if self.parts.rule.keeps_left else None
+        left = flat.parts(residual) if residual is not None else nothing
         vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
         words, sums = flat.words(fragment.anchor) if self.agrees else (), []
         for i, block in enumerate(live):
             gradient = self.parts.reading.read(means[i], new[i], own[i], payload.participants)
-            answer = Answer(gradient, theirs[i], own_anchors[i])
+            answer = Answer(gradient, theirs[i], own_anchors[i], left[i])
             self.parts.rule.apply(anchors[i], answer, {name: parts[i] for name, parts in vectors.items()})
             shaped = block.shaped(anchors[i])
             origin = shaped if references is anchors else block.shaped(references[i])

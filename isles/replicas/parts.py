@@ -14,14 +14,15 @@ float64 models), and the functions work on cache-sized blocks of them, in place.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from isles.comm.codecs import Codec
+from isles.comm.codecs import Codec, Form
 from isles.replicas.reading import Received
 
 
@@ -72,11 +73,13 @@ class Answer:
     anchors: the mean of the participants' anchors, where the rule shares anchors; may be written to.
     own_anchor: with them, this worker's anchor as the others decoded it: what `anchors` must be compared with, or a
     lossy codec's rounding would pull anchors to its grid.
+    left: where the rule keeps it, this worker's payload less what of it got into the mean.
     """
 
     mean: Tensor
     anchors: Tensor | None = None
     own_anchor: Tensor | None = None
+    left: Tensor | None = None
 
 
 class Reading(Protocol):
@@ -94,33 +97,27 @@ class Reading(Protocol):
         ...
 
 
-class OuterRule(Protocol):
-    """What a round does to the anchor."""
+@dataclass(frozen=True, kw_only=True)
+class OuterRule(ABC):
+    """What a round does to the anchor. momentum: outer momentum in [0, 1); 0 without."""
 
-    @property
-    def momentum(self) -> float:
-        """Outer momentum in [0, 1); 0 without."""
-        ...
+    momentum: float = 0.0
+    vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
+    shares_anchors: ClassVar[bool] = False
+    """Workers also exchange their anchors."""
+    keeps_left: ClassVar[bool] = False
+    """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
 
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
-        ...
-
-    @property
-    def shares_anchors(self) -> bool:
-        """True if workers also exchange their anchors."""
-        ...
-
+    @abstractmethod
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """Write the block that travels into `out`, from the live weights, what they were when they last landed, and
         the anchor.
         """
-        ...
 
+    @abstractmethod
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
         """Move the anchor's block, in place."""
-        ...
 
 
 class Landing(Protocol):
@@ -158,7 +155,7 @@ class Composition:
 
     cadence: Cadence
     mixing: Mixing
-    codec: Codec
+    codec: Form
     reading: Reading = field(default_factory=Received)
     rule: OuterRule
     landing: Landing

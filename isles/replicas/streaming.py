@@ -74,7 +74,7 @@ class StreamingDiLoCo(OuterSync):
         return Composition(
             cadence=EveryH(config.sync_every, len(fragments), self._overlap(), first_sync=config.first_sync),
             mixing=Everyone(),
-            rule=Nesterov(config.outer_lr, config.outer_momentum),
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
             landing=Blend(config.merge_alpha),
             fragments=fragments,
             codec=codec(config.codec),
