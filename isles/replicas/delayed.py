@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import form
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import at_least, uneven_fragments
 from isles.replicas.diloco import DiLoCoConfig, Nesterov
@@ -64,7 +64,7 @@ class DelayedDiLoCo(OuterSync):
             rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
             landing=Replace(),
             fragments=fragments,
-            codec=codec(config.codec),
+            codec=form(config.codec),
             feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import form
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import one_of, uneven_fragments
 from isles.replicas.diloco import DiLoCoConfig, Nesterov
@@ -77,7 +77,7 @@ class StreamingDiLoCo(OuterSync):
             rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
             landing=Blend(config.merge_alpha),
             fragments=fragments,
-            codec=codec(config.codec),
+            codec=form(config.codec),
             feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 
