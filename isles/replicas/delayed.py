@@ -38,7 +38,7 @@ class DelayedConfig(DiLoCoConfig):
     outer_lr: float = 0.1
     outer_delay: int = 1
     fragments: Fragments = "whole"
-    layers_per_fragment: int = 3
+    layers_per_fragment: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

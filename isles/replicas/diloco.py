@@ -59,6 +59,7 @@ class DiLoCoConfig(MethodConfig):
 class Nesterov(OuterRule):
     """v <- mu v + g;  anchor <- anchor - lr (g + mu v)."""
 
+    name = "nesterov"
     lr: float
     vectors = ("momentum",)
 

@@ -37,6 +37,8 @@ class LocalSGDConfig(MethodConfig):
 class Average(OuterRule):
     """anchor = mean of the live weights."""
 
+    name = "average"
+
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The live weights travel."""
         out.copy_(live)

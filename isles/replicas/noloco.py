@@ -40,6 +40,7 @@ from isles.replicas.stability import warn_unless_stable
 class DeltaPhi(OuterRule):
     """delta <- alpha delta - beta mean g - gamma (phi - mean phi);  phi <- phi + delta;  with g = -Delta."""
 
+    name = "noloco"
     beta: float
     gamma: float
     vectors = ("momentum",)

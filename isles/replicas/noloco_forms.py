@@ -21,6 +21,7 @@ from isles.replicas.parts import Answer, OuterRule, outer_gradient
 class SingleVector(OuterRule):
     """delta <- alpha delta + mean u - gamma phi;  phi <- phi + delta;  with u = gamma phi - beta g."""
 
+    name = "noloco"
     beta: float
     gamma: float
     vectors = ("momentum",)
@@ -41,6 +42,7 @@ class SingleVector(OuterRule):
 class ThetaOnly(OuterRule):
     """delta <- alpha delta + beta (mean theta - phi);  phi <- phi + delta;  for gamma = beta."""
 
+    name = "noloco"
     beta: float
     gamma: float
     vectors = ("momentum",)

@@ -28,6 +28,7 @@ from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.courier import Courier
 from isles.replicas.flat import digest
 from isles.replicas.fragment import Exchange, Flight, Fragment
+from isles.replicas.legal import warnings
 from isles.replicas.parts import Answer, Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
 from isles.replicas.sync import ReplicaSync
@@ -112,7 +113,8 @@ class OuterSync(ReplicaSync):
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        return super().advise(steps) + rounds_for_momentum(rounds, self.parts.rule.momentum)
+        notices = super().advise(steps) + warnings(self.parts.choice)
+        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
@@ -236,7 +238,7 @@ class OuterSync(ReplicaSync):
                 sums.append(words[i].sum())  # while it is in cache
         fragment.digest = digest(sums)
         fragment.release(flight)
-        if self.parts.prefetch_anchors:
+        if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)
 
     def _under_way(self) -> Iterator[Exchange]:

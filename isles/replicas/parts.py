@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import Codec, Form
+from isles.replicas.legal import refuse
 from isles.replicas.reading import Received
 
 
@@ -102,6 +103,7 @@ class OuterRule(ABC):
     """What a round does to the anchor. momentum: outer momentum in [0, 1); 0 without."""
 
     momentum: float = 0.0
+    name: ClassVar[str] = "own"
     vectors: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
     shares_anchors: ClassVar[bool] = False
@@ -151,7 +153,7 @@ class ErrorFeedback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """One choice on each axis: a whole outer method."""
+    """One choice on each axis: a whole outer method. ValueError for parts that do not go together (`legal`)."""
 
     cadence: Cadence
     mixing: Mixing
@@ -167,6 +169,19 @@ class Composition:
     """Send the anchor right after it moved, for the next round, behind the next inner steps."""
     on_peer_failure: Literal["raise", "solo"] = "raise"
     """solo: a round whose partner is lost or late is done alone."""
+
+    def __post_init__(self) -> None:
+        refuse(self.choice)
+
+    @property
+    def choice(self) -> dict[str, str]:
+        """Its members by axis, for `legal`; parts of one's own without a name are "own"."""
+        parts = {"cadence": self.cadence, "mixing": self.mixing, "reading": self.reading, "landing": self.landing}
+        return {axis: getattr(part, "name", "own") for axis, part in parts.items()} | {
+            "codec": self.codec.name.partition(":")[0],
+            "error_feedback": "none" if self.feedback is None else self.feedback.form,
+            "rule": self.rule.name,
+        }
 
 
 def outer_gradient(out: Tensor, live: Tensor, reference: Tensor) -> None:
