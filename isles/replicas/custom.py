@@ -68,7 +68,7 @@ class Custom(OuterSync):
         group_fits(config.groups_of, self.group.size)
         if config.rule == "noloco":
             warn_unless_stable(config.momentum, config.pull, config.groups_of)
-        return RandomGroups(config.groups_of, config.seed or 0)
+        return RandomGroups(config.groups_of, config.seed)
 
     def _reading(self) -> Reading:
         return Eager() if self.config.reading == "eager" else Received()

@@ -16,7 +16,6 @@ from isles.replicas.sync import MethodConfig
 WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
 ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
     "group_size": ("mixing", ("groups",)),
-    "seed": ("mixing", ("groups",)),
     "outer_lr": ("rule", WITH_RATE),
     "outer_momentum": ("rule", ("nesterov", "heavy_ball", "noloco")),
     "gamma": ("rule", ("noloco",)),
@@ -34,11 +33,14 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(MethodConfig):
-    """Cadence: sync_every, fragments, layers_per_fragment, overlap_steps (tau), outer_delay (rounds), first_sync as in
-    the streaming and delayed methods; every_step_until as in post-local SGD. mixing: all, groups (group_size, seed),
-    nobody. codec, error_feedback, feedback_decay: as in DiLoCo. reading: received, eager. rule: average, sgd, nesterov,
-    heavy_ball, noloco (outer_lr, outer_momentum, gamma, anchor_codec; left out: those of the rule's method). landing:
-    replace, blend (merge_alpha), carry.
+    """sync_every: inner steps a round (H). fragments, layers_per_fragment, overlap_steps, first_sync: as in Streaming
+    DiLoCo; "whole": the model at a time. outer_delay: rounds that an answer comes late; 0: see overlap_steps.
+    every_step_until: last inner step of a first phase that exchanges after each. mixing: with whom: all, groups (random
+    ones, new each round), nobody. group_size: workers a group; left out, 2. seed: of the groups. codec, error_feedback,
+    feedback_decay: as in DiLoCo. reading: received, or eager (the own stale share replaced by the fresh one). rule:
+    what an answer does to the anchor: average, sgd, nesterov, heavy_ball, noloco. outer_lr, outer_momentum, gamma,
+    anchor_codec: of the rule; left out, those of its method. landing: what the anchor does to the live weights:
+    replace, blend, carry. merge_alpha: the live weights' share where they blend; left out, 0.5.
     """
 
     sync_every: int = 50
@@ -50,7 +52,7 @@ class CustomConfig(MethodConfig):
     every_step_until: int = 0
     mixing: str = "all"
     group_size: int | None = None
-    seed: int | None = None
+    seed: int = 0
     codec: str = "none"
     error_feedback: Feedback = "none"
     feedback_decay: float = 1.0

@@ -11,26 +11,38 @@ travel, not parameters, so lossy codecs with error feedback are allowed. Memory:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from isles.replicas.diloco import DiLoCo, DiLoCoConfig
+from isles.comm.codecs import form
+from isles.replicas.cadence import EveryH
+from isles.replicas.checks import at_least, positive_rate
+from isles.replicas.feedback import Feedback, check_feedback, feedback
+from isles.replicas.landing import Replace
+from isles.replicas.mixing import Everyone
+from isles.replicas.outer import OuterSync
 from isles.replicas.parts import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(DiLoCoConfig):
-    """sync_every, codec, error_feedback, feedback_decay: as in DiLoCo. outer_lr: the server's rate."""
+class FedAvgConfig(MethodConfig):
+    """sync_every: inner steps a round (H). outer_lr: the server's rate. codec, error_feedback, feedback_decay: as in
+    DiLoCo.
+    """
 
     sync_every: int = 50
     outer_lr: float = 1.0
-    outer_momentum: float = 0.0
+    codec: str = "none"
+    error_feedback: Feedback = "none"
+    feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.outer_momentum:
-            raise ValueError(f"outer_momentum = {self.outer_momentum}: this method has none; choose diloco or slowmo")
+        at_least("sync_every", self.sync_every, 1)
+        positive_rate(self.outer_lr)
+        form(self.codec)  # refuses an unknown one
+        check_feedback(self.error_feedback, self.feedback_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +61,7 @@ class Descent(OuterRule):
         anchor.sub_(answer.mean, alpha=self.lr)
 
 
-class FedAvg(DiLoCo):
+class FedAvg(OuterSync):
     """See the module. All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAvgConfig
@@ -57,4 +69,11 @@ class FedAvg(DiLoCo):
 
     def compose(self) -> Composition:
         """See OuterSync.compose."""
-        return replace(super().compose(), rule=Descent(lr=self.config.outer_lr))
+        return Composition(
+            cadence=EveryH(self.config.sync_every),
+            mixing=Everyone(),
+            rule=Descent(lr=self.config.outer_lr),
+            landing=Replace(),
+            codec=form(self.config.codec),
+            feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
+        )

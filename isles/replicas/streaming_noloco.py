@@ -26,8 +26,9 @@ from isles.replicas.parts import Composition
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingNoLoCoConfig(NoLoCoConfig):
-    """As in NoLoCo, and fragments, layers_per_fragment, overlap_steps, merge_alpha, first_sync: as in Streaming DiLoCo,
-    overlap_steps one number for all.
+    """sync_every, outer_lr, outer_momentum, gamma, group_size, exchange, prefetch_phi, codec, anchor_codec,
+    on_peer_failure, seed: as in NoLoCo. fragments, layers_per_fragment, merge_alpha, first_sync: as in Streaming
+    DiLoCo. overlap_steps: tau, below sync_every, the same for all.
     """
 
     sync_every: int = 100
