@@ -46,13 +46,13 @@ class OuterSync(ReplicaSync):
     def _begin(self) -> None:
         super()._begin()
         self.parts = parts = self.compose()
+        self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.group, parts)
         self.fragments = [Fragment(i, own, parts) for i, own in enumerate(parts.fragments or [self.parameters])]
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
-        self.skipped = 0
-        """Rounds of a fragment that were skipped because somebody's share was not finite."""
+        self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 own = fragment.anchor.clone() if parts.cadence.rounds_late else None
@@ -61,7 +61,10 @@ class OuterSync(ReplicaSync):
     @torch.no_grad()
     def after_inner_step(self) -> None:
         """See ReplicaSync.after_inner_step."""
-        self._exchange(self.parts.cadence.sends(self.steps))
+        self._exchange(self.cadence.sends(self.steps))
+
+    def adapt(self) -> None:
+        """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -171,9 +174,11 @@ class OuterSync(ReplicaSync):
         payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
         for flight in due:
             self.courier.receive(flight, self._snapshot)
+        if sending:
+            self.adapt()
         fresh: dict[int, Tensor | None] = {}
         for fragment, payload in zip(fragments, payloads, strict=True):
-            flight = self._send(fragment, payload, self.parts.cadence.lands(self.steps) if lands is None else lands)
+            flight = self._send(fragment, payload, self.cadence.lands(self.steps) if lands is None else lands)
             fresh[fragment.index] = flight.payload.own
             if flight.lands <= self.steps:
                 self.courier.receive(flight, self._snapshot)
@@ -218,13 +223,10 @@ class OuterSync(ReplicaSync):
             return
         anchors, means, live = flat.parts(fragment.anchor), flat.parts(payload.buffer), flat.blocks()
         references = anchors if fragment.reference is fragment.anchor else flat.parts(fragment.reference)
-        nothing = [None] * len(anchors)
-        theirs = flat.parts(shared.buffer) if shared is not None else nothing
+        theirs = flat.parts_or_none(None if shared is None else shared.buffer)
         own_anchors = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
-        own = flat.parts(payload.own) if payload.own is not None else nothing
-        new = flat.parts(fresh) if fresh is not None else nothing
-        residual = fragment.residual if self.parts.rule.keeps_left else None
-        left = flat.parts(residual) if residual is not None else nothing
+        own, new = flat.parts_or_none(payload.own), flat.parts_or_none(fresh)
+        left = flat.parts_or_none(fragment.residual if self.parts.rule.keeps_left else None)
         vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
         words, sums = flat.words(fragment.anchor) if self.agrees else (), []
         for i, block in enumerate(live):
