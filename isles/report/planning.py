@@ -13,6 +13,9 @@ _PRESETS: dict[str, tuple[str, str]] = {
     "eager-long-run": ("isles.report.eager_sheets:long_run", "the same need, when what is sent must also arrive"),
     "eager-table1": ("isles.report.eager_sheets:table1", "hours and terabytes of the Eager paper's 1B model"),
     "eager-table2": ("isles.report.eager_sheets:table2", "latency that each overlap tolerates"),
+    "noloco-latency": ("isles.report.noloco_sheets:latency", "a tree against a pair when messages take random times"),
+    "noloco-barrier": ("isles.report.noloco_sheets:barrier", "waiting for all against waiting for a partner"),
+    "noloco-quadratic": ("isles.report.noloco_sheets:quadratic", "NoLoCo's theory: mean, variance, stability region"),
 }
 
 
