@@ -23,7 +23,7 @@ from isles.network.links import links as preset
 
 
 class VirtualCluster:
-    """`workers` workers connected by `links` (a `Links` or the name of a preset).
+    """`workers` workers connected by `links` (a `Links`, the name of a preset, or a .toml file).
 
     step_seconds:   what one inner step is charged with (`Transport.step_seconds`).
     speeds:         factor on the seconds of each worker's computing; 2.0 takes twice as long.
