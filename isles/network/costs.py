@@ -12,8 +12,8 @@
 
 M: workers; back: bits of an averaged entry per bit of one sent (codecs may answer in another form).
 
-`Collective` is for links that are all alike. The functions on `Links` take each worker's own rate and latencies: a step
-of a ring ends when its slowest hop ends, a phase of the others when the slowest sender has served its farthest peer.
+`Collective` is for links that are all alike. The functions on `Lines` take each worker's own rates and latencies: a
+step of a ring ends when its slowest hop ends, a phase of the others when the slowest sender has served its farthest peer.
 Uplinks that several workers share are divided among them. No jitter, no time for arithmetic or packing.
 """
 
@@ -22,6 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from isles.network.links import Links
 
@@ -70,60 +72,106 @@ def pair() -> Collective:
 
 def library_mean(workers: int, back: float = 1.0) -> Collective:
     """The mean that `isles.comm.mean` takes: all-gather or two-shot, whichever is fewer bytes; all-gather if equal."""
-    gather, shots = all_gather(workers), two_shot(workers, back)
-    return gather if workers <= 1 + back else shots
+    return all_gather(workers) if _gathers(workers, back) else two_shot(workers, back)
 
 
-def ring_seconds(links: Links, ranks: Sequence[int], bits: float) -> float:
-    """A ring all-reduce of `bits` over `ranks`, in their order: 2 (M-1) steps, each as long as its slowest hop."""
-    size = len(ranks)
-    hops = [(rank, ranks[(place + 1) % size]) for place, rank in enumerate(ranks)]
-    slowest = max(_message(links, ranks, hop, bits / size) for hop in hops) if size > 1 else 0.0
-    return 2 * (size - 1) * slowest
+@dataclass(frozen=True, slots=True, eq=False)
+class Lines:
+    """What each of M workers has while all of them send. up, down: bits per second, (M,). latency: seconds one way,
+    (M, M), [source, target].
+    """
+
+    up: np.ndarray
+    down: np.ndarray
+    latency: np.ndarray
+
+    @staticmethod
+    def of(links: Links, ranks: Sequence[int]) -> Lines:
+        """Of `ranks`, in their order."""
+        size = len(ranks)
+        up = np.array([links.share(rank, ranks) for rank in ranks])
+        down = np.array([links.down_share(rank, ranks) for rank in ranks])
+        if isinstance(links.latency, (int, float)):
+            return Lines(up, down, np.full((size, size), float(links.latency)))
+        rows = [[0.0 if a == b else links.base_latency(a, b) for b in ranks] for a in ranks]
+        return Lines(up, down, np.array(rows))
+
+    @property
+    def size(self) -> int:
+        """M."""
+        return len(self.up)
+
+    def scaled(self, factor: float) -> Lines:
+        """With `factor` times the rates."""
+        return Lines(self.up * factor, self.down * factor, self.latency)
+
+    def messages(self, bits: float) -> np.ndarray:
+        """Seconds that `bits` from one worker to another take, (M, M); 0 to oneself."""
+        seconds = bits / np.minimum(self.up[:, None], self.down[None, :]) + self.latency
+        np.fill_diagonal(seconds, 0.0)
+        return seconds
 
 
-def tree_seconds(links: Links, ranks: Sequence[int], bits: float) -> float:
-    """Reduce to the first of `ranks` and broadcast: at each level pairs meet, and the slowest of them is waited for."""
-    total, stride = 0.0, 1
-    while stride < len(ranks):
-        edges = [(ranks[p + stride], ranks[p]) for p in range(0, len(ranks) - stride, 2 * stride)]
-        total += max(_message(links, ranks, edge, bits) for edge in edges)
-        total += max(_message(links, ranks, edge[::-1], bits) for edge in edges)
+def ring_seconds(lines: Lines, bits: float) -> float:
+    """A ring all-reduce of `bits` in the order of the lines: 2 (M-1) steps, each as long as its slowest hop."""
+    here = np.arange(lines.size)
+    hops = lines.messages(bits / lines.size)[here, (here + 1) % lines.size]
+    return 2 * (lines.size - 1) * float(hops.max())
+
+
+def tree_seconds(lines: Lines, bits: float) -> float:
+    """Reduce to the first worker and broadcast: at each level pairs meet, and the slowest of them is waited for."""
+    seconds, total, stride = lines.messages(bits), 0.0, 1
+    while stride < lines.size:
+        low = np.arange(0, lines.size - stride, 2 * stride)
+        total += float(seconds[low + stride, low].max() + seconds[low, low + stride].max())
         stride *= 2
     return total
 
 
-def two_shot_seconds(links: Links, ranks: Sequence[int], bits: float, back: float = 1.0) -> float:
+def two_shot_seconds(lines: Lines, bits: float, back: float = 1.0) -> float:
     """All-to-all of shards, all-gather of their means."""
-    size = len(ranks)
-    return sum(_fan_out(links, ranks, share * bits / size) for share in (1.0, back))
+    return sum(_fan_out(lines, share * bits / lines.size) for share in (1.0, back))
 
 
-def all_gather_seconds(links: Links, ranks: Sequence[int], bits: float) -> float:
+def all_gather_seconds(lines: Lines, bits: float) -> float:
     """Everybody's `bits` to everybody."""
-    return _fan_out(links, ranks, bits)
+    return _fan_out(lines, bits)
 
 
-def pair_seconds(links: Links, ranks: Sequence[int], one: int, other: int, bits: float) -> float:
-    """`one` and `other` swap `bits` while all of `ranks` send: until the slower direction is done."""
-    return max(_message(links, ranks, hop, bits) for hop in ((one, other), (other, one)))
+def mean_seconds(lines: Lines, bits: float, back: float = 1.0) -> float:
+    """The mean that `isles.comm.mean` takes of `bits`."""
+    return all_gather_seconds(lines, bits) if _gathers(lines.size, back) else two_shot_seconds(lines, bits, back)
 
 
-def _fan_out(links: Links, ranks: Sequence[int], bits: float) -> float:
+def pair_seconds(lines: Lines, one: int, other: int, bits: float) -> float:
+    """`one` and `other` (places in the lines) swap `bits` while everybody sends: until the slower direction is done."""
+    seconds = lines.messages(bits)
+    return float(max(seconds[one, other], seconds[other, one]))
+
+
+def partner_seconds(lines: Lines, bits: float) -> float:
+    """A swap of `bits` with a random partner, averaged over the partners, of the worker for whom that is longest: in
+    time everybody has waited for it.
+    """
+    if lines.size == 1:
+        return 0.0
+    seconds = lines.messages(bits)
+    return float((np.maximum(seconds, seconds.T).sum(axis=1) / (lines.size - 1)).max())
+
+
+def _fan_out(lines: Lines, bits: float) -> float:
     """Everybody sends `bits` to each of the others: until the last of them has arrived."""
-    out = len(ranks) - 1
-    phases = []
-    for rank in ranks if out else ():
-        peers = [peer for peer in ranks if peer != rank]
-        sending, receiving = links.share(rank, ranks), links.down_share(rank, ranks)
-        phases.append(out * bits / min(sending, receiving) + max(links.base_latency(rank, peer) for peer in peers))
-    return max(phases, default=0.0)
+    if lines.size == 1:
+        return 0.0
+    sending = (lines.size - 1) * bits / np.minimum(lines.up, lines.down)
+    away = lines.latency.copy()
+    np.fill_diagonal(away, 0.0)
+    return float((sending + away.max(axis=1)).max())
 
 
-def _message(links: Links, ranks: Sequence[int], hop: tuple[int, int], bits: float) -> float:
-    source, target = hop
-    rate = min(links.share(source, ranks), links.down_share(target, ranks))
-    return bits / rate + links.base_latency(source, target)
+def _gathers(workers: int, back: float) -> bool:
+    return workers <= 1 + back
 
 
 def _check(workers: int) -> None:

@@ -9,6 +9,12 @@ of a message. Bandwidth does not matter here, nor what the messages hold.
     pair: one message each way, twice: 2 E max(t, t') = 2 (1 + erf(sigma / 2)). Constant t: 2.
 
 N that is no power of two: the odd one of a level goes up by itself.
+
+That is what the paper compares. What Isles moves, with the same random message times:
+
+    two-shot: everybody waits for N - 1 messages, then sends to all again; over when the last of those has arrived:
+              max over j of (longest of N - 1 times into j + longest of N - 1 times out of j).
+    swap:     both partners send at once and are done when the other's message is there: E max(t, t'), half of `pair`.
 """
 
 from __future__ import annotations
@@ -41,6 +47,29 @@ def sigma_of(cv: float) -> float:
 def pair_seconds(cv: float) -> float:
     """Mean time of a pair's exchange."""
     return 2 * (1 + math.erf(sigma_of(cv) / 2))
+
+
+def swap_seconds(cv: float) -> float:
+    """Mean time of a pair's exchange in Isles."""
+    return pair_seconds(cv) / 2
+
+
+def two_shot_seconds(workers: int, cv: float, rounds: int, seed: int = 0) -> np.ndarray:
+    """Times of `rounds` independent two-shot means of `workers`, (rounds,)."""
+    from scipy.special import ndtri_exp
+
+    _check(workers, rounds)
+    if workers == 1:
+        return np.zeros(rounds)
+    random, sigma = np.random.default_rng(seed), sigma_of(cv)
+    at_once = max(1, _AT_ONCE // workers)
+    parts = []
+    for first in range(0, rounds, at_once):
+        # The longest of n times is below x with the chance of one to the power n, so one draw stands for n messages.
+        draws = random.exponential(size=(2, min(at_once, rounds - first), workers)) / -(workers - 1)
+        longest = np.exp(sigma * ndtri_exp(draws) - sigma * sigma / 2)
+        parts.append(longest.sum(axis=0).max(axis=1))
+    return np.concatenate(parts)
 
 
 def tree_seconds(workers: int, cv: float, rounds: int, seed: int = 0) -> np.ndarray:

@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from isles.network.latency import pair_seconds, ratios, sigma_of, tree_seconds
+from isles.network.latency import pair_seconds, ratios, sigma_of, swap_seconds, tree_seconds, two_shot_seconds
 
 # Section 2.10 of the specification of NoLoCo; its own standard errors are below 0.3 %.
 WORKERS = [4, 16, 64, 256, 1024]
@@ -36,6 +37,24 @@ def test_one_tree_at_a_time_agrees_with_the_forest():
     error = times.std() / math.sqrt(len(times)) / pair_seconds(1.0)
     assert abs(times.mean() / pair_seconds(1.0) - row.ratio) < 4 * math.hypot(error, row.error)
     assert (tree_seconds(64, 1.0, 10, seed=3) == tree_seconds(64, 1.0, 10, seed=3)).all()
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_two_shots_are_what_their_messages_take(workers):
+    """Message by message."""
+    random, sigma, rounds = np.random.default_rng(1), sigma_of(1.0), 40_000
+    first, second = np.exp(sigma * random.standard_normal((2, rounds, workers, workers)) - sigma**2 / 2)
+    apart = ~np.eye(workers, dtype=bool)
+    ready = (first * apart).max(axis=1)  # [from, to] -> to
+    done = ((ready[:, :, None] + second) * apart).max(axis=(1, 2))
+    drawn = two_shot_seconds(workers, 1.0, rounds)
+    assert drawn.mean() == pytest.approx(done.mean(), rel=0.02)
+    assert np.quantile(drawn, 0.95) == pytest.approx(np.quantile(done, 0.95), rel=0.03)
+
+
+def test_constant_times_make_two_shots_two():
+    assert two_shot_seconds(64, 0.0, 2).tolist() == [2.0, 2.0] and two_shot_seconds(1, 1.0, 1) == 0
+    assert swap_seconds(0.0) == 1.0
 
 
 def test_a_pair_is_a_tree_of_two():

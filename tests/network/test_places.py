@@ -2,7 +2,7 @@
 
 import pytest
 
-from isles.network.costs import pair_seconds, two_shot_seconds
+from isles.network.costs import Lines, pair_seconds, two_shot_seconds
 from isles.network.places import ACCESS, WORLD, WORLDWIDE, Place, connect, kilometres, latency
 
 BY_NAME = {place.name: place for place in WORLD}
@@ -37,11 +37,11 @@ def test_worldwide():
     assert WORLDWIDE.base_latency(0, 12) == ACCESS  # two homes in one city
     assert WORLDWIDE.base_latency(3, 4) == latency(WORLD[3], WORLD[4])
     assert WORLDWIDE.slowest_rate(12) == 20e6 and WORLDWIDE.rate(13) == WORLD[1].upload
-    everybody = list(range(12))
-    pairs = [pair_seconds(WORLDWIDE, everybody, a, b, 32e6) for a in everybody for b in everybody if a < b]
+    lines = Lines.of(WORLDWIDE, range(12))
+    pairs = [pair_seconds(lines, a, b, 32e6) for a in range(12) for b in range(a)]
     slowest = max(pairs)
     assert slowest == pytest.approx(32e6 / 20e6 + latency(BY_NAME["London"], BY_NAME["Sydney"]))
-    assert two_shot_seconds(WORLDWIDE, everybody, 32e6) > slowest > 3 * min(pairs)
+    assert two_shot_seconds(lines, 32e6) > slowest > 3 * min(pairs)
 
 
 def test_a_household_shares_its_line():
