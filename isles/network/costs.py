@@ -13,8 +13,8 @@
 M: workers; back: bits of an averaged entry per bit of one sent (codecs may answer in another form).
 
 `Collective` is for links that are all alike. The functions on `Lines` take each worker's own rates and latencies: a
-step of a ring ends when its slowest hop ends, a phase of the others when the slowest sender has served its farthest peer.
-Uplinks that several workers share are divided among them. No jitter, no time for arithmetic or packing.
+step of a ring ends when its slowest hop ends, a phase of the others when the slowest sender has served its farthest
+peer. Uplinks that several workers share are divided among them. No jitter, no time for arithmetic or packing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rates and times as people write them: "200Mbit/s", "1.5 Gbps", "40ms"; plain numbers are bits per second, seconds."""
+"""Amounts as people write them: rates "200Mbit/s", "1.5 Gbps", times "40ms", counts "1.3B", "500k"; plain numbers are
+bits per second, seconds, pieces.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import re
 _AMOUNT = re.compile(r"([0-9.eE+-]+|inf)\s*([a-zA-Z/]*)")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATES = {f"{prefix}{form}": size for prefix, size in _PREFIXES.items() for form in ("bit/s", "bps", "bits/s")}
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -24,6 +27,14 @@ def parse_seconds(name: str, given: float | str) -> float:
     value = _parse(name, given, _TIMES, "40ms")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} = {given}: a time must be 0 s or more and finite, such as 40ms")
+    return value
+
+
+def parse_count(name: str, given: float | str) -> float:
+    """A number above 0 and finite: B is 10^9, T 10^12; ValueError that begins with `name`."""
+    value = _parse(name, given, _COUNTS, "1.3B")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} = {given}: choose a number above 0, such as 1.3B")
     return value
 
 

@@ -55,7 +55,8 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
             _table(figure.add_subplot(grid[0, :]), table)
             row = 1
         for index, panel in enumerate(narrow):
-            _draw(figure.add_subplot(grid[row + index // 2, index % 2]), panel)
+            column = slice(None) if len(narrow) == 1 else index % 2
+            _draw(figure.add_subplot(grid[row + index // 2, column]), panel)
         row += (len(narrow) + 1) // 2
         for index, panel in enumerate(wide):
             _draw(figure.add_subplot(grid[row + index, :]), panel)
@@ -197,7 +198,10 @@ def _legend(axes: Any, panel: Panel) -> None:
 
 def _table(axes: Any, cells: Table) -> None:
     axes.axis("off")
-    table = axes.table(cellText=cells.rows, colLabels=cells.heads, loc="center", edges="horizontal")
+    columns = zip(cells.heads, *cells.rows, strict=True)
+    widths = [max(map(len, column)) + 4 for column in columns]
+    shares = [width / sum(widths) for width in widths]
+    table = axes.table(cellText=cells.rows, colLabels=cells.heads, colWidths=shares, loc="center", edges="horizontal")
     table.auto_set_font_size(False)
     table.set_fontsize(9.0)
     table.scale(1.0, 1.4)

@@ -13,8 +13,11 @@ import pytest
 from PIL import Image
 
 from isles import cli
+from isles.network import eager_tables
 from isles.report import noloco_sheets
 from isles.report.planning import presets, sheet
+
+RUN = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "8"]
 
 
 @pytest.fixture
@@ -55,6 +58,23 @@ def test_table_5_as_people_read_it(plan, tmp_path: Path):
     assert all(str(path) in out for path in written.values())
 
 
+def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
+    """The first line is the one to try; table, JSON and page hold the same."""
+    network = ["--links", "home-cable", "--targets", "90,50", "--tokens", "2B", "--step-tokens", "500k"]
+    code, out, _ = plan(*RUN, *network, "--out", str(tmp_path))
+    assert code == 0 and "First is noloco (codec = int8, anchor_codec = int8) with H = 200: it computes 90.8 %" in out
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert rows[0]["method"] == "noloco" and rows[0]["sync_every"] == 200 and rows[0]["reaches"]
+    assert list(rows[0]["bandwidth_mbps"]) == ["90", "50"] and rows[0]["hours"] == pytest.approx(
+        4000 / 3600 / 0.9076, rel=1e-3
+    )
+    head, first, *_ = csv.reader(io.StringIO((tmp_path / "plan.csv").read_text()))
+    assert dict(zip(head, first, strict=True))["computing %"] == "90.8"
+    assert (tmp_path / "plan.html").read_text().count("<polyline") == 5
+    code, out, _ = plan(*RUN, "--bandwidth", "inf", "--json")
+    assert code == 0 and json.loads(out)["rows"][0]["method"] == "ddp"
+
+
 def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
     code, out, err = plan("--preset", "eager-table2", "--json", "--out", str(tmp_path))
     assert code == 0 and json.loads(out) == json.loads((tmp_path / "eager-table2.json").read_text())
@@ -63,7 +83,9 @@ def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(noloco_sheets, "_TREES", 20)  # fewer draws: their size is tested in tests/network
+    monkeypatch.setattr(eager_tables, "JOBS", {"1B": eager_tables.JOBS["1B"]})  # their size is tested in tests/network
+    monkeypatch.setattr(noloco_sheets, "_TREES", 20)
+    monkeypatch.setattr(noloco_sheets, "_SHOTS", 20)
     monkeypatch.setattr(noloco_sheets, "_CROWDS", (2, 16, 64))
     made = sheet(name)
     assert made.name == name and made.table.rows and json.loads(json.dumps(made.data, allow_nan=False))["rows"]
@@ -78,7 +100,16 @@ def test_list_of_presets(plan):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--preset"),
+        ([], "missing: --params, --layers, --step-time, --workers, --links or --bandwidth"),
+        ([*RUN, "--bandwidth", "-3Mbps"], "--bandwidth = -3Mbps: a rate must be above 0"),
+        ([*RUN, "--bandwidth", "3MB/s"], "such as 200Mbit/s"),
+        ([*RUN, "--links", "lam"], "did you mean 'lan'"),
+        ([*RUN, "--links", "none.toml"], "links = none.toml: cannot be read"),
+        ([*RUN, "--links", "lan", "--latency", "3ms"], "leave out --bandwidth and --latency"),
+        ([*RUN, "--links", "lan", "--targets", "900"], "--targets 900"),
+        ([*RUN, "--links", "lan", "--workers", "0"], "workers = 0: choose 2"),
+        ([*RUN, "--links", "lan", "--tokens", "3B"], "give both"),
+        (["--preset", "eager-table2", "--workers", "3"], "leave out --workers"),
         (["--preset", "eager-table6"], "did you mean 'eager-table5'"),
         (["--presets", "--json"], "give it alone"),
         (["--preset", "eager-table2", "--out", "/proc/none"], "--out"),
