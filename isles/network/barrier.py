@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -46,30 +47,35 @@ class Steps:
 
     def quantiles(self) -> tuple[np.ndarray, np.ndarray]:
         """(z, seconds): for each standard normal z the seconds that as large a share of all sums stays below."""
-        z = np.linspace(-_TAIL, _TAIL, _KNOTS)
-        s = math.sqrt(self.variance)
-        if self.count == 1:
-            return z, np.exp(self.mu + s * z)
-        if s == 0:
-            return z, np.full_like(z, self.mean)
-        from scipy.special import log_ndtr, ndtri_exp
-
-        # The longest sum worth keeping: all steps usual but one, plus what many usual ones add up to at the most.
-        spread = self.mean * math.sqrt(math.expm1(self.variance) / self.count)
-        longest = self.mean + math.exp(self.mu + s * _TAIL) + 10 * spread
-        cell = longest / _CELLS
-        edges = np.log(np.arange(0.5, _CELLS) * cell)
-        below = np.concatenate([[0.0], np.exp(log_ndtr((edges - self.mu) / s))])
-        law = np.diff(below, append=1.0)
-        total = np.fft.irfft(np.fft.rfft(law, 2 * _CELLS) ** self.count, 2 * _CELLS).clip(min=0.0)
-        above = total[::-1].cumsum()[::-1]  # chance of at least so many cells, exact in the upper tail
-        at = -ndtri_exp(np.log(np.clip(above / above[0], 1e-300, 1 - 1e-16)))
-        kept = np.concatenate([[True], np.diff(at) > 0])
-        return z, np.interp(z, at[kept], (np.arange(2 * _CELLS) - 0.5)[kept] * cell)
+        return _quantiles(self)
 
     def sampler(self, random: np.random.Generator) -> Sampler:
         """Draws from this law."""
         return Sampler(random, *self.quantiles())
+
+
+@lru_cache(maxsize=8)
+def _quantiles(steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+    z = np.linspace(-_TAIL, _TAIL, _KNOTS)
+    s = math.sqrt(steps.variance)
+    if steps.count == 1:
+        return z, np.exp(steps.mu + s * z)
+    if s == 0:
+        return z, np.full_like(z, steps.mean)
+    from scipy.special import log_ndtr, ndtri_exp
+
+    # The longest sum worth keeping: all steps usual but one, plus what many usual ones add up to at the most.
+    spread = steps.mean * math.sqrt(math.expm1(steps.variance) / steps.count)
+    longest = steps.mean + math.exp(steps.mu + s * _TAIL) + 10 * spread
+    cell = longest / _CELLS
+    edges = np.log(np.arange(0.5, _CELLS) * cell)
+    below = np.concatenate([[0.0], np.exp(log_ndtr((edges - steps.mu) / s))])
+    law = np.diff(below, append=1.0)
+    total = np.fft.irfft(np.fft.rfft(law, 2 * _CELLS) ** steps.count, 2 * _CELLS).clip(min=0.0)
+    above = total[::-1].cumsum()[::-1]  # chance of at least so many cells, exact in the upper tail
+    at = -ndtri_exp(np.log(np.clip(above / above[0], 1e-300, 1 - 1e-16)))
+    kept = np.concatenate([[True], np.diff(at) > 0])
+    return z, np.interp(z, at[kept], (np.arange(2 * _CELLS) - 0.5)[kept] * cell)
 
 
 class Sampler:

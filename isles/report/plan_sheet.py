@@ -46,7 +46,7 @@ def plan_sheet(job: Job, network: str, *, targets: Sequence[float] = (0.9,), eve
 def _row(job: Job, one: Plan, slowest: float) -> list[str]:
     cells = [one.way.method, one.way.settings, str(one.every), f"{100 * one.utilisation:.1f}", f"{one.waits:.3g}"]
     cells.append(f"{one.bytes_a_step / 1e6:.4g}")
-    cells += ["-" if math.isnan(factor) else _mbit(factor * slowest) for factor in one.wanted]
+    cells += [_mbit(factor * slowest) if math.isfinite(factor * slowest) else "-" for factor in one.wanted]
     cells.append(f"{one.memory / 1e9:.3g}")
     if one.hours is not None:
         cells += [f"{one.hours:.4g}", f"{_total(job, one) / 1e9:.4g}"]
