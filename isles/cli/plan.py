@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from isles.network.links import Links
+    from isles.cli.plan_job import Asked
     from isles.report.sheet import Sheet
 
 
@@ -17,10 +17,13 @@ def plan(
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 1.3B.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
     step_time: Annotated[str | None, typer.Option(help="Computing of one inner step, such as 0.8 or 800ms.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Instead of --step-time: one a worker, such as A100.")] = None,
+    mfu: Annotated[float | None, typer.Option(help="With --gpu: share of its peak reached. Default 0.4.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers.")] = None,
+    like: Annotated[str | None, typer.Option(metavar="RUN", help="Model, step and workers of a finished run.")] = None,
     links: Annotated[str | None, typer.Option(help="Network between them: a preset, or a .toml file.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Instead of --links: upload of a worker, as 200Mbit/s.")] = None,
-    latency: Annotated[str | None, typer.Option(help="With --bandwidth: one way, such as 40ms. Default: 0.")] = None,
+    latency: Annotated[str | None, typer.Option(help="With --bandwidth: one way, such as 40ms. Default 0.")] = None,
     sync_every: Annotated[int | None, typer.Option(help="H for all methods. Default: the least that will do.")] = None,
     targets: Annotated[str, typer.Option(help="Wanted shares of computing in percent, the decisive one first.")] = "90",
     tokens: Annotated[str | None, typer.Option(help="Tokens of the run, for hours; with --step-tokens.")] = None,
@@ -29,75 +32,61 @@ def plan(
     presets: Annotated[bool, typer.Option("--presets", help="List those.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write CSV, JSON, PNG and HTML into this directory.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Also write the first line as a new CONFIG.toml.")] = None,
 ) -> None:
     """Say which method suits which link: time, bytes and memory of each, before a run. Or redo the papers' tables."""
+    from isles.cli.plan_job import Asked
     from isles.report.planning import presets as known
     from isles.report.planning import sheet
 
-    run = {"--params": params, "--layers": layers, "--step-time": step_time, "--workers": workers}
-    others = {"--links": links, "--bandwidth": bandwidth, "--latency": latency, "--sync-every": sync_every,
-              "--tokens": tokens, "--step-tokens": step_tokens}  # fmt: skip
-    given = [name for name, value in (run | others).items() if value is not None]
+    asked = Asked(
+        params=params,
+        layers=layers,
+        step_time=step_time,
+        gpu=gpu,
+        mfu=mfu,
+        workers=workers,
+        like=like,
+        links=links,
+        bandwidth=bandwidth,
+        latency=latency,
+        sync_every=sync_every,
+        tokens=tokens,
+        step_tokens=step_tokens,
+    )
     if presets:
-        if given or preset is not None or json or out is not None:
+        if asked.given or preset is not None or json or out is not None or write is not None:
             raise ValueError("--presets lists what --preset takes: give it alone")
         width = max(map(len, known()))
         for name, what in known().items():
             print(f"{name:<{width}}  {what}")
         return
     if preset is not None:
-        if given:
-            raise ValueError(f"--preset {preset} has its own numbers: leave out {', '.join(given)}")
-        made = sheet(preset)
-    else:
-        missing = [name for name, value in run.items() if value is None]
-        missing += ["--links or --bandwidth"] if links is None and bandwidth is None else []
-        if missing:
-            raise ValueError(f"missing: {', '.join(missing)}; or give --preset NAME, one of {', '.join(known())}")
-        network, name = _network(links, bandwidth, latency)
-        made = _planned(run, network, name, sync_every, targets, tokens, step_tokens)
-    _show(made, json, out)
+        if asked.given or write is not None:
+            extra = [*asked.given, *(["--write"] if write is not None else [])]
+            raise ValueError(f"--preset {preset} has its own numbers: leave out {', '.join(extra)}")
+        _show(sheet(preset), json, out)
+        return
+    _plan(asked, targets, json, out, write)
 
 
-def _planned(
-    run: dict[str, Any],
-    network: Links,
-    name: str,
-    sync_every: int | None,
-    targets: str,
-    tokens: str | None,
-    step_tokens: str | None,
-) -> Sheet:
-    from isles.network.planner import Job
-    from isles.network.units import parse_count, parse_seconds
+def _plan(asked: Asked, targets: str, json: bool, out: Path | None, write: Path | None) -> None:
+    from isles.cli.plan_job import config_of, job_of
+    from isles.network import planner
     from isles.report.plan_sheet import plan_sheet
 
-    job = Job(
-        parameters=parse_count("--params", run["--params"]),
-        layers=run["--layers"],
-        step_seconds=parse_seconds("--step-time", run["--step-time"]),
-        workers=run["--workers"],
-        links=network,
-        tokens=None if tokens is None else parse_count("--tokens", tokens),
-        step_tokens=None if step_tokens is None else parse_count("--step-tokens", step_tokens),
-    )
-    return plan_sheet(job, name, targets=_shares(targets), every=sync_every)
-
-
-def _network(links: str | None, bandwidth: str | None, latency: str | None) -> tuple[Links, str]:
-    """The network, and its name in words."""
-    from isles.network.links import Links
-    from isles.network.links import links as named
-    from isles.network.units import parse_rate, parse_seconds
-
-    if links is not None:
-        if bandwidth is not None or latency is not None:
-            raise ValueError("--links says bandwidth and latency: leave out --bandwidth and --latency")
-        return named(links), links
-    assert bandwidth is not None
-    seconds = parse_seconds("--latency", latency or 0.0)
-    words = f"{bandwidth} up" + (f", {latency} one way" if latency else "")
-    return Links(bandwidth=parse_rate("--bandwidth", bandwidth), latency=seconds), words
+    job, network = job_of(asked)
+    if write is not None and write.exists():
+        raise ValueError(f"--write {write}: exists already; name a new file")
+    shares = _shares(targets)
+    plans = planner.plan(job, targets=shares, every=asked.sync_every)
+    _show(plan_sheet(job, plans, network, targets=shares), json, out)
+    if write is not None:
+        try:
+            write.write_text(config_of(job, plans[0], network), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--write {write}: cannot be written ({error.strerror}); name another file") from error
+        print(write, file=sys.stderr if json else sys.stdout)
 
 
 def _shares(text: str) -> list[float]:

@@ -29,8 +29,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from isles.network.costs import Lines, library_mean, mean_seconds, partner_seconds
 from isles.network.links import Links
 
@@ -261,7 +259,7 @@ def _ways() -> tuple[Way, ...]:
         over_all("ddp", "int8", 0, 1, _ddp, every_step),
         over_all("diloco", "none", 1, 3, _diloco, same_round),
         over_all("diloco", "int8", 1, 3, _diloco, same_round),
-        over_all("streaming-diloco", "fp4", 1, 3, _streaming, "a fragment at a time, behind the computation"),
+        over_all("streaming-diloco", "fp4", 1, 3, _streaming, "a fragment at a time travels behind the computation"),
         in_pairs("none", "", 4, _noloco, 2),
         in_pairs("none", "exchange = single_vector", 3, _single_vector, 1),
         in_pairs("int8", "codec = int8, anchor_codec = int8", 5, _noloco, 2),
@@ -271,9 +269,3 @@ def _ways() -> tuple[Way, ...]:
 
 
 WAYS = _ways()
-
-
-def rates(links: Links, workers: int) -> float:
-    """Bits per second of the worker with the least, as `Plan.wanted` counts it."""
-    lines = Lines.of(links, range(workers))
-    return float(np.minimum(lines.up, lines.down).min())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isles.network.planner import Job, Plan, curve, plan, rates
+from isles.network.planner import Job, Plan, curve
 from isles.report.panels import Chart, Line, Panel, Table, plain
 from isles.report.sheet import Sheet
 from isles.report.style import SERIES
@@ -19,10 +19,10 @@ _LEFT_OUT = (
 )
 
 
-def plan_sheet(job: Job, network: str, *, targets: Sequence[float] = (0.9,), every: int | None = None) -> Sheet:
-    """All methods, the one to try first on top. network: its name in words. Arguments else as in `planner.plan`."""
-    plans = plan(job, targets=targets, every=every)
-    slowest = rates(job.links, job.workers)
+def plan_sheet(job: Job, plans: Sequence[Plan], network: str, *, targets: Sequence[float]) -> Sheet:
+    """`plans` as `planner.plan` made them for `targets`. network: its name in words."""
+    slowest = job.links.slowest_rate(job.workers)
+    pace = f"{_short(slowest / 1e6)} Mbit/s" if math.isfinite(slowest) else "no limit on its rate"
     percents = [f"{100 * target:g}" for target in targets]
     heads = ["method", "settings", "H", "computing %", "waits s/round", "sent MB/step"]
     heads += [f"Mbit/s for {percent} %" for percent in percents] + ["memory GB"]
@@ -30,7 +30,7 @@ def plan_sheet(job: Job, network: str, *, targets: Sequence[float] = (0.9,), eve
     return Sheet(
         name="plan",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
-        subtitle=f"{job.step_seconds:g} s of computing a step; the slowest worker has {_mbit(slowest)} Mbit/s",
+        subtitle=f"{job.step_seconds:.4g} s of computing a step; the slowest worker has {pace}",
         what=f"First what reaches {percents[0]} % computing: nearest to data parallel first, then the smaller H.",
         table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=2),
         data={
@@ -44,12 +44,12 @@ def plan_sheet(job: Job, network: str, *, targets: Sequence[float] = (0.9,), eve
 
 
 def _row(job: Job, one: Plan, slowest: float) -> list[str]:
-    cells = [one.way.method, one.way.settings, str(one.every), f"{100 * one.utilisation:.1f}", f"{one.waits:.3g}"]
-    cells.append(f"{one.bytes_a_step / 1e6:.4g}")
-    cells += [_mbit(factor * slowest) if math.isfinite(factor * slowest) else "-" for factor in one.wanted]
-    cells.append(f"{one.memory / 1e9:.3g}")
+    cells = [one.way.method, one.way.settings, str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits)]
+    cells.append(_short(one.bytes_a_step / 1e6))
+    cells += [_short(factor * slowest / 1e6) for factor in one.wanted]
+    cells.append(_short(one.memory / 1e9))
     if one.hours is not None:
-        cells += [f"{one.hours:.4g}", f"{_total(job, one) / 1e9:.4g}"]
+        cells += [_short(one.hours), _short(_total(job, one) / 1e9)]
     return cells
 
 
@@ -91,7 +91,7 @@ def _reason(plans: Sequence[Plan], slowest: float, percent: str) -> str:
         return reason
     need = "no rate is enough, for the latency alone costs more"
     if not math.isnan(missed.wanted[0]):
-        need = f"{percent} % wants {_mbit(missed.wanted[0] * slowest)} Mbit/s"
+        need = f"{percent} % wants {_short(missed.wanted[0] * slowest / 1e6)} Mbit/s"
     share = format_percent(missed.utilisation)
     return f"{reason} {_named(missed)}, which is nearer to one large batch, computes {share}: {need}."
 
@@ -131,8 +131,11 @@ def _codec(one: Plan) -> str:
     return "" if one.way.codec == "none" else one.way.codec
 
 
-def _mbit(rate: float) -> str:
-    return f"{rate / 1e6:.0f}" if rate >= 1e8 else f"{rate / 1e6:.3g}"
+def _short(value: float) -> str:
+    """Three digits or all before the point; a dash for what is no finite number."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _finite(value: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from isles import cli
 from isles.network import eager_tables
 from isles.report import noloco_sheets
 from isles.report.planning import presets, sheet
+from tests.report.sample import write_sample
 
+GPU = ["--params", "1B", "--layers", "24", "--workers", "8", "--links", "lan", "--step-tokens", "1M"]
 RUN = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "8"]
 
 
@@ -75,6 +78,45 @@ def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
     assert code == 0 and json.loads(out)["rows"][0]["method"] == "ddp"
 
 
+def test_a_step_from_a_gpus_name(plan):
+    """6 x 1e9 x 125,000 operations at 40 % of 312e12 a second."""
+    code, out, _ = plan(*GPU, "--gpu", "a100")
+    assert code == 0 and f"{6 * 1e9 * 125e3 / (0.4 * 312e12):.4g} s of computing a step" in out
+
+
+def test_a_plan_like_a_run(plan, tmp_path: Path):
+    run = tmp_path / "run"
+    summary = write_sample(run, workers=4, steps=40)
+    seconds, tokens = summary["compute_seconds"] / 40, summary["tokens"] / 40
+    code, out, _ = plan("--like", str(run), "--layers", "6", "--workers", "8", "--links", "lan", "--tokens", "1M")
+    assert code == 0 and f"{seconds:.4g} s of computing a step" in out and "1.23 million parameters, 8 workers" in out
+    hours = float(out.splitlines()[5].split()[-2])
+    share = float(re.search(r"computes ([0-9.]+) %", out)[1]) / 100
+    assert hours == pytest.approx(1e6 / (2 * tokens) * seconds / share / 3600, rel=5e-3)
+    code, _, err = plan("--like", str(run), "--links", "lan")
+    assert code == 2 and "missing: --layers" in err  # this run's config.toml names no size
+    (run / "summary.json").write_text(json.dumps({**summary, "compute_seconds": None}))
+    code, _, err = plan("--like", str(run), "--links", "lan")
+    assert code == 2 and "has no compute_seconds" in err
+    (run / "summary.json").unlink()
+    code, _, err = plan("--like", str(run), "--links", "lan")
+    assert code == 2 and "has not ended" in err
+
+
+def test_a_plan_as_a_configuration(plan, tmp_path: Path):
+    """What --write writes, `isles train` takes."""
+    from isles.training.border import read_config
+
+    path = tmp_path / "run.toml"
+    code, out, _ = plan(*RUN, "--links", "home-cable", "--write", str(path))
+    assert code == 0 and str(path) in out
+    made = read_config(str(path), {}, ["run.steps=1000"])
+    assert (made.method, made.replicas.sync_every, made.replicas.codec) == ("noloco", 200, "int8")
+    assert made.replicas.anchor_codec == "int8" and made.world.workers == 8 and made.world.slowest_link == 40e6
+    code, _, err = plan(*RUN, "--links", "lan", "--write", str(path))
+    assert code == 2 and "exists already" in err
+
+
 def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
     code, out, err = plan("--preset", "eager-table2", "--json", "--out", str(tmp_path))
     assert code == 0 and json.loads(out) == json.loads((tmp_path / "eager-table2.json").read_text())
@@ -108,8 +150,15 @@ def test_list_of_presets(plan):
         ([*RUN, "--links", "lan", "--latency", "3ms"], "leave out --bandwidth and --latency"),
         ([*RUN, "--links", "lan", "--targets", "900"], "--targets 900"),
         ([*RUN, "--links", "lan", "--workers", "0"], "workers = 0: choose 2"),
-        ([*RUN, "--links", "lan", "--tokens", "3B"], "give both"),
-        (["--preset", "eager-table2", "--workers", "3"], "leave out --workers"),
+        ([*RUN, "--links", "lan", "--tokens", "3B"], "give --step-tokens too"),
+        ([*RUN, "--links", "lan", "--gpu", "H100"], "give one of them"),
+        ([*GPU, "--gpu", "H1000"], "did you mean 'H100'"),
+        ([*GPU, "--gpu", "H100", "--mfu", "4"], "mfu = 4.0"),
+        ([*GPU[:-2], "--gpu", "H100"], "also give --step-tokens"),
+        ([*RUN, "--links", "lan", "--mfu", "0.4"], "give --gpu NAME"),
+        (["--like", "absent", "--links", "lan"], "no run directory at absent"),
+        ([*RUN, "--links", "lan", "--write", "/dev/null"], "exists already"),
+        (["--preset", "eager-table2", "--workers", "3", "--step-time", "1"], "leave out --step-time, --workers"),
         (["--preset", "eager-table6"], "did you mean 'eager-table5'"),
         (["--presets", "--json"], "give it alone"),
         (["--preset", "eager-table2", "--out", "/proc/none"], "--out"),
