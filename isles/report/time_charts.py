@@ -57,6 +57,8 @@ def lanes_panel(run: Run) -> Panel | None:
         ("blocked", "blocked"),
         ("transfer", "exchange under way, also behind the computation"),
     ]
+    if any(span.kind == "away" for spans in run.spans.values() for span in spans):
+        keys.insert(2, ("away", "paused"))
     notes = ["Blank: validation, logging, saving. Nothing is drawn thinner than half a pixel."]
     if any(_exchanges(spans) for spans in run.spans.values()):
         notes.insert(0, f"A close look: the last {EXCHANGES} exchanges or so on record.")
@@ -88,5 +90,5 @@ def _stretch(span: Span) -> Stretch:
     if span.kind == "transfer":
         css = "transfer" if span.channel in _TRAINING else "other"
         return Stretch(start=span.start, end=span.end, css=css, row=1, hint=f"{span.channel} exchange,")
-    hint = "computing," if span.kind == "compute" else f"blocked on {span.channel},"
+    hint = {"compute": "computing,", "away": "paused,"}.get(span.kind, f"blocked on {span.channel},")
     return Stretch(start=span.start, end=span.end, css=span.kind, row=0, hint=hint)

@@ -163,7 +163,8 @@ class Trainer:
 
     def step(self) -> None:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
-        before = self.world.transport.now()
+        transport = self.world.transport
+        before, away = transport.now(), transport.away_seconds
         batches = self.config.inner.accumulation
         total = torch.zeros((), device=self.device)
         for index in range(batches):
@@ -180,8 +181,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses.append(total)
-        after = self.world.transport.now()
-        self.training_seconds += after - before
+        after = transport.now()
+        self.training_seconds += after - before - (transport.away_seconds - away)
         self.timeline.step(before, after)
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
