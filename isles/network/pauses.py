@@ -60,6 +60,10 @@ class Absences:
             self._grow(time)
         return time + seconds
 
+    def next(self, time: float) -> float:
+        """When the first pause that has not begun at `time` begins."""
+        return self._leaves[self._last(time) + 1]
+
     def between(self, start: float, end: float) -> list[tuple[float, float]]:
         """(leaves, returns) of each pause between two moments, cut off there."""
         first, last = self._last(start), self._last(end)

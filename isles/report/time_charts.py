@@ -33,14 +33,14 @@ def time_panel(run: Run) -> Panel | None:
     return Panel(heading=title, picture=Bars(title=title, bars=bars), keys=keys)
 
 
-def lanes_panel(run: Run) -> Panel | None:
-    """The last exchanges of the record on one clock, a lane a worker; None without a record."""
+def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
+    """The last exchanges of the record on one clock, a lane for each of the first `workers`; None without a record."""
     window = _window(run)
     if window is None:
         return None
     start, end = window
     lanes = []
-    for worker, spans in list(run.spans.items())[:LANES]:
+    for worker, spans in list(run.spans.items())[:workers]:
         inside = [_stretch(span) for span in spans if span.end > start and span.start < end]
         inside.sort(key=lambda piece: piece.css != "compute")  # below what it includes
         lanes.append(Lane(label=f"worker {worker}", stretches=inside))
@@ -62,8 +62,8 @@ def lanes_panel(run: Run) -> Panel | None:
     notes = ["Blank: validation, logging, saving. Nothing is drawn thinner than half a pixel."]
     if any(_exchanges(spans) for spans in run.spans.values()):
         notes.insert(0, f"A close look: the last {EXCHANGES} exchanges or so on record.")
-    if len(run.spans) > LANES:
-        notes.append(f"The first {LANES} of {len(run.spans)} workers.")
+    if len(run.spans) > workers:
+        notes.append(f"The first {workers} of {len(run.spans)} workers.")
     return Panel(heading="Timeline of the workers", picture=picture, keys=keys, notes=notes)
 
 
