@@ -142,7 +142,7 @@ def test_list_of_presets(plan):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "missing: --params, --layers, --step-time, --workers, --links or --bandwidth"),
+        ([], "missing: --params, --layers, --step-time, --workers, --links, --bandwidth or --probe"),
         ([*RUN, "--bandwidth", "-3Mbps"], "--bandwidth = -3Mbps: a rate must be above 0"),
         ([*RUN, "--bandwidth", "3MB/s"], "such as 200Mbit/s"),
         ([*RUN, "--links", "lam"], "did you mean 'lan'"),
