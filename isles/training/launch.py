@@ -35,6 +35,7 @@ from isles.comm.orders import SharedOrders
 from isles.comm.party import HERE, Party, Place
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
+from isles.data import load_corpus
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.gathering import met
@@ -146,7 +147,7 @@ def _start(
             return run_virtual(
                 train_worker,
                 world.workers,
-                args=args,
+                args=(*args, load_corpus(config.data)),  # once: looking at its files takes longer than a small step
                 links=world.links,
                 threads=world.threads,
                 step_seconds=world.step_seconds,
