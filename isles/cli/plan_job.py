@@ -93,13 +93,18 @@ def config_of(job: Job, plan: Plan, network: str) -> str:
         "[replicas]",
         f'method = "{plan.way.method}"',
         *([f"sync_every = {plan.every}"] if plan.way.kind else []),
-        *(f'{key} = "{value}"' for key, value in settings),
+        *(f"{key} = {_toml(value)}" for key, value in settings),
         "",
         "[world]",
         f"workers = {job.workers}",
         f"slowest_link = {slowest:.0f}.0  # bits per second; deadlines follow it",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: str) -> str:
+    """A number as it is, a word in quotes."""
+    return value if value.replace(".", "", 1).isdigit() else f'"{value}"'
 
 
 def _of_run(folder: str) -> dict[str, float]:
