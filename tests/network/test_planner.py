@@ -48,7 +48,7 @@ def test_bytes_and_memory_are_those_of_the_library(one):
     job = replace(JOB, parameters=counted.parameters, links=Links(bandwidth=1e9))
     planned = next(made for made in plan(job, every=every) if made.way is one)
     sent = sum(counted.outline.sent) / 8 / steps
-    # So small a model has 30.1 chunks of 4096 entries, which 8 workers' headers and shards of whole chunks stand out from.
+    # So small a model has 30.1 chunks of 4096 entries: what 8 workers add in headers and whole chunks shows.
     assert planned.bytes_a_step == pytest.approx(sent, rel=0.08 if ":" in one.codec else 0.03)
     passing = ("scratch", "messages under way", "weights and their mean")  # bounded, or at the end
     vectors = sum(held.nbytes for held in counted.held if held.what not in passing)
