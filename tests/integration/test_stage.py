@@ -22,7 +22,7 @@ def stumble(world: Any, rank: int) -> None:
 def test_a_worker_that_fails_ends_the_play() -> None:
     """Its words are told at once, although the other waits for it; no namespace is left."""
     skip_unless_available()
-    with pytest.raises(RuntimeError, match="machine 1: .*ValueError: not today"), machines(2) as cast:
+    with pytest.raises(RuntimeError, match=r"machine 1: .*ValueError: not today"), machines(2) as cast:
         cast[0].limit(50e6)
         assert f"isles-{os.getpid()}-" in cast[0].name
         play(cast, "tests.integration.test_stage:stumble", {"rank": 1}, 60)
