@@ -28,6 +28,7 @@ from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.courier import Courier
 from isles.replicas.flat import digest
 from isles.replicas.fragment import Exchange, Flight, Fragment
+from isles.replicas.legal import warnings
 from isles.replicas.parts import Answer, Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
 from isles.replicas.sync import ReplicaSync
@@ -45,12 +46,9 @@ class OuterSync(ReplicaSync):
     def _begin(self) -> None:
         super()._begin()
         self.parts = parts = self.compose()
-        self.agrees = parts.mixing.agrees and not parts.reading.needs_own
+        self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.group, parts)
-        self.fragments = [
-            Fragment(index, own, parts.rule.vectors, parts.feedback is not None, parts.landing.moves_reference)
-            for index, own in enumerate(parts.fragments or [self.parameters])
-        ]
+        self.fragments = [Fragment(i, own, parts) for i, own in enumerate(parts.fragments or [self.parameters])]
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self.skipped = 0
@@ -104,19 +102,19 @@ class OuterSync(ReplicaSync):
 
     def schedule(self, steps: int) -> list[Planned]:
         """See ReplicaSync.schedule."""
-        sizes = [(fragment.flat.numel, fragment.flat.dtype) for fragment in self.fragments]
-        return planned_rounds(self.parts, sizes, self.group.size, steps)
+        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
-        return [*super().memory(), *outer_memory(self.parts, [f.flat for f in self.fragments], self.group.size)]
+        return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        return super().advise(steps) + rounds_for_momentum(rounds, self.parts.rule.momentum)
+        notices = super().advise(steps) + warnings(self.parts.choice)
+        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
@@ -147,7 +145,8 @@ class OuterSync(ReplicaSync):
         for saved in state["flights"]:
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
-            self.flights.append(Flight(fragment, saved["lands"], fragment.restored(saved["payload"]), held))
+            fragment.latest = fragment.restored(saved["payload"])
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
         self.courier.lost = set(state["lost"])
         self.skipped = state["skipped"]
 
@@ -224,11 +223,13 @@ class OuterSync(ReplicaSync):
         own_anchors = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
         own = flat.parts(payload.own) if payload.own is not None else nothing
         new = flat.parts(fresh) if fresh is not None else nothing
+        residual = fragment.residual if self.parts.rule.keeps_left else None
+        left = flat.parts(residual) if residual is not None else nothing
         vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
         words, sums = flat.words(fragment.anchor) if self.agrees else (), []
         for i, block in enumerate(live):
             gradient = self.parts.reading.read(means[i], new[i], own[i], payload.participants)
-            answer = Answer(gradient, theirs[i], own_anchors[i])
+            answer = Answer(gradient, theirs[i], own_anchors[i], left[i])
             self.parts.rule.apply(anchors[i], answer, {name: parts[i] for name, parts in vectors.items()})
             shaped = block.shaped(anchors[i])
             origin = shaped if references is anchors else block.shaped(references[i])
@@ -237,7 +238,7 @@ class OuterSync(ReplicaSync):
                 sums.append(words[i].sum())  # while it is in cache
         fragment.digest = digest(sums)
         fragment.release(flight)
-        if self.parts.prefetch_anchors:
+        if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)
 
     def _under_way(self) -> Iterator[Exchange]:

@@ -36,6 +36,7 @@ _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
     ".inner": "the inner optimizer's state",
     ".outer": "anchors and outer momenta",
 }
+_LEFT = "error feedback"  # what each worker has not sent yet; its own even where anchors agree
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -
     equal: dict[str, bool] = {}
     for path, is_same in same.items():
         if not path.split(".")[-1].startswith("ahead"):
-            part = _PARTS["." + path.split(".")[1]]
+            part = _LEFT if path.endswith(".residual") else _PARTS["." + path.split(".")[1]]
             equal[part] = equal.get(part, True) and is_same
     large = join_state(structure, means)
     large["outer"] = method(config.method).regrouped(large["outer"])

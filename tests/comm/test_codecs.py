@@ -16,6 +16,7 @@ WIRE = {  # bytes of n entries of an item size, written down anew
     "fp16": lambda n, item: 2 * n + 4 * ((n + 4095) // 4096),
     "int8": lambda n, item: n + 4 * ((n + 255) // 256),
     "int4": lambda n, item: (n + 1) // 2 + 4 * ((n + 63) // 64),
+    "int2": lambda n, item: (n + 3) // 4 + 4 * ((n + 63) // 64),
     "fp4": lambda n, item: (n + 1) // 2 + 4 * ((n + 255) // 256),
     "sign": lambda n, item: (n + 7) // 8 + 4 * ((n + 255) // 256),
 }

@@ -24,6 +24,23 @@ def test_int4_error_is_half_a_step(scale: float) -> None:
     assert torch.equal(through(codec("int4"), grid * 2.0**-20), grid * 2.0**-20)
 
 
+def test_int2_takes_the_nearest_of_its_four_levels() -> None:
+    """s = 1.5 rms of the block of 64: |x - decoded| <= s/2 up to 2 s, and the outer level beyond; 0.435 of the norm of
+    gaussian numbers; zeros stay zeros; lengths that fill no byte.
+    """
+    for n in LENGTHS[1:]:
+        x = noise(n)
+        y = through(codec("int2"), x)
+        for block, decoded in zip(x.split(64), y.split(64), strict=True):
+            s = 1.5 * block.square().mean().sqrt()
+            inside = block.abs() <= 2 * s
+            assert ((decoded - block).abs() <= s / 2 * (1 + 1e-5))[inside].all()
+            torch.testing.assert_close(decoded.abs()[~inside], (1.5 * s).expand(int((~inside).sum())))
+    x = noise(1 << 18)
+    assert float((through(codec("int2"), x) - x).norm() / x.norm()) == pytest.approx(0.435, rel=0.03)
+    assert not through(codec("int2"), torch.zeros(99)).any()
+
+
 def test_relative_errors_on_gaussian_numbers() -> None:
     """compression.md 2.3: int8 block 256 0.0070, int4 block 64 0.108, sign 0.60 of the input's norm."""
     x = noise(1 << 18)
