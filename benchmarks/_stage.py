@@ -26,6 +26,7 @@ from benchmarks._machines import CABLE, Machine
 ROOT = Path(__file__).resolve().parents[1]
 _PORT = 29555  # on the first machine, whose ports are its own
 _GLANCE = 0.1  # seconds between looks
+_GRACE = 5.0  # seconds for the others to end by themselves after one has failed
 
 
 def play(machines: Sequence[Machine], function: str, arguments: dict[str, Any], seconds: float) -> list[Any]:
@@ -43,7 +44,8 @@ def play(machines: Sequence[Machine], function: str, arguments: dict[str, Any], 
                 if time.monotonic() > ends_at:
                     raise RuntimeError(f"{function} is not done after {seconds:g} s: {_words(Path(folder), codes)}")
                 time.sleep(_GLANCE)
-            if any(codes):
+            if any(codes):  # perhaps only of the loss of another one, which is still ending
+                codes = [_end(player, _GRACE) for player in players]
                 raise RuntimeError(f"{function} failed: {_words(Path(folder), codes)}")
             return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(len(machines))]
         finally:
@@ -70,6 +72,14 @@ def _start(
             stderr=log,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends the workers
         )
+
+
+def _end(player: subprocess.Popen[bytes], patience: float) -> int | None:
+    """Its exit code, or None if it goes on."""
+    try:
+        return player.wait(patience)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _words(folder: Path, codes: Sequence[int | None]) -> str:
