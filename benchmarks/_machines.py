@@ -10,9 +10,9 @@
 Names carry this process's number, and everything is removed at the end, also of processes that died there. Linux and
 root: `unavailable()` says what is missing. For one namespace alone, without root, see tests/netns.py.
 
-TCP here is Reno. CUBIC, Linux's default, takes the wait of acknowledgements behind the other direction's data for
-congestion: of two streams on one line of 14 Mbit/s one fell to 0.75 of the rate for seconds, with nothing lost; Reno
-keeps both at 0.99 and more.
+TCP here is Reno, which every kernel has, whatever the system's default: numbers of two systems can be compared. And BBR
+left one direction of a connection that was full both ways at half its rate for seconds, with nothing lost; Reno keeps
+both at 0.99 and more.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def machines(number: int) -> Iterator[tuple[Machine, ...]]:
             _run("ip", "-n", name, "address", "add", f"{machine.address}/24", "dev", CABLE)
             _run("ip", "-n", name, "link", "set", CABLE, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            machine._run("sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno")
+            machine._run("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
         yield made
     finally:
         for name in (switch, *(machine.name for machine in made)):
