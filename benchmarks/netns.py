@@ -234,7 +234,8 @@ def main() -> int:
     if reason := unavailable():
         print(f"netns: skipped, {reason}", file=sys.stderr)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the namespaces go
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     return report(table(options.workers, options.turns), options.json)
 
 
