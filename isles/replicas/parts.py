@@ -171,6 +171,12 @@ class Composition:
     on_peer_failure: Literal["raise", "solo"] = "raise"
     """solo: a round whose partner is lost or late is done alone."""
 
+    @property
+    def own_answer(self) -> bool:
+        """True if what a worker forms is, to the bit, the answer that it lands on at once in a round of its own."""
+        plain = self.codec.lossless and self.feedback is None and not self.reading.needs_own
+        return plain and not self.rule.shares_anchors and self.cadence.lands(0) == 0
+
 
 def outer_gradient(out: Tensor, live: Tensor, reference: Tensor) -> None:
     """out = reference - live: what most rules send."""

@@ -147,7 +147,8 @@ def outer_memory(parts: Composition, flats: Sequence[FlatParameters], size: int)
     held += [] if parts.feedback is None else [Held("error feedback", vector, "always")]
     held += [Held("reference", vector, "always")] if parts.landing.moves_reference else []
     held.append(Held("scratch", sum(flat.scratch().nbytes for flat in flats), "always"))
-    held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
+    if size > 1 or not parts.own_answer:
+        held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
     if parts.reading.needs_own or (parts.on_peer_failure == "solo" and late):
         held.append(Held("own payload as sent", vector * (in_flight + 1), "exchange"))
     codecs = [parts.codec]
