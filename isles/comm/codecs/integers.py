@@ -1,6 +1,6 @@
 """Uniform quantisation in blocks that share one scale.
 
-    s = max|x| / q over the block (1 where the block is zero);  code = round(x / s) in -q..q;  decoded = s * code
+    s = max|x| / q over the block, at least 2**-126;  code = round(x / s) in -q..q;  decoded = s * code
 
 q = 127 for int8, 7 for int4. |x - decoded| <= s/2. int4: two codes a byte, plus 8, the first in the low half.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.comm.codecs.scaled import ScaledBlocks, largest
+from isles.comm.codecs.scaled import ScaledBlocks
 
 
 class Int8(ScaledBlocks):
@@ -20,18 +20,15 @@ class Int8(ScaledBlocks):
     name = "int8"
     block = 256
     bits = 8
+    top = 127
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return largest(x_KB) / 127
-
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        return y_KB.round_().clamp_(-127, 127).to(torch.int8).view(-1).view(torch.uint8)
+        out.view(torch.int8).copy_(y.round_()[: len(out)])
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return codes.view(torch.int8).to(torch.float32)
+        out.copy_(codes.view(torch.int8))
 
 
 class Int4(ScaledBlocks):
@@ -40,24 +37,21 @@ class Int4(ScaledBlocks):
     name = "int4"
     block = 64
     bits = 4
+    top = 7
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return largest(x_KB) / 7
-
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        return pack_halves(y_KB.round_().clamp_(-7, 7).add_(8).to(torch.uint8).view(-1))
+        pack_halves(y.round_().add_(8).to(torch.uint8), out)
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return unpack_halves(codes, _PAIRS)
+        unpack_halves(codes, _PAIRS, out)
 
 
-def pack_halves(codes: Tensor) -> Tensor:
-    """uint8 codes below 16 (2 n,) -> two a byte (n,), the first in the low half."""
-    pairs = codes.view(torch.int16)  # second << 8 | first on the little-endian machines that torch runs on
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+def pack_halves(codes: Tensor, out: Tensor) -> None:
+    """uint8 codes below 16 (2 n,) -> two a byte, the first in the low half; as many as fit into `out` (n or less)."""
+    pairs = codes.view(torch.int16)[: len(out)]  # second << 8 | first on the little-endian machines that torch runs on
+    out.copy_(pairs | (pairs >> 4))
 
 
 def pairs_of(values: list[float]) -> np.ndarray:
@@ -66,11 +60,11 @@ def pairs_of(values: list[float]) -> np.ndarray:
     return np.ascontiguousarray(np.array(both, dtype=np.float32)).view(np.float64).reshape(256)
 
 
-def unpack_halves(codes: Tensor, table: np.ndarray) -> Tensor:
-    """Bytes (n,) -> float32 values of their codes (2 n,). One look-up decodes two: many times faster than torch's
-    indexing.
+def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
+    """Bytes (n,) -> float32 values of their codes, into `out` (2 n,). One look-up decodes two: many times faster than
+    torch's indexing.
     """
-    return torch.from_numpy(np.take(table, codes.numpy()).view(np.float32))
+    np.take(table, codes.numpy(), out=out.numpy().view(np.float64), mode="clip")  # other modes go through a copy
 
 
 _PAIRS = pairs_of([float(code - 8) for code in range(16)])
