@@ -30,6 +30,10 @@ class Courier:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
         return self.parts.mixing.members(round, self.group.size, self.group.rank)
 
+    def is_alone(self, fragment: Fragment) -> bool:
+        """True if the fragment's next round has nobody else in it and nothing to do but land what it forms."""
+        return self.parts.own_answer and self._present(fragment.rounds + 1) == (self.group.rank,)
+
     def survivors(self) -> Group:
         """The workers that are left; where the method goes on without lost ones, they are asked."""
         if self.parts.on_peer_failure != "solo":
@@ -128,11 +132,13 @@ class Courier:
         fill: Tensor | None,
         residual: Tensor | None,
     ) -> Exchange:
-        members = self.members(round)
-        if self.lost.intersection(members):
-            members = (self.group.rank,)
-        group = self.group.among(members)
+        group = self.group.among(self._present(round))
         call = group.call(round=round, fragment=fragment.index)
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
         return Exchange(buffer, group.start(steps, nbytes=nbytes), own, group.size)
+
+    def _present(self, round: int) -> tuple[int, ...]:
+        """The members of a round, or this worker alone where one of them is lost."""
+        members = self.members(round)
+        return (self.group.rank,) if self.lost.intersection(members) else members

@@ -120,6 +120,8 @@ def test_int8_is_exact_on_its_grid(dtype: torch.dtype) -> None:
     for step in (2.0**-20, 1.0, 2.0**10):
         x = torch.cat([grid * step, -grid * step * 4])
         assert torch.equal(through(codec("int8"), x), x)
+    halves = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 126.49], dtype=dtype)
+    assert through(codec("int8"), halves).tolist() == [127, 0, 2, 2, 0, -2, -2, 126, 126]  # ties to even
     x = noise(256, dtype)
     top = x.abs().argmax()
     assert torch.isclose(through(codec("int8"), x)[top], x[top], rtol=1e-6)
