@@ -56,7 +56,7 @@ class Courier:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
             own = fragment.staging()
-            fragment.averaging.share(payload, fragment.rounds, fragment.index, own)
+            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.group.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
         fragment.latest = self._start(

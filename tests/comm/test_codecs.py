@@ -16,6 +16,8 @@ WIRE = {  # bytes of n entries of an item size, written down anew
     "fp16": lambda n, item: 2 * n + 4 * ((n + 4095) // 4096),
     "int8": lambda n, item: n + 4 * ((n + 255) // 256),
     "int4": lambda n, item: (n + 1) // 2 + 4 * ((n + 63) // 64),
+    "int8:stochastic": lambda n, item: n + 4 * ((n + 255) // 256),
+    "int4:stochastic": lambda n, item: (n + 1) // 2 + 4 * ((n + 63) // 64),
     "int2": lambda n, item: (n + 3) // 4 + 4 * ((n + 63) // 64),
     "fp4": lambda n, item: (n + 1) // 2 + 4 * ((n + 255) // 256),
     "sign": lambda n, item: (n + 7) // 8 + 4 * ((n + 255) // 256),
@@ -161,7 +163,7 @@ def test_denormals_do_not_blow_up(name: str) -> None:
     for size in (1e-45, 1e-43, 1e-40, 1e-38):
         x = noise(600, scale=1.0).clamp(-1, 1) * size
         back = through(codec(name), x)
-        assert back.isfinite().all() and ((back - x).abs() <= 1e-38).all()
+        assert back.isfinite().all() and ((back - x).abs() <= 1.2e-38).all()
 
 
 def test_as_bytes_shares_memory_or_refuses() -> None:

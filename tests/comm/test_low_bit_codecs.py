@@ -42,6 +42,32 @@ def test_int2_takes_the_nearest_of_its_four_levels() -> None:
     assert not through(codec("int2"), torch.zeros(99)).any()
 
 
+@pytest.mark.parametrize("name", ["int8:stochastic", "int4:stochastic"])
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
+    """compression.md C5: over 10,000 exchanges the mean error of every entry is within 4 standard errors (a fixed draw;
+    of 256 entries one in a hundred runs would have one outside); each is off by less than a step; two workers draw
+    apart, the same exchange draws the same, and no generator moves.
+    """
+    form, x = codec(name), noise(256)
+    before = torch.get_rng_state()
+    step = (x - through(codec(name.partition(":")[0]), x)).abs().max() * 2
+    total, squares = torch.zeros(256, dtype=torch.float64), torch.zeros(256, dtype=torch.float64)
+    for salt in range(10_000):
+        error = (through(form.salted(salt, 1), x) - x).double()
+        total += error
+        squares += error.square()
+        assert salt or float(error.abs().max()) < 1.02 * float(step)
+    deviation = (squares / 10_000).sqrt()
+    assert bool((total.abs() / 10_000 <= 4.5 * deviation / 100 + 1e-9).all())
+    assert float((total.abs() / 10_000 > 2 * deviation / 100).float().mean()) < 0.1
+    y = noise(1000)
+    assert torch.equal(through(form.salted(3, 0), y), through(form.salted(3, 0), y))
+    assert not torch.equal(through(form.salted(3, 0), y), through(form.salted(3, 1), y))
+    whole, cut = through(form.salted(3, 0), y), [through(form.salted(3, 0), part) for part in y.split(512)]
+    assert torch.equal(whole, torch.cat(cut)), "however a vector is cut at blocks"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_relative_errors_on_gaussian_numbers() -> None:
     """compression.md 2.3: int8 block 256 0.0070, int4 block 64 0.108, sign 0.60 of the input's norm."""
     x = noise(1 << 18)

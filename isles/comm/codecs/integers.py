@@ -18,7 +18,15 @@ from torch import Tensor
 from isles.comm.codecs.scaled import ScaledBlocks
 
 
-class Int8(ScaledBlocks):
+class Uniform(ScaledBlocks):
+    """Base of int8 and int4: how entries divided by their scale become codes is theirs, what rounds them is not."""
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """y (n,) to whole numbers, in place: the nearest ones."""
+        return y.round_()
+
+
+class Int8(Uniform):
     """8-bit codes, one scale per 256 entries: 8.125 bits an entry."""
 
     name = "int8"
@@ -28,14 +36,14 @@ class Int8(ScaledBlocks):
 
     def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        out.view(torch.int8).copy_(y.round_()[: len(out)])
+        out.view(torch.int8).copy_(self.rounded(y)[: len(out)])
 
     def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
         out.copy_(codes.view(torch.int8))
 
 
-class Int4(ScaledBlocks):
+class Int4(Uniform):
     """4-bit codes, one scale per 64 entries: 4.5 bits an entry."""
 
     name = "int4"
@@ -45,7 +53,7 @@ class Int4(ScaledBlocks):
 
     def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        pack_halves(y.round_().add_(8).to(torch.uint8), out)
+        pack_halves(self.rounded(y).add_(8).to(torch.uint8), out)
 
     def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
