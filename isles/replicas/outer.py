@@ -113,6 +113,10 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.memory."""
         return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments)} if self.parts.feedback is not None else {}
+
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
