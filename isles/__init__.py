@@ -38,6 +38,7 @@ _NAMES = {
     "NoLoCo": "isles.replicas.noloco",
     "StreamingNoLoCo": "isles.replicas.streaming_noloco",
     "FedAvg": "isles.replicas.fedavg",
+    "DiLoCoX": "isles.replicas.dilocox",
     "SlowMo": "isles.replicas.slowmo",
     "PostLocalSGD": "isles.replicas.postlocal",
     "SPARTA": "isles.replicas.sparta",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
     from isles.replicas.diloco import DiLoCo
+    from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
     from isles.replicas.localsgd import LocalSGD

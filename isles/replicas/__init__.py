@@ -28,6 +28,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "postlocal-sgd": ("isles.replicas.postlocal:PostLocalSGD", "average parameters every step, later every H steps"),
     "sparta": ("isles.replicas.sparta:SPARTA", "average a random part of the parameters every step"),
     "sparseloco": ("isles.replicas.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
+    "dilocox": ("isles.replicas.dilocox:DiLoCoX", "low-rank 4-bit DiLoCo whose means arrive a round late"),
     "custom": ("isles.replicas.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
 }
 

@@ -14,7 +14,7 @@ class EveryH:
     first_sync: "full_window": a fragment is sent first when it has had H steps; "offset": already at step t_q, where
     that is not 0. overlap_steps (tau): inner steps between sending and landing. rounds_late (d): instead, a fragment
     lands when it is sent for the d-th time after; what is sent first lands d rounds later. every_step_until: up to this
-    inner step all fragments are sent after each.
+    inner step all fragments are sent after each. origin: the inner step that rounds are counted from.
     """
 
     sync_every: int
@@ -23,6 +23,7 @@ class EveryH:
     rounds_late: int = 0
     first_sync: str = "full_window"
     every_step_until: int = 0
+    origin: int = 0
 
     @property
     def name(self) -> str:
@@ -39,6 +40,7 @@ class EveryH:
         """See Cadence.sends."""
         if step <= self.every_step_until:
             return tuple(range(self.fragments))
+        step -= self.origin
         late = step < self.sync_every and self.first_sync == "full_window"
         return tuple(q for q, offset in enumerate(self._offsets) if not late and (step - offset) % self.sync_every == 0)
 

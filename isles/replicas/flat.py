@@ -92,6 +92,10 @@ class FlatParameters:
         """A flat vector (numel,) as one view (b,) a block."""
         return flat.split(self._sizes)
 
+    def parts_or_none(self, flat: Tensor | None) -> Sequence[Tensor | None]:
+        """The same, or None a block."""
+        return [None] * len(self._sizes) if flat is None else self.parts(flat)
+
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
         """Copy all parameters into flat `out` (numel,)."""

@@ -6,7 +6,9 @@ After inner step t, for the fragments that the cadence names:
     snapshot   write the payload (usually outer gradient = reference - live, in float32) into staging
     receive    wait for the answers that land now; error feedback of their rounds becomes final
     send       encode and start the exchange of the snapshot with this round's group
-    land       reading, outer rule on the anchor, landing on the live weights; all block by block, in cache
+    land       reading, outer rule on the anchor, landing on the live weights
+
+A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.sweep`).
 
 `reference` is what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights
 are coarser than float32, so that rounding never looks like progress. A hash of the anchor rides in the next transfer's
@@ -26,11 +28,11 @@ from torch import Tensor, nn
 from isles.comm.group import Group
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.courier import Courier
-from isles.replicas.flat import digest
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.legal import warnings
-from isles.replicas.parts import Answer, Composition
+from isles.replicas.parts import Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
+from isles.replicas.sweep import Sweep
 from isles.replicas.sync import ReplicaSync
 
 
@@ -46,13 +48,13 @@ class OuterSync(ReplicaSync):
     def _begin(self) -> None:
         super()._begin()
         self.parts = parts = self.compose()
+        self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.group, parts)
         self.fragments = [Fragment(i, own, parts) for i, own in enumerate(parts.fragments or [self.parameters])]
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
-        self.skipped = 0
-        """Rounds of a fragment that were skipped because somebody's share was not finite."""
+        self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 own = fragment.anchor.clone() if parts.cadence.rounds_late else None
@@ -61,7 +63,10 @@ class OuterSync(ReplicaSync):
     @torch.no_grad()
     def after_inner_step(self) -> None:
         """See ReplicaSync.after_inner_step."""
-        self._exchange(self.parts.cadence.sends(self.steps))
+        self._exchange(self.cadence.sends(self.steps))
+
+    def adapt(self) -> None:
+        """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -107,6 +112,10 @@ class OuterSync(ReplicaSync):
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
         return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
+
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments)} if self.parts.feedback is not None else {}
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
@@ -167,13 +176,21 @@ class OuterSync(ReplicaSync):
         due = [flight for flight in self.flights if flight.lands <= self.steps]
         if not (sending or due):
             return
-        fragments = [self.fragments[index] for index in sending]
+        fragments = []
+        for fragment in (self.fragments[index] for index in sending):
+            if self.courier.is_alone(fragment):
+                fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
+                fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
+            else:
+                fragments.append(fragment)
         payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
         for flight in due:
             self.courier.receive(flight, self._snapshot)
+        if sending:
+            self.adapt()
         fresh: dict[int, Tensor | None] = {}
         for fragment, payload in zip(fragments, payloads, strict=True):
-            flight = self._send(fragment, payload, self.parts.cadence.lands(self.steps) if lands is None else lands)
+            flight = self._send(fragment, payload, self.cadence.lands(self.steps) if lands is None else lands)
             fresh[fragment.index] = flight.payload.own
             if flight.lands <= self.steps:
                 self.courier.receive(flight, self._snapshot)
@@ -194,11 +211,7 @@ class OuterSync(ReplicaSync):
         return next((flight for flight in self.flights if flight.fragment is fragment), None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
-        flat = fragment.flat
-        references, anchors = flat.parts(fragment.reference), flat.parts(fragment.anchor)
-        for i, (block, part) in enumerate(zip(flat.blocks(), flat.parts(out), strict=True)):
-            self.parts.rule.form(part, block.read(fragment.scratch), flat.rounded(block, references[i]), anchors[i])
-        return out
+        return Sweep(fragment, self.parts, self.agrees).snapshot(out)
 
     def _send(self, fragment: Fragment, payload: Tensor, lands: int) -> Flight:
         fragment.rounds += 1
@@ -209,34 +222,14 @@ class OuterSync(ReplicaSync):
         return Flight(fragment, lands, self.courier.send(fragment, payload, self.steps, lands), anchors)
 
     def _land(self, flight: Flight, fresh: Tensor | None) -> None:
-        fragment, flat, payload, shared = flight.fragment, flight.fragment.flat, flight.payload, flight.anchors
+        fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
-        if not payload.whole:
+        if not flight.payload.whole:
             self.skipped += 1
             fragment.skip()
             return
-        anchors, means, live = flat.parts(fragment.anchor), flat.parts(payload.buffer), flat.blocks()
-        references = anchors if fragment.reference is fragment.anchor else flat.parts(fragment.reference)
-        nothing = [None] * len(anchors)
-        theirs = flat.parts(shared.buffer) if shared is not None else nothing
-        own_anchors = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
-        own = flat.parts(payload.own) if payload.own is not None else nothing
-        new = flat.parts(fresh) if fresh is not None else nothing
-        residual = fragment.residual if self.parts.rule.keeps_left else None
-        left = flat.parts(residual) if residual is not None else nothing
-        vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
-        words, sums = flat.words(fragment.anchor) if self.agrees else (), []
-        for i, block in enumerate(live):
-            gradient = self.parts.reading.read(means[i], new[i], own[i], payload.participants)
-            answer = Answer(gradient, theirs[i], own_anchors[i], left[i])
-            self.parts.rule.apply(anchors[i], answer, {name: parts[i] for name, parts in vectors.items()})
-            shaped = block.shaped(anchors[i])
-            origin = shaped if references is anchors else block.shaped(references[i])
-            self.parts.landing.land(block.live, shaped, origin)
-            if self.agrees:
-                sums.append(words[i].sum())  # while it is in cache
-        fragment.digest = digest(sums)
+        fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)

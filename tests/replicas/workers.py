@@ -56,6 +56,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "postlocal-sgd": ("postlocal-sgd", {"sync_every": 3, "every_step_until": 4}),
     "sparta": ("sparta", {"sync_every": 3, "fraction": 0.3}),
     "sparseloco": ("sparseloco", {"sync_every": 3}),
+    "dilocox": ("dilocox", {"sync_every": 3, "rank": 1, "start_compress": 1, "window": 0}),
     "custom, low rank": (
         "custom",
         {"sync_every": 3, "outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
