@@ -20,7 +20,7 @@ from isles.comm.codecs import codec
 from isles.replicas.cadence import EveryH
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import RandomGroups
-from isles.replicas.parts import Answer, Composition
+from isles.replicas.parts import Answer, Composition, OuterRule
 from isles.replicas.sync import MethodConfig
 
 
@@ -33,12 +33,8 @@ class GossipConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class PairMean:
+class PairMean(OuterRule):
     """anchor = mean of the pair's live weights."""
-
-    momentum: float = 0.0
-    vectors: tuple[str, ...] = ()
-    shares_anchors: bool = False
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         out.copy_(live)  # what travels

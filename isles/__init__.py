@@ -36,6 +36,14 @@ _NAMES = {
     "DelayedDiLoCo": "isles.replicas.delayed",
     "EagerDiLoCo": "isles.replicas.eager",
     "NoLoCo": "isles.replicas.noloco",
+    "StreamingNoLoCo": "isles.replicas.streaming_noloco",
+    "FedAvg": "isles.replicas.fedavg",
+    "DiLoCoX": "isles.replicas.dilocox",
+    "SlowMo": "isles.replicas.slowmo",
+    "PostLocalSGD": "isles.replicas.postlocal",
+    "SPARTA": "isles.replicas.sparta",
+    "SparseLoCo": "isles.replicas.sparseloco",
+    "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
 }
@@ -51,15 +59,23 @@ if TYPE_CHECKING:
     from isles.comm.transport import Deadlines
     from isles.network.links import Links
     from isles.replicas import METHODS, method
+    from isles.replicas.custom import Custom
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
     from isles.replicas.diloco import DiLoCo
+    from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo
+    from isles.replicas.fedavg import FedAvg
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync
     from isles.replicas.outer import OuterSync
+    from isles.replicas.postlocal import PostLocalSGD
+    from isles.replicas.slowmo import SlowMo
+    from isles.replicas.sparseloco import SparseLoCo
+    from isles.replicas.sparta import SPARTA
     from isles.replicas.streaming import StreamingDiLoCo
+    from isles.replicas.streaming_noloco import StreamingNoLoCo
     from isles.replicas.sync import ReplicaSync
 
 

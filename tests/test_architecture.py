@@ -21,8 +21,9 @@ PACKAGE = ROOT / "isles"
 
 # Imports only go down; rooms of one floor are siblings and do not know each other.
 FLOORS = {
-    "errors": -1,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
+    "errors": -2,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
+    "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors alone
     "network": 0,
     "comm": 1,
     "models": 1,

@@ -8,7 +8,20 @@ import sys
 
 import typer
 
-from isles.cli import compare, config, doctor, evaluate, export, generate, methods, report, resume, torchrun, train
+from isles.cli import (
+    compare,
+    config,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    methods,
+    plan,
+    report,
+    resume,
+    torchrun,
+    train,
+)
 
 app = typer.Typer(
     name="isles",
@@ -24,6 +37,7 @@ app.command("generate")(generate.generate)
 app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("config")(config.config)
+app.command("plan")(plan.plan)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 

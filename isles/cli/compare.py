@@ -27,8 +27,10 @@ def compare(
 ) -> None:
     """Train with each method and each seed, one after another, and print how they did."""
     from isles.cli.progress import Progress
+    from isles.cli.table import print_table
     from isles.report import write_picture, write_report
-    from isles.report.comparison import INDEX, run_folder
+    from isles.report.comparison import INDEX, comparison_rows, run_folder
+    from isles.report.panels import Table
     from isles.training.border import read_config
     from isles.training.launch import Interrupted, launch
 
@@ -59,7 +61,8 @@ def compare(
         print(f"isles: {stop}; the runs after it were not begun", file=sys.stderr)
         raise typer.Exit(130) from None
     (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
-    _print_table(summaries)
+    heads, rows = comparison_rows(summaries)
+    print_table(Table(heads=heads, rows=rows))
     print(f"report  {write_report(out)}")
     write_picture(out)
 
@@ -75,14 +78,3 @@ def _seed(text: str) -> int:
     if not text.isdigit():
         raise ValueError(f"--seeds: {text!r} is no seed; write whole numbers such as 0,1,2")
     return int(text)
-
-
-def _print_table(summaries: dict[str, list[dict[str, object]]]) -> None:
-    """Aligned columns as they are: a terminal that is too narrow wraps lines, which is better than cutting numbers."""
-    from isles.report.comparison import comparison_rows
-
-    heads, rows = comparison_rows(summaries)
-    widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
-    for row in (heads, *rows):
-        name, *numbers = row
-        print("  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]))

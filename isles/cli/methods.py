@@ -1,13 +1,68 @@
-"""`isles methods`: what `--method` takes."""
+"""`isles methods`: what `--method` takes, which parts go together, and what each method holds."""
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def methods() -> None:
+import typer
+
+_WORKERS = 4  # of the memory table: buffers for messages depend on it a little
+
+
+def methods(
+    legal: Annotated[
+        bool, typer.Option("--legal", help="Print which parts of an outer method go together, and why not.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Print the bytes a parameter that each method adds to a worker.")
+    ] = False,
+) -> None:
     """List the methods."""
+    if legal and memory:
+        raise ValueError("--legal and --memory are two tables: ask for one of them")
+    if legal:
+        _legal()
+    elif memory:
+        _memory()
+    else:
+        _methods()
+
+
+def _methods() -> None:
     from isles.replicas import METHODS
 
     width = max(map(len, METHODS))
     for name, (place, what) in METHODS.items():
         print(f"{name:<{width}}  {what}  ({place})")
     print("or package.module:Class for a method of your own; settings: isles config --method NAME")
+
+
+def _legal() -> None:
+    from isles.replicas.legal import AXES, BY_NUMBERS, TABLE
+
+    print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
+    print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")
+    width = max(map(len, AXES))
+    for axis, members in AXES.items():
+        print(f"  {axis:<{width}}  {', '.join(members)}")
+    for verdict, meaning in (("refused", "makes no sense"), ("warned", "runs, with a note")):
+        print(f"\n{verdict} ({meaning}):\n")
+        for row in TABLE:
+            if row.verdict == verdict:
+                print(f"  {row.title}\n      {row.because}; choose {row.instead}")
+        for kind, when, because in BY_NUMBERS:
+            if kind == verdict:
+                print(f"  {when}\n      {because}")
+
+
+def _memory() -> None:
+    from isles.replicas import METHODS
+    from isles.training.footprint import MODEL, footprints
+
+    width = max(map(len, METHODS))
+    print("Bytes a parameter on the host, beside weights, gradients and the inner optimizer's state: float32 weights,")
+    print(f"each method's own defaults, the {MODEL.size} model, {_WORKERS} workers.\n")
+    print(f"{'method':<{width}}  {'always':>7}  {'exchanging':>10}  {'at the end':>10}  {'peak':>6}")
+    for one in footprints(_WORKERS):
+        peak = one.always + max(one.exchange, one.end)
+        print(f"{one.method:<{width}}  {one.always:7.2f}  {one.exchange:10.2f}  {one.end:10.2f}  {peak:6.2f}")

@@ -1,7 +1,7 @@
 """Message addresses: a `Tag` is unique per message between two ranks, so a late message can never pass for a new one.
 
 On the wire of torch.distributed a tag is a non-negative 32-bit integer; `pack` lays the four fields into 31 bits:
-channel 3, round 12 (modulo 4096), fragment 8, phase 8. A receive that missed its deadline stays posted and swallows its
+channel 3, round 11 (modulo 2048), fragment 8, phase 9. A receive that missed its deadline stays posted and swallows its
 own late message, and the header of every transfer repeats the full round, so the modulo cannot confuse two rounds.
 """
 
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, get_args
 Channel = Literal["outer", "inner", "pipeline", "control", "eval"]
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 MAX_FRAGMENTS = 256
-MAX_PHASES = 256
-_ROUNDS = 4096
+MAX_PHASES = 512
+_ROUNDS = 2048
 
 
 class Tag(NamedTuple):
@@ -29,4 +29,4 @@ def pack(tag: Tag) -> int:
     """The tag as one integer in [0, 2**31). ValueError when a field does not fit."""
     if not (0 <= tag.fragment < MAX_FRAGMENTS and 0 <= tag.phase < MAX_PHASES):
         raise ValueError(f"{tag}: fragment must be below {MAX_FRAGMENTS} and phase below {MAX_PHASES}")
-    return ((CHANNELS.index(tag.channel) * _ROUNDS + tag.round % _ROUNDS) << 16) | (tag.fragment << 8) | tag.phase
+    return ((CHANNELS.index(tag.channel) * _ROUNDS + tag.round % _ROUNDS) << 17) | (tag.fragment << 9) | tag.phase

@@ -23,7 +23,7 @@ from isles.network.links import links as preset
 
 
 class VirtualCluster:
-    """`workers` workers connected by `links` (a `Links` or the name of a preset).
+    """`workers` workers connected by `links` (a `Links`, the name of a preset, or a .toml file).
 
     step_seconds:   what one inner step is charged with (`Transport.step_seconds`).
     speeds:         factor on the seconds of each worker's computing; 2.0 takes twice as long.
@@ -54,6 +54,7 @@ class VirtualCluster:
         self.workers = workers
         self.links = preset(links) if isinstance(links, str) else links
         self.links.check(workers)
+        self.links.warn_of_downlinks(workers)
         self.step_seconds = step_seconds
         self.speeds = (1.0,) * workers if speeds is None else tuple(speeds)
         if len(self.speeds) != workers or not all(speed > 0 for speed in self.speeds):

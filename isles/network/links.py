@@ -3,19 +3,21 @@ latency.
 
     arrival = end of service on the sender's uplink (`isles.network.uplink`) + latency(source, target) * factor
 
-Units: bits per second, seconds. A link is described by its sender's side; the receiver's downlink is taken to be wide
-enough.
+Units: bits per second, seconds. `isles.network.costs` takes the receivers' downlinks into account; the virtual backend
+charges uplinks and latencies only, and warns where a downlink is the narrower of the two.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from isles.errors import unknown_name
 from isles.network.noise import lognormal
 
+Rate = float | Sequence[float] | Callable[[int], float]
 Latency = float | Sequence[Sequence[float]] | Callable[[int, int], float]
 
 
@@ -23,31 +25,39 @@ Latency = float | Sequence[Sequence[float]] | Callable[[int, int], float]
 class Links:
     """The network between the workers of a run.
 
-    bandwidth: bits per second of an uplink; one value for all, or one per uplink. `math.inf`: sending takes no time.
+    bandwidth: bits per second of an uplink; one value for all, one per uplink, or a function of the uplink's number.
+               `math.inf`: sending takes no time.
     latency:   seconds one way; one value, a matrix [source][target], or a function (source, target) -> seconds.
     jitter:    sigma of the log-normal factor on each message's latency (mean 1, see `isles.network.noise.lognormal`).
     uplinks:   for each rank the number of its uplink, counted from 0; None: each rank has its own. Ranks with the same
-               number share its bandwidth fairly (one household, one data centre's egress).
+               number share its bandwidth fairly (one household, one data centre's egress), and its downlink.
+    downlink:  bits per second towards the ranks of an uplink, in the forms of `bandwidth`; None: wide enough for all
+               that arrives.
 
     ValueError for a rate that is not positive, a negative or infinite latency, or a negative jitter.
     """
 
-    bandwidth: float | Sequence[float]
+    bandwidth: Rate
     latency: Latency = 0.0
     jitter: float = 0.0
     uplinks: Sequence[int] | None = None
+    downlink: Rate | None = None
 
     def __post_init__(self) -> None:
         # Tuples, so that neither the caller's list nor an array can change the network of a run that has begun.
-        if not isinstance(self.bandwidth, (int, float)):
-            object.__setattr__(self, "bandwidth", tuple(float(rate) for rate in self.bandwidth))
+        for name in ("bandwidth", "downlink"):
+            rates = getattr(self, name)
+            if rates is None or callable(rates):
+                continue
+            if not isinstance(rates, (int, float)):
+                object.__setattr__(self, name, rates := tuple(float(rate) for rate in rates))
+            listed = (rates,) if isinstance(rates, (int, float)) else rates
+            if not listed or not all(rate > 0 for rate in listed):
+                raise ValueError(f"{name} must be above 0 bits per second, got {rates}")
         if not isinstance(self.latency, (int, float)) and not callable(self.latency):
             object.__setattr__(self, "latency", tuple(tuple(float(x) for x in row) for row in self.latency))
         if self.uplinks is not None:
             object.__setattr__(self, "uplinks", tuple(int(uplink) for uplink in self.uplinks))
-        rates: Sequence[float] = (self.bandwidth,) if isinstance(self.bandwidth, (int, float)) else self.bandwidth
-        if not rates or not all(rate > 0 for rate in rates):
-            raise ValueError(f"bandwidth must be above 0 bits per second, got {self.bandwidth}")
         if isinstance(self.latency, (int, float)):
             _check_latency(self.latency)
         if not 0 <= self.jitter < math.inf:
@@ -60,8 +70,11 @@ class Links:
         count = self.uplink_count(workers)
         if self.uplinks is not None and set(self.uplinks) != set(range(count)):
             raise ValueError(f"uplinks must be numbered 0..{count - 1} without gaps, got {sorted(set(self.uplinks))}")
-        if isinstance(self.bandwidth, tuple) and len(self.bandwidth) != count:
-            raise ValueError(f"bandwidth has {len(self.bandwidth)} values, there are {count} uplinks")
+        for name, rates in (("bandwidth", self.bandwidth), ("downlink", self.downlink)):
+            if isinstance(rates, tuple) and len(rates) != count:
+                raise ValueError(f"{name} has {len(rates)} values, there are {count} uplinks")
+            if callable(rates) and not all(rates(uplink) > 0 for uplink in range(count)):
+                raise ValueError(f"{name} must be above 0 bits per second for every uplink")
         if isinstance(self.latency, tuple) and any(len(row) != workers for row in (self.latency, *self.latency)):
             raise ValueError(f"latency must be a matrix of {workers} x {workers} for {workers} workers")
         if not isinstance(self.latency, (int, float)):
@@ -80,7 +93,24 @@ class Links:
 
     def rate(self, uplink: int) -> float:
         """Bits per second of an uplink."""
-        return self.bandwidth if isinstance(self.bandwidth, (int, float)) else self.bandwidth[uplink]
+        return _of(self.bandwidth, uplink)
+
+    def down_rate(self, uplink: int) -> float:
+        """Bits per second towards the ranks of an uplink."""
+        return math.inf if self.downlink is None else _of(self.downlink, uplink)
+
+    def share(self, rank: int, ranks: Sequence[int]) -> float:
+        """Bits per second that `rank` sends with while all of `ranks` send."""
+        uplink = self.uplink_of(rank)
+        return self.rate(uplink) / self._sharing(uplink, ranks)
+
+    def down_share(self, rank: int, ranks: Sequence[int]) -> float:
+        """Bits per second that reach `rank` while all of `ranks` receive."""
+        uplink = self.uplink_of(rank)
+        return self.down_rate(uplink) / self._sharing(uplink, ranks)
+
+    def _sharing(self, uplink: int, ranks: Sequence[int]) -> int:
+        return 1 if self.uplinks is None else sum(self.uplinks[other] == uplink for other in ranks)
 
     def base_latency(self, source: int, target: int) -> float:
         """Mean seconds from the last bit's leaving `source` to its arrival at `target`."""
@@ -89,9 +119,9 @@ class Links:
         return self.latency(source, target) if callable(self.latency) else self.latency[source][target]
 
     def slowest_rate(self, workers: int) -> float:
-        """Bits per second that the worker with the least has, if those that share its uplink send as well."""
-        sharing = [self.uplink_of(rank) for rank in range(workers)]
-        return min(self.rate(uplink) / sharing.count(uplink) for uplink in sharing)
+        """Bits per second that the worker with the least has, up or down, if those that share its line are busy too."""
+        ranks = range(workers)
+        return min(min(self.share(rank, ranks), self.down_share(rank, ranks)) for rank in ranks)
 
     def longest_latency(self, workers: int) -> float:
         """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
@@ -101,6 +131,23 @@ class Links:
     def message_latency(self, source: int, target: int, *, number: int, seed: int) -> float:
         """Seconds of latency of the `number`-th message from `source` to `target`: a pure function of its arguments."""
         return self.base_latency(source, target) * lognormal(self.jitter, seed, source, target, number)
+
+    def warn_of_downlinks(self, workers: int) -> None:
+        """Warn where a downlink, which is not charged on the virtual clock, would be narrower than the uplink."""
+        lines = range(self.uplink_count(workers))
+        narrow = [line for line in lines if self.down_rate(line) < self.rate(line)]
+        if narrow:
+            warnings.warn(
+                f"downlink of uplink {narrow[0]} is below its bandwidth: the virtual clock charges uplinks only; "
+                "give bandwidth the lower of the two",
+                stacklevel=3,
+            )
+
+
+def _of(rates: Rate, uplink: int) -> float:
+    if isinstance(rates, (int, float)):
+        return rates
+    return rates(uplink) if callable(rates) else rates[uplink]
 
 
 def _check_latency(seconds: float, where: str = "") -> None:
@@ -112,13 +159,27 @@ PRESETS: dict[str, Links] = {
     "lan": Links(bandwidth=1e9, latency=0.2e-3, jitter=0.1),  # a classroom: gigabit Ethernet, one switch
     "datacentres": Links(bandwidth=10e9, latency=30e-3, jitter=0.05),  # one continent, a leased path per worker
     "home-fibre": Links(bandwidth=300e6, latency=15e-3, jitter=0.3),  # upload rate of a symmetric consumer line
-    "home-cable": Links(bandwidth=40e6, latency=25e-3, jitter=0.5),  # upload is a small share of what is advertised
+    # Upload is a small share of what is advertised.
+    "home-cable": Links(bandwidth=40e6, latency=25e-3, jitter=0.5, downlink=500e6),
 }
 """Round numbers of the right size for a first look; measure your own for a decision. Latencies are one way."""
+ELSEWHERE = ("worldwide",)
+"""Presets that are made from others' parts: volunteers in the twelve places of `isles.network.places`."""
 
 
 def links(name: str) -> Links:
-    """The preset called `name`; ValueError with the list of names, and the nearest one, when there is none."""
+    """The preset called `name`, or the network in a file whose name ends in .toml (`isles.network.own`).
+
+    ValueError with the list of names, and the nearest one, when there is none; or with what is wrong in the file.
+    """
     if name in PRESETS:
         return PRESETS[name]
-    raise ValueError(unknown_name("links", name, PRESETS))
+    if name.endswith(".toml"):
+        from isles.network.own import read_links
+
+        return read_links(name)
+    if name in ELSEWHERE:
+        from isles.network.places import WORLDWIDE
+
+        return WORLDWIDE
+    raise ValueError(unknown_name("links", name, [*PRESETS, *ELSEWHERE]) + ", or a .toml file of your own")

@@ -22,6 +22,14 @@ METHODS: dict[str, tuple[str, str]] = {
     "delayed": ("isles.replicas.delayed:DelayedDiLoCo", "DiLoCo whose means arrive a round late"),
     "eager": ("isles.replicas.eager:EagerDiLoCo", "the same, with the worker's own share fresh"),
     "noloco": ("isles.replicas.noloco:NoLoCo", "outer step with one random partner every H steps"),
+    "streaming-noloco": ("isles.replicas.streaming_noloco:StreamingNoLoCo", "NoLoCo by fragments, landing later"),
+    "fedavg": ("isles.replicas.fedavg:FedAvg", "average the changes of H steps"),
+    "slowmo": ("isles.replicas.slowmo:SlowMo", "outer heavy ball on the mean change of H steps"),
+    "postlocal-sgd": ("isles.replicas.postlocal:PostLocalSGD", "average parameters every step, later every H steps"),
+    "sparta": ("isles.replicas.sparta:SPARTA", "average a random part of the parameters every step"),
+    "sparseloco": ("isles.replicas.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
+    "dilocox": ("isles.replicas.dilocox:DiLoCoX", "low-rank 4-bit DiLoCo whose means arrive a round late"),
+    "custom": ("isles.replicas.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
 }
 
 

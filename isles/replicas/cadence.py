@@ -13,7 +13,8 @@ class EveryH:
 
     first_sync: "full_window": a fragment is sent first when it has had H steps; "offset": already at step t_q, where
     that is not 0. overlap_steps (tau): inner steps between sending and landing. rounds_late (d): instead, a fragment
-    lands when it is sent for the d-th time after; what is sent first lands d rounds later.
+    lands when it is sent for the d-th time after; what is sent first lands d rounds later. every_step_until: up to this
+    inner step all fragments are sent after each. origin: the inner step that rounds are counted from.
     """
 
     sync_every: int
@@ -21,6 +22,15 @@ class EveryH:
     overlap_steps: int = 0
     rounds_late: int = 0
     first_sync: str = "full_window"
+    every_step_until: int = 0
+    origin: int = 0
+
+    @property
+    def name(self) -> str:
+        """What `legal.AXES` calls it."""
+        if self.rounds_late:
+            return "one_round" if self.rounds_late == 1 else "more_rounds"
+        return "overlap" if self.overlap_steps else "fragments" if self.fragments > 1 else "every_h"
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
@@ -28,6 +38,9 @@ class EveryH:
 
     def sends(self, step: int) -> tuple[int, ...]:
         """See Cadence.sends."""
+        if step <= self.every_step_until:
+            return tuple(range(self.fragments))
+        step -= self.origin
         late = step < self.sync_every and self.first_sync == "full_window"
         return tuple(q for q, offset in enumerate(self._offsets) if not late and (step - offset) % self.sync_every == 0)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from isles.comm.codecs import Codec
+from isles.comm.averaging import Averaging
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.group import Group
-from isles.comm.mean import Stamp, as_decoded, mean, sent_bytes
+from isles.comm.mean import Stamp
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Composition
 
@@ -43,27 +43,35 @@ class Courier:
 
     def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int) -> Exchange:
         """Start the exchange of a snapshot, with what error feedback adds."""
-        parts, residual, usable, own = self.parts, fragment.residual, True, None
-        if residual is not None:
+        parts, usable, own = self.parts, True, None
+        before = fragment.latest  # with rounds_late > 1 its answer lands later, but what it leaves behind is needed now
+        if before is not None and (parts.feedback is not None or fragment.averaging.held_bytes):
+            self.survives(before)
+            self._balance(fragment, before)
+        if parts.feedback is not None:
             usable = fragment.compensate(payload)
             if not usable:
                 payload.zero_()
+        elif parts.rule.keeps_left and fragment.residual is not None:
+            fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
             own = fragment.staging()
-            as_decoded(payload, parts.codec, fragment.rounds, fragment.index, own)
-        assert parts.feedback is not None or residual is None
-        local = residual if parts.feedback is not None and parts.feedback.form == "local" else None
+            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.group.transport.rank, own)
+        left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
-        return self._start(fragment, fragment.rounds, payload, parts.codec, stamp, _PAYLOAD, own, None, local)
+        fragment.latest = self._start(
+            fragment, fragment.rounds, payload, fragment.averaging, stamp, _PAYLOAD, own, None, left
+        )
+        return fragment.latest
 
     def send_anchor(self, fragment: Fragment, round: int, step: int) -> Exchange:
         """Start the exchange of the anchor for `round`."""
-        form = self.parts.anchor_codec
-        assert form is not None, "a rule that shares anchors needs an anchor codec"
+        form, means = self.parts.anchor_codec, fragment.anchor_averaging
+        assert form is not None and means is not None, "a rule that shares anchors needs an anchor codec"
         anchor = fragment.staging().copy_(fragment.anchor)
         own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
         stamp = Stamp(step, fragment.digest)
-        return self._start(fragment, round, anchor, form, stamp, _ANCHORS, own, own, None)
+        return self._start(fragment, round, anchor, means, stamp, _ANCHORS, own, own, None)
 
     def nothing(self, fragment: Fragment, step: int) -> Flight:
         """What lands before the first answer is due."""
@@ -75,7 +83,7 @@ class Courier:
         """Wait for a flight, and make error feedback of its round final. Where the round failed and the method may go
         on alone, this worker's own share (as sent, or what `snapshot` writes now) is taken for the mean.
         """
-        fragment, payload, feedback = flight.fragment, flight.payload, self.parts.feedback
+        fragment, payload = flight.fragment, flight.payload
         survived = [self.survives(exchange) for exchange in flight.exchanges()]
         if not all(survived):  # new buffers: late messages may still leave from the old ones
             if self.parts.reading.needs_own:  # then only the fresh share counts
@@ -85,14 +93,7 @@ class Courier:
                 flight.payload = Exchange(snapshot(fragment, fragment.flat.new()) if own is None else own, None)
             if flight.anchors is not None:
                 flight.anchors = Exchange(fragment.anchor.clone(), None)
-        if fragment.residual is None or feedback is None:
-            return
-        if payload.failed or not payload.whole:
-            fragment.residual.zero_()
-            return
-        if feedback.form == "global":
-            fragment.residual.sub_(payload.buffer)
-        fragment.residual.mul_(feedback.decay)
+        self._balance(fragment, payload)
 
     def survives(self, exchange: Exchange) -> bool:
         """Wait; False if a peer failed and `on_peer_failure` lets this worker go on without it."""
@@ -106,12 +107,25 @@ class Courier:
             exchange.failed = True
         return not exchange.failed
 
+    def _balance(self, fragment: Fragment, payload: Exchange) -> None:
+        """Make error feedback of an exchange that has arrived final."""
+        residual, feedback = fragment.residual, self.parts.feedback
+        if residual is None or feedback is None or payload.balanced:
+            return
+        payload.balanced = True
+        if payload.failed or not payload.whole:
+            residual.zero_()
+            return
+        if feedback.form == "global":
+            residual.sub_(payload.buffer)
+        residual.mul_(feedback.decay)
+
     def _start(
         self,
         fragment: Fragment,
         round: int,
         buffer: Tensor,
-        form: Codec,
+        means: Averaging,
         stamp: Stamp,
         part: int,
         own: Tensor | None,
@@ -120,8 +134,8 @@ class Courier:
     ) -> Exchange:
         group = self.group.among(self._present(round))
         call = group.call(round=round, fragment=fragment.index)
-        nbytes = sent_bytes(buffer.numel(), buffer.dtype, form, group.size, group.rank)
-        steps = mean(call, buffer, form, stamp, fill, residual, part)
+        nbytes = means.sent_bytes(round, group.size, group.rank)
+        steps = means.mean(call, buffer, stamp, fill, residual, part)
         return Exchange(buffer, group.start(steps, nbytes=nbytes), own, group.size)
 
     def _present(self, round: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import form
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import at_least, uneven_fragments
 from isles.replicas.diloco import DiLoCoConfig, Nesterov
@@ -38,7 +38,7 @@ class DelayedConfig(DiLoCoConfig):
     outer_lr: float = 0.1
     outer_delay: int = 1
     fragments: Fragments = "whole"
-    layers_per_fragment: int = 3
+    layers_per_fragment: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,10 +61,10 @@ class DelayedDiLoCo(OuterSync):
             cadence=EveryH(config.sync_every, len(fragments), rounds_late=config.outer_delay),
             mixing=Everyone(),
             reading=self.reading,
-            rule=Nesterov(config.outer_lr, config.outer_momentum),
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
             landing=Replace(),
             fragments=fragments,
-            codec=codec(config.codec),
+            codec=form(config.codec),
             feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 

@@ -20,21 +20,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import form
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import at_least, momentum_in_range, positive_rate
 from isles.replicas.feedback import Feedback, check_feedback, feedback
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
-from isles.replicas.parts import Answer, Composition, outer_gradient
+from isles.replicas.parts import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(MethodConfig):
     """Defaults of the paper, section 3. sync_every: inner steps a round (H). outer_lr: lr. outer_momentum: mu.
-    codec: form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, ...).
+    codec: form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64,
+    powersgd:16, ...).
     error_feedback: what the codec loses is added to the next round's: "none", "local" (this worker's own loss) or
     "global" (what differs from the mean that came back). feedback_decay: factor on it each round, 0..1.
     """
@@ -50,18 +51,17 @@ class DiLoCoConfig(MethodConfig):
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        codec(self.codec)  # refuses an unknown one
+        form(self.codec)  # refuses an unknown one
         check_feedback(self.error_feedback, self.feedback_decay)
 
 
-@dataclass(frozen=True, slots=True)
-class Nesterov:
+@dataclass(frozen=True, kw_only=True)
+class Nesterov(OuterRule):
     """v <- mu v + g;  anchor <- anchor - lr (g + mu v)."""
 
+    name = "nesterov"
     lr: float
-    momentum: float
-    vectors: tuple[str, ...] = ("momentum",)
-    shares_anchors: bool = False
+    vectors = ("momentum",)
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The outer gradient travels."""
@@ -105,8 +105,8 @@ class DiLoCo(OuterSync):
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),
-            rule=Nesterov(self.config.outer_lr, self.config.outer_momentum),
+            rule=Nesterov(lr=self.config.outer_lr, momentum=self.config.outer_momentum),
             landing=Replace(),
-            codec=codec(self.config.codec),
+            codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

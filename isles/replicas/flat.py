@@ -69,6 +69,11 @@ class FlatParameters:
         self._runs = self._cut()
         self._sizes = [sum(piece.elements for piece in run) for run in self._runs]
 
+    @property
+    def layout(self) -> tuple[list[torch.Size], torch.dtype, torch.device]:
+        """Shapes of the tensors in their order, dtype and device of flat vectors of them."""
+        return [parameter.shape for parameter in self.parameters], self.dtype, self.device
+
     def new(self) -> Tensor:
         """An uninitialised flat vector (numel,) on the CPU, or on the meta device where the parameters are."""
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
@@ -86,6 +91,10 @@ class FlatParameters:
     def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector (numel,) as one view (b,) a block."""
         return flat.split(self._sizes)
+
+    def parts_or_none(self, flat: Tensor | None) -> Sequence[Tensor | None]:
+        """The same, or None a block."""
+        return [None] * len(self._sizes) if flat is None else self.parts(flat)
 
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isles.comm.averaging import averaging
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters
+from isles.replicas.parts import Composition
 
 
 @dataclass(slots=True)
@@ -28,6 +30,8 @@ class Exchange:
     """A peer failed and the method goes on without it; `buffer` holds nothing of use."""
     whole: bool = True
     """False if a member had nothing to send that is of use: then all skip the round."""
+    balanced: bool = False
+    """Error feedback of it is final."""
 
     def wait(self) -> None:
         """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged."""
@@ -38,6 +42,7 @@ class Exchange:
         """Tensors and numbers of what has arrived (`settle`)."""
         own = None if self.own is None else self.own.clone()
         told = {"participants": self.participants, "failed": self.failed, "whole": self.whole}
+        told["balanced"] = self.balanced
         return {"buffer": self.buffer.clone(), "own": own, **told}
 
 
@@ -64,18 +69,20 @@ class Flight:
 class Fragment:
     """Parameters and the flat vectors (n,) that belong to them, 4 bytes an entry each for float32 models: the anchor,
     the outer rule's `vectors`, the `residual` of error feedback where there is one, the `reference` that progress is
-    counted from where it is not the anchor.
+    counted from where it is not the anchor. `averaging`, `anchor_averaging`: how its means are taken.
     """
 
-    def __init__(
-        self, index: int, parameters: Sequence[nn.Parameter], vectors: tuple[str, ...], residual: bool, reference: bool
-    ) -> None:
+    def __init__(self, index: int, parameters: Sequence[nn.Parameter], parts: Composition) -> None:
         self.index = index
         self.flat = FlatParameters(parameters)
         self.anchor = self.flat.read(self.flat.new())
-        self.vectors = {name: torch.zeros_like(self.anchor) for name in vectors}
-        self.residual = torch.zeros_like(self.anchor) if residual else None
-        self.reference = self.anchor.clone() if reference else self.anchor
+        self.vectors = {name: torch.zeros_like(self.anchor) for name in parts.rule.vectors}
+        left_over = parts.feedback is not None or parts.rule.keeps_left
+        self.residual = torch.zeros_like(self.anchor) if left_over else None
+        self.reference = self.anchor.clone() if parts.landing.moves_reference else self.anchor
+        self.averaging = averaging(parts.codec, *self.flat.layout)
+        anchors = parts.anchor_codec
+        self.anchor_averaging = None if anchors is None else averaging(anchors, *self.flat.layout)
         self.scratch = self.flat.scratch()
         self.rounds = 0
         self.sent = 0
@@ -84,6 +91,8 @@ class Fragment:
         """Hash of the anchor, where workers agree on it."""
         self.ahead: Exchange | None = None
         """The exchange of anchors for the next round, started before it."""
+        self.latest: Exchange | None = None
+        """The exchange of the last round's payload."""
         self._spare: list[Tensor] = []
 
     def staging(self) -> Tensor:
@@ -120,6 +129,7 @@ class Fragment:
             "rounds": self.rounds,
             "sent": self.sent,
             "digest": self.digest,
+            "averaging": self.averaging.state_dict(),
             "ahead": None if self.ahead is None else self.ahead.state_dict(),
         }
 
@@ -138,6 +148,7 @@ class Fragment:
         if self.reference is not self.anchor:
             self.reference.copy_(state["reference"])
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
+        self.averaging.load_state_dict(state["averaging"])
         self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
 
     def restored(self, state: dict[str, Any]) -> Exchange:
@@ -150,4 +161,5 @@ class Fragment:
             state["participants"],
             state["failed"],
             state["whole"],
+            state["balanced"],
         )

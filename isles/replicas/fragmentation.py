@@ -18,19 +18,26 @@ from torch import nn
 from isles.replicas.checks import at_least, one_of
 
 Fragments = str | tuple[tuple[str, ...], ...]
+_LAYERS = 3  # the paper's; a model of fewer than five blocks is cut in two nevertheless
 PATTERNS = ("whole", "sequential", "strided")
 
 
-def check_fragments(fragments: Fragments, layers_per_fragment: int) -> None:
+def check_fragments(fragments: Fragments, layers_per_fragment: int | None) -> None:
     """What can be said without a model. ValueError for what fits none."""
     if isinstance(fragments, str):
         one_of("fragments", fragments, PATTERNS)
     elif not fragments:
         raise ValueError('fragments = []: name the parameters of each, or choose "whole"')
-    at_least("layers_per_fragment", layers_per_fragment, 1)
+    if layers_per_fragment is not None:
+        at_least("layers_per_fragment", layers_per_fragment, 1)
+        if fragments not in ("sequential", "strided"):
+            raise ValueError(
+                f"layers_per_fragment = {layers_per_fragment} acts on sequential and strided fragments only: leave it "
+                'out, or choose fragments = "strided"'
+            )
 
 
-def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int) -> list[list[nn.Parameter]]:
+def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None = None) -> list[list[nn.Parameter]]:
     """The parameters of each fragment, in the model's order. ValueError for what does not fit the model."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if fragments == "whole":
@@ -52,7 +59,7 @@ def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int) -> lis
     return cut
 
 
-def _by_blocks(model: nn.Module, pattern: str, layers: int) -> list[list[str]]:
+def _by_blocks(model: nn.Module, pattern: str, layers: int | None) -> list[list[str]]:
     lists = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     ]
@@ -62,6 +69,8 @@ def _by_blocks(model: nn.Module, pattern: str, layers: int) -> list[list[str]]:
             "fragments one by one"
         )
     name, blocks = max(lists, key=lambda entry: sum(parameter.numel() for parameter in entry[1].parameters()))
+    if layers is None:
+        layers = min(_LAYERS, -(-len(blocks) // 2))
     count = -(-len(blocks) // layers)
     numbers = range(len(blocks))
     groups = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ class Replace:
     """live = anchor: the next inner steps start from the anchor."""
 
     moves_reference: bool = False
+    name: ClassVar[str] = "replace"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         """See Landing.land."""
@@ -27,6 +29,7 @@ class Blend:
 
     alpha: float
     moves_reference: bool = False
+    name: ClassVar[str] = "blend"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         """See Landing.land."""
@@ -41,6 +44,7 @@ class Carry:
     """
 
     moves_reference: bool = True
+    name: ClassVar[str] = "carry"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         """See Landing.land."""

@@ -19,7 +19,7 @@ from isles.replicas.checks import at_least
 from isles.replicas.landing import Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
-from isles.replicas.parts import Answer, Composition
+from isles.replicas.parts import Answer, Composition, OuterRule
 from isles.replicas.sync import MethodConfig
 
 
@@ -33,13 +33,11 @@ class LocalSGDConfig(MethodConfig):
         at_least("sync_every", self.sync_every, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
+@dataclass(frozen=True, kw_only=True)
+class Average(OuterRule):
     """anchor = mean of the live weights."""
 
-    momentum: float = 0.0
-    vectors: tuple[str, ...] = ()
-    shares_anchors: bool = False
+    name = "average"
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The live weights travel."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,10 +13,23 @@ class Everyone:
     """All workers: the answer is the mean over the world."""
 
     agrees: bool = True
+    name: ClassVar[str] = "all"
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
         """See Mixing.members."""
         return tuple(range(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """Every worker alone: the outer rule acts on its own progress (Lookahead, Zhang et al. 2019)."""
+
+    agrees: bool = False
+    name: ClassVar[str] = "nobody"
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        """See Mixing.members."""
+        return (position,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,7 @@ class RandomGroups:
     group_size: int
     seed: int
     agrees: bool = False
+    name: ClassVar[str] = "groups"
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
         """See Mixing.members."""

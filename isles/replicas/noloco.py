@@ -32,19 +32,19 @@ from isles.replicas.mixing import RandomGroups
 from isles.replicas.noloco_config import NoLoCoConfig
 from isles.replicas.noloco_forms import SingleVector, ThetaOnly
 from isles.replicas.outer import OuterSync
-from isles.replicas.parts import Answer, Composition, outer_gradient
+from isles.replicas.parts import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.stability import warn_unless_stable
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaPhi:
+@dataclass(frozen=True, kw_only=True)
+class DeltaPhi(OuterRule):
     """delta <- alpha delta - beta mean g - gamma (phi - mean phi);  phi <- phi + delta;  with g = -Delta."""
 
+    name = "noloco"
     beta: float
-    momentum: float
     gamma: float
-    vectors: tuple[str, ...] = ("momentum",)
-    shares_anchors: bool = True
+    vectors = ("momentum",)
+    shares_anchors = True
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The outer gradient g travels; the loop sends the anchor beside it."""
@@ -79,7 +79,7 @@ class NoLoCo(OuterSync):
             mixing=RandomGroups(config.group_size, config.seed),
             codec=codec(config.codec),
             anchor_codec=codec(config.anchor_codec),
-            rule=RULES[config.exchange](config.outer_lr, config.outer_momentum, config.pull),
+            rule=RULES[config.exchange](beta=config.outer_lr, momentum=config.outer_momentum, gamma=config.pull),
             landing=Replace(),
             prefetch_anchors=config.prefetch_phi and config.exchange == "delta+phi",
             on_peer_failure=config.on_peer_failure,

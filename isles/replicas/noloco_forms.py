@@ -14,18 +14,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isles.replicas.parts import Answer, outer_gradient
+from isles.replicas.parts import Answer, OuterRule, outer_gradient
 
 
-@dataclass(frozen=True, slots=True)
-class SingleVector:
+@dataclass(frozen=True, kw_only=True)
+class SingleVector(OuterRule):
     """delta <- alpha delta + mean u - gamma phi;  phi <- phi + delta;  with u = gamma phi - beta g."""
 
+    name = "noloco"
     beta: float
-    momentum: float
     gamma: float
-    vectors: tuple[str, ...] = ("momentum",)
-    shares_anchors: bool = False
+    vectors = ("momentum",)
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """u travels."""
@@ -39,15 +38,14 @@ class SingleVector:
         anchor.add_(delta)
 
 
-@dataclass(frozen=True, slots=True)
-class ThetaOnly:
+@dataclass(frozen=True, kw_only=True)
+class ThetaOnly(OuterRule):
     """delta <- alpha delta + beta (mean theta - phi);  phi <- phi + delta;  for gamma = beta."""
 
+    name = "noloco"
     beta: float
-    momentum: float
     gamma: float
-    vectors: tuple[str, ...] = ("momentum",)
-    shares_anchors: bool = False
+    vectors = ("momentum",)
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """theta travels, as phi - g: equal to the live weights up to rounding, and free of their coarser dtype's

@@ -29,6 +29,7 @@ from isles.comm.group import Group
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.courier import Courier
 from isles.replicas.fragment import Exchange, Flight, Fragment
+from isles.replicas.legal import warnings
 from isles.replicas.parts import Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
 from isles.replicas.sweep import Sweep
@@ -47,16 +48,13 @@ class OuterSync(ReplicaSync):
     def _begin(self) -> None:
         super()._begin()
         self.parts = parts = self.compose()
-        self.agrees = parts.mixing.agrees and not parts.reading.needs_own
+        self.cadence = parts.cadence  # the one in force: `adapt` may change it
+        self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.group, parts)
-        self.fragments = [
-            Fragment(index, own, parts.rule.vectors, parts.feedback is not None, parts.landing.moves_reference)
-            for index, own in enumerate(parts.fragments or [self.parameters])
-        ]
+        self.fragments = [Fragment(i, own, parts) for i, own in enumerate(parts.fragments or [self.parameters])]
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
-        self.skipped = 0
-        """Rounds of a fragment that were skipped because somebody's share was not finite."""
+        self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 own = fragment.anchor.clone() if parts.cadence.rounds_late else None
@@ -65,7 +63,10 @@ class OuterSync(ReplicaSync):
     @torch.no_grad()
     def after_inner_step(self) -> None:
         """See ReplicaSync.after_inner_step."""
-        self._exchange(self.parts.cadence.sends(self.steps))
+        self._exchange(self.cadence.sends(self.steps))
+
+    def adapt(self) -> None:
+        """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -106,19 +107,19 @@ class OuterSync(ReplicaSync):
 
     def schedule(self, steps: int) -> list[Planned]:
         """See ReplicaSync.schedule."""
-        sizes = [(fragment.flat.numel, fragment.flat.dtype) for fragment in self.fragments]
-        return planned_rounds(self.parts, sizes, self.group.size, steps)
+        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
-        return [*super().memory(), *outer_memory(self.parts, [f.flat for f in self.fragments], self.group.size)]
+        return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        return super().advise(steps) + rounds_for_momentum(rounds, self.parts.rule.momentum)
+        notices = super().advise(steps) + warnings(self.parts.choice)
+        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
@@ -149,7 +150,8 @@ class OuterSync(ReplicaSync):
         for saved in state["flights"]:
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
-            self.flights.append(Flight(fragment, saved["lands"], fragment.restored(saved["payload"]), held))
+            fragment.latest = fragment.restored(saved["payload"])
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
         self.courier.lost = set(state["lost"])
         self.skipped = state["skipped"]
 
@@ -180,9 +182,11 @@ class OuterSync(ReplicaSync):
         payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
         for flight in due:
             self.courier.receive(flight, self._snapshot)
+        if sending:
+            self.adapt()
         fresh: dict[int, Tensor | None] = {}
         for fragment, payload in zip(fragments, payloads, strict=True):
-            flight = self._send(fragment, payload, self.parts.cadence.lands(self.steps) if lands is None else lands)
+            flight = self._send(fragment, payload, self.cadence.lands(self.steps) if lands is None else lands)
             fresh[fragment.index] = flight.payload.own
             if flight.lands <= self.steps:
                 self.courier.receive(flight, self._snapshot)
@@ -223,7 +227,7 @@ class OuterSync(ReplicaSync):
             return
         fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         fragment.release(flight)
-        if self.parts.prefetch_anchors:
+        if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)
 
     def _under_way(self) -> Iterator[Exchange]:

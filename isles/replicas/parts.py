@@ -14,14 +14,16 @@ float64 models), and the functions work on cache-sized blocks of them, in place.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from isles.comm.codecs import Codec
+from isles.comm.codecs import Codec, Form
+from isles.replicas.legal import refuse
 from isles.replicas.reading import Received
 
 
@@ -72,11 +74,13 @@ class Answer:
     anchors: the mean of the participants' anchors, where the rule shares anchors; may be written to.
     own_anchor: with them, this worker's anchor as the others decoded it: what `anchors` must be compared with, or a
     lossy codec's rounding would pull anchors to its grid.
+    left: where the rule keeps it, this worker's payload less what of it got into the mean.
     """
 
     mean: Tensor
     anchors: Tensor | None = None
     own_anchor: Tensor | None = None
+    left: Tensor | None = None
 
 
 class Reading(Protocol):
@@ -94,33 +98,28 @@ class Reading(Protocol):
         ...
 
 
-class OuterRule(Protocol):
-    """What a round does to the anchor."""
+@dataclass(frozen=True, kw_only=True)
+class OuterRule(ABC):
+    """What a round does to the anchor. momentum: outer momentum in [0, 1); 0 without."""
 
-    @property
-    def momentum(self) -> float:
-        """Outer momentum in [0, 1); 0 without."""
-        ...
+    momentum: float = 0.0
+    name: ClassVar[str] = "own"
+    vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
+    shares_anchors: ClassVar[bool] = False
+    """Workers also exchange their anchors."""
+    keeps_left: ClassVar[bool] = False
+    """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
 
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
-        ...
-
-    @property
-    def shares_anchors(self) -> bool:
-        """True if workers also exchange their anchors."""
-        ...
-
+    @abstractmethod
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """Write the block that travels into `out`, from the live weights, what they were when they last landed, and
         the anchor.
         """
-        ...
 
+    @abstractmethod
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
         """Move the anchor's block, in place."""
-        ...
 
 
 class Landing(Protocol):
@@ -154,11 +153,11 @@ class ErrorFeedback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """One choice on each axis: a whole outer method."""
+    """One choice on each axis: a whole outer method. ValueError for parts that do not go together (`legal`)."""
 
     cadence: Cadence
     mixing: Mixing
-    codec: Codec
+    codec: Form
     reading: Reading = field(default_factory=Received)
     rule: OuterRule
     landing: Landing
@@ -170,6 +169,19 @@ class Composition:
     """Send the anchor right after it moved, for the next round, behind the next inner steps."""
     on_peer_failure: Literal["raise", "solo"] = "raise"
     """solo: a round whose partner is lost or late is done alone."""
+
+    def __post_init__(self) -> None:
+        refuse(self.choice)
+
+    @property
+    def choice(self) -> dict[str, str]:
+        """Its members by axis, for `legal`; parts of one's own without a name are "own"."""
+        parts = {"cadence": self.cadence, "mixing": self.mixing, "reading": self.reading, "landing": self.landing}
+        return {axis: getattr(part, "name", "own") for axis, part in parts.items()} | {
+            "codec": self.codec.name.partition(":")[0],
+            "error_feedback": "none" if self.feedback is None else self.feedback.form,
+            "rule": self.rule.name,
+        }
 
     @property
     def own_answer(self) -> bool:

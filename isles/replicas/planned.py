@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
-from isles.comm.codecs import Codec
+from isles.comm.averaging import Averaging
 from isles.comm.collectives import broadcast_sends
-from isles.comm.mean import sent_bytes, working_bytes
-from isles.replicas.flat import FlatParameters
+from isles.replicas.fragment import Fragment
 from isles.replicas.parts import Composition, Mixing
 
 FIRST = 8  # exchanges that an outline shows
@@ -84,10 +81,8 @@ def opening_bytes(nbytes: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(16 * (size - 1) + broadcast_sends(size, position) * sum(nbytes) for position in range(size))
 
 
-def planned_rounds(
-    parts: Composition, fragments: Sequence[tuple[int, torch.dtype]], size: int, steps: int
-) -> list[Planned]:
-    """All exchanges of `steps` inner steps and `finish` among `size` workers; fragments: (elements, dtype) each."""
+def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[Planned]:
+    """All exchanges of `steps` inner steps and `finish` among `size` workers."""
     plan = []
     rounds, landed = [0] * len(fragments), [0] * len(fragments)
     for step in range(1, steps + 1):
@@ -96,23 +91,26 @@ def planned_rounds(
             sending += [index for index in range(len(fragments)) if index not in sending]
         for index in sending:
             rounds[index] += 1
-            elements, dtype = fragments[index]
+            fragment = fragments[index]
             lands = min(parts.cadence.lands(step), steps)
             groups = groups_of(parts.mixing, rounds[index], size)
             if (
                 parts.rule.shares_anchors
-                and parts.anchor_codec is not None
+                and fragment.anchor_averaging is not None
                 and (rounds[index] > 1 or not parts.prefetch_anchors)
             ):
                 started = landed[index] if parts.prefetch_anchors else step
-                plan.append(_planned(started, lands, index, "anchor", groups, elements, dtype, parts.anchor_codec))
-            plan.append(_planned(step, lands, index, "payload", groups, elements, dtype, parts.codec))
+                plan.append(
+                    _planned(started, lands, fragment, rounds[index], "anchor", groups, fragment.anchor_averaging)
+                )
+            plan.append(_planned(step, lands, fragment, rounds[index], "payload", groups, fragment.averaging))
             landed[index] = lands
     if parts.prefetch_anchors and steps > 0:  # the run ends before the round that these anchors were sent for
-        for index, (elements, dtype) in enumerate(fragments):
-            groups = groups_of(parts.mixing, rounds[index] + 1, size)
-            assert parts.anchor_codec is not None
-            plan.append(_planned(landed[index], steps, index, "anchor", groups, elements, dtype, parts.anchor_codec))
+        for index, fragment in enumerate(fragments):
+            round = rounds[index] + 1
+            groups = groups_of(parts.mixing, round, size)
+            assert fragment.anchor_averaging is not None
+            plan.append(_planned(landed[index], steps, fragment, round, "anchor", groups, fragment.anchor_averaging))
     return sorted(plan, key=lambda planned: planned.sent)
 
 
@@ -124,38 +122,40 @@ def groups_of(mixing: Mixing, round: int, size: int) -> tuple[tuple[int, ...], .
 def _planned(
     sent: int,
     lands: int,
-    fragment: int,
+    fragment: Fragment,
+    round: int,
     what: str,
     groups: tuple[tuple[int, ...], ...],
-    elements: int,
-    dtype: torch.dtype,
-    codec: Codec,
+    means: Averaging,
 ) -> Planned:
     bytes_sent = [0] * sum(len(group) for group in groups)
     for group in groups:
         for place, position in enumerate(group):
-            bytes_sent[position] = sent_bytes(elements, dtype, codec, len(group), place)
-    return Planned(sent, lands, fragment, what, groups, tuple(bytes_sent))
+            bytes_sent[position] = means.sent_bytes(round, len(group), place)
+    return Planned(sent, lands, fragment.index, what, groups, tuple(bytes_sent))
 
 
-def outer_memory(parts: Composition, flats: Sequence[FlatParameters], size: int) -> list[Held]:
-    """What the outer loop holds of a method composed of `parts`, whose fragments are `flats`, among `size` workers."""
-    vector = sum(flat.numel * flat.dtype.itemsize for flat in flats)
+def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[Held]:
+    """What the outer loop holds of a method composed of `parts` among `size` workers."""
+    vector = sum(fragment.anchor.nbytes for fragment in fragments)
     late = parts.cadence.rounds_late
     in_flight = max(late, 1)  # with overlap by inner steps some fragments rest meanwhile: then this is the most
+    means = [fragment.averaging for fragment in fragments]
     held = [Held(what, vector, "always") for what in ("anchor", *parts.rule.vectors)]
     held += [] if parts.feedback is None else [Held("error feedback", vector, "always")]
+    held += [Held("own entries that stay", vector, "always")] if parts.rule.keeps_left else []
     held += [Held("reference", vector, "always")] if parts.landing.moves_reference else []
-    held.append(Held("scratch", sum(flat.scratch().nbytes for flat in flats), "always"))
+    held.append(Held("scratch", sum(fragment.scratch.nbytes for fragment in fragments), "always"))
+    bases = sum(each.held_bytes for each in means)
+    held += [Held("bases of the factors", bases, "always")] if bases else []
     if size > 1 or not parts.own_answer:
         held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
     if parts.reading.needs_own or (parts.on_peer_failure == "solo" and late):
         held.append(Held("own payload as sent", vector * (in_flight + 1), "exchange"))
-    codecs = [parts.codec]
     if parts.rule.shares_anchors and parts.anchor_codec is not None:
         held.append(Held("anchors of the group", vector, "exchange"))
         held += [Held("own anchor as sent", vector, "exchange")] if late or not parts.anchor_codec.lossless else []
-        codecs.append(parts.anchor_codec)
+        means += [fragment.anchor_averaging for fragment in fragments if fragment.anchor_averaging is not None]
     members = max(map(len, groups_of(parts.mixing, 1, size)))
-    under_way = sum(working_bytes(flat.numel, flat.dtype, codec, members) for flat in flats for codec in codecs)
+    under_way = sum(each.working_bytes(members) for each in means)
     return [*held, Held("messages under way", under_way, "exchange")]

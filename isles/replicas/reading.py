@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ class Received:
     """The mean, as it came."""
 
     needs_own: bool = False
+    name: ClassVar[str] = "received"
 
     def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
         """See Reading.read."""
@@ -29,6 +31,7 @@ class Eager:
     """
 
     needs_own: bool = True
+    name: ClassVar[str] = "eager"
 
     def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
         """See Reading.read."""

@@ -2,7 +2,7 @@
 
 Disagreement of anchors under NoLoCo's outer step with no inner progress, independent random groups, many workers. For
 the state (E phi^2, E phi delta, E delta^2), alpha the momentum, gamma the pull, c = (n-1)/n for groups of n, one round
-multiplies by
+multiplies by (`isles.network.quadratic.disagreement`)
 
     M = [ 1 - 2 gamma c + gamma^2 c    2 alpha - 2 alpha gamma c    alpha^2 ]
         [ -gamma c + gamma^2 c         alpha - 2 alpha gamma c      alpha^2 ]
@@ -18,23 +18,17 @@ import warnings
 
 import numpy as np
 
+from isles.network import quadratic
+
 
 def matrix(alpha: float, gamma: float, group_size: int = 2) -> np.ndarray:
     """M, (3, 3)."""
-    c = (group_size - 1) / group_size
-    row = [gamma**2 * c, -2 * alpha * gamma * c, alpha**2]
-    return np.array(
-        [
-            [1 - 2 * gamma * c + row[0], 2 * alpha + row[1], row[2]],
-            [-gamma * c + row[0], alpha + row[1], row[2]],
-            row,
-        ]
-    )
+    return quadratic.disagreement(alpha, gamma, 1 / group_size)
 
 
 def radius(alpha: float, gamma: float, group_size: int = 2) -> float:
     """Spectral radius of M: the factor by which the replicas' variance changes per round in the long run."""
-    return float(np.abs(np.linalg.eigvals(matrix(alpha, gamma, group_size))).max())
+    return quadratic.radius(matrix(alpha, gamma, group_size))
 
 
 def largest_gamma(alpha: float, group_size: int = 2) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import form
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import one_of, uneven_fragments
 from isles.replicas.diloco import DiLoCoConfig, Nesterov
@@ -34,15 +34,16 @@ from isles.replicas.parts import Composition
 class StreamingConfig(DiLoCoConfig):
     """Defaults of the paper, section 3. sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as
     in DiLoCo. fragments: "strided", "sequential", "whole", or lists of parameter names or their beginnings.
-    layers_per_fragment: blocks in each. overlap_steps: tau, below sync_every; a list gives each worker its own.
-    merge_alpha: alpha, 0..1. first_sync: "full_window": a fragment is first sent after H steps; "offset": at t_q.
+    layers_per_fragment: blocks in each; left out, 3, or half of a shorter model's. overlap_steps: tau, below
+    sync_every; a list gives each worker its own. merge_alpha: alpha, 0..1. first_sync: "full_window": a fragment is
+    first sent after H steps; "offset": at t_q.
     """
 
     sync_every: int = 100
     outer_lr: float = 0.4
     codec: str = "fp4"
     fragments: Fragments = "strided"
-    layers_per_fragment: int = 3
+    layers_per_fragment: int | None = None
     overlap_steps: int | tuple[int, ...] = 1
     merge_alpha: float = 0.5
     first_sync: Literal["full_window", "offset"] = "full_window"
@@ -74,10 +75,10 @@ class StreamingDiLoCo(OuterSync):
         return Composition(
             cadence=EveryH(config.sync_every, len(fragments), self._overlap(), first_sync=config.first_sync),
             mixing=Everyone(),
-            rule=Nesterov(config.outer_lr, config.outer_momentum),
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
             landing=Blend(config.merge_alpha),
             fragments=fragments,
-            codec=codec(config.codec),
+            codec=form(config.codec),
             feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 

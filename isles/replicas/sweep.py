@@ -25,6 +25,7 @@ class Sweep:
     def __init__(self, fragment: Fragment, parts: Composition, hashed: bool) -> None:
         self.flat, self.parts, self.scratch, self.hashed = fragment.flat, parts, fragment.scratch, hashed
         self.blocks, self.anchors = self.flat.blocks(), self.flat.parts(fragment.anchor)
+        self.left = fragment.residual if parts.rule.keeps_left else None
         own = fragment.reference is fragment.anchor
         self.references = self.anchors if own else self.flat.parts(fragment.reference)
         vectors = {name: self.flat.parts(vector) for name, vector in fragment.vectors.items()}
@@ -41,15 +42,14 @@ class Sweep:
     def answered(self, flight: Flight, fresh: Tensor | None) -> int:
         """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
         payload, shared, read = flight.payload, flight.anchors, self.parts.reading.read
-        nothing = [None] * len(self.anchors)
-        means = self.flat.parts(payload.buffer)
-        own = self.flat.parts(payload.own) if payload.own is not None else nothing
-        new = self.flat.parts(fresh) if fresh is not None else nothing
-        theirs = self.flat.parts(shared.buffer) if shared is not None else nothing
-        mine = self.flat.parts(shared.own) if shared is not None and shared.own is not None else self.anchors
+        flat, means = self.flat, self.flat.parts(payload.buffer)
+        own, new = flat.parts_or_none(payload.own), flat.parts_or_none(fresh)
+        theirs = flat.parts_or_none(None if shared is None else shared.buffer)
+        mine = self.anchors if shared is None or shared.own is None else flat.parts(shared.own)
+        left = flat.parts_or_none(self.left)
         for i, mean in enumerate(means):
             gradient = read(mean, new[i], own[i], payload.participants)
-            self._land(i, Answer(gradient, theirs[i], mine[i]))
+            self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
         return digest(self.sums)
 
     def alone(self) -> int:

@@ -30,7 +30,7 @@ def write_report(folder: str | Path) -> Path:
         text = render_comparison(read_comparison(folder))
     else:
         text = render_page(read_run(folder))
-    return _settled(folder / "report.html", text.encode())
+    return settled(folder / "report.html", text.encode())
 
 
 def write_picture(folder: str | Path) -> Path:
@@ -44,10 +44,11 @@ def write_picture(folder: str | Path) -> Path:
         data = comparison_picture(read_comparison(folder))
     else:
         data = run_picture(read_run(folder))
-    return _settled(folder / "report.png", data)
+    return settled(folder / "report.png", data)
 
 
-def _settled(path: Path, data: bytes) -> Path:
+def settled(path: Path, data: bytes) -> Path:
+    """Write a file in one move; OSError that names it where that fails."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(data)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from isles.report.charts import MEAN_POINTS, Cost, by_bytes, by_clock, loss_against, short
-from isles.report.page import document, section
-from isles.report.panels import Chart, Line, Panel, plain
+from isles.report.page import document, section, wide_table
+from isles.report.panels import Chart, Line, Panel, Table, plain
 from isles.report.rundir import Run, read_run
 from isles.report.series import Point, average
 from isles.report.style import SERIES
@@ -66,11 +65,13 @@ def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[st
     return ["method", *(head for _, head, _ in present)], rows
 
 
-def table_of(runs: Runs) -> tuple[list[str], list[list[str]], str]:
-    """Heads, rows, and a line that says what they are."""
+def table_of(runs: Runs) -> tuple[Table, str]:
+    """The table, and a line that says what its cells are."""
     heads, rows = comparison_rows({label: [run.summary or {} for run in group] for label, group in runs.items()})
     seeds = max((len(group) for group in runs.values()), default=0)
-    return heads, rows, f"mean of {seeds} seeds, ± the standard deviation over them" if seeds > 1 else "one seed"
+    return Table(
+        heads=heads, rows=rows
+    ), f"mean of {seeds} seeds, ± the standard deviation over them" if seeds > 1 else "one seed"
 
 
 def title(runs: Runs) -> str:
@@ -80,14 +81,9 @@ def title(runs: Runs) -> str:
 
 def render_comparison(runs: Runs) -> str:
     """The whole page as text."""
-    heads, rows, what = table_of(runs)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    table = (
-        f'<section><h2>Summary</h2><p class="sub">{what}</p>'
-        f'<div class="scroll"><table class="wide"><tr>{head}</tr>{body}</table></div></section>'
-    )
-    return document(title(runs), ", ".join(runs), table + "".join(map(section, comparison_panels(runs))))
+    table, what = table_of(runs)
+    summary = wide_table("Summary", what, table)
+    return document(title(runs), ", ".join(runs), summary + "".join(map(section, comparison_panels(runs))))
 
 
 def comparison_panels(runs: Runs) -> list[Panel]:

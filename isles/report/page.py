@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
 from isles.report.charts import bytes_panel, loss_cost_panels, loss_panel, spread_panel
-from isles.report.panels import Panel
+from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
 from isles.report.style import STYLE
 from isles.report.svg_time import draw
@@ -77,6 +77,21 @@ def section(panel: Panel) -> str:
     picture = draw(panel.picture) if panel.picture is not None else ""
     caption = f"<figcaption>{escape(' '.join(panel.notes))}</figcaption>" if panel.notes else ""
     return f"<section><h2>{escape(panel.heading)}</h2>{legend}<figure>{picture}</figure>{caption}</section>"
+
+
+def wide_table(heading: str, what: str, table: Table) -> str:
+    """A `<section>` with a table of many columns, below a line that says what it holds."""
+    return (
+        f'<section><h2>{escape(heading)}</h2><p class="sub">{escape(what)}</p>'
+        f'<div class="scroll"><table class="wide">{_cells("th", table.heads, table.names)}'
+        f"{''.join(_cells('td', row, table.names) for row in table.rows)}</table></div></section>"
+    )
+
+
+def _cells(tag: str, row: Sequence[str], names: int) -> str:
+    left = ' class="name"'
+    cells = (f"<{tag}{left if place < names else ''}>{escape(cell)}</{tag}>" for place, cell in enumerate(row))
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def document(title: str, subtitle: str, body: str) -> str:

@@ -105,6 +105,15 @@ Picture = Chart | Bars | Lanes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Cells as they are shown; the first `names` columns are words and stand to the left."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    names: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
     """A picture with its heading, its legend (css, text) and the sentences below it; without a picture only those."""
 

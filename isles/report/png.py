@@ -13,37 +13,37 @@ from typing import Any
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
 from isles.report.page import panels, subtitle, title
-from isles.report.panels import Bars, Chart, Lanes, Panel
+from isles.report.panels import Bars, Chart, Lanes, Panel, Table
 from isles.report.rundir import Run
 from isles.report.style import BOXES, LIGHT, LINES
 from isles.report.svg import axes_of
 
 _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
+_KEYS_A_ROW = 4
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
 
 
 def run_picture(run: Run) -> bytes:
     """The PNG of one run."""
-    return _picture(title(run), subtitle(run), [panel for panel in panels(run) if panel.picture is not None])
+    return picture(title(run), subtitle(run), [panel for panel in panels(run) if panel.picture is not None])
 
 
 def comparison_picture(runs: Runs) -> bytes:
     """The PNG of a comparison, the table first."""
-    heads, rows, what = table_of(runs)
-    return _picture(comparison_title(runs), what, comparison_panels(runs), (heads, rows))
+    table, what = table_of(runs)
+    return picture(comparison_title(runs), what, comparison_panels(runs), table)
 
 
-def _picture(
-    heading: str, below: str, shown: Sequence[Panel], table: tuple[list[str], list[list[str]]] | None = None
-) -> bytes:
+def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:
+    """A PNG: the table if there is one, then the panels, two in a row; timelines have rows of their own."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     wide = [panel for panel in shown if isinstance(panel.picture, Lanes)]
     narrow = [panel for panel in shown if not isinstance(panel.picture, Lanes)]
-    heights = [_table_height(table[1])] if table else []
+    heights = [_table_height(table)] if table else []
     heights += [_ROW] * ((len(narrow) + 1) // 2) + [_lanes_height(panel) for panel in wide]
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SIZES}):
         figure = Figure(figsize=(_WIDTH, sum(heights) + 1.0), dpi=_DPI, facecolor=LIGHT["back"], layout="constrained")
@@ -52,10 +52,11 @@ def _picture(
         grid = figure.add_gridspec(max(len(heights), 1), 2, height_ratios=heights or [1.0])
         row = 0
         if table:
-            _table(figure.add_subplot(grid[0, :]), *table)
+            _table(figure.add_subplot(grid[0, :]), table)
             row = 1
         for index, panel in enumerate(narrow):
-            _draw(figure.add_subplot(grid[row + index // 2, index % 2]), panel)
+            column = slice(None) if len(narrow) == 1 else index % 2
+            _draw(figure.add_subplot(grid[row + index // 2, column]), panel)
         row += (len(narrow) + 1) // 2
         for index, panel in enumerate(wide):
             _draw(figure.add_subplot(grid[row + index, :]), panel)
@@ -65,7 +66,7 @@ def _picture(
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.heading, loc="left", color=LIGHT["text"], pad=22 if panel.keys else 6)
+    axes.set_title(panel.heading, loc="left", color=LIGHT["text"], pad=6 + 16 * _legend_rows(panel))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(LIGHT["edge"])
@@ -161,6 +162,10 @@ def _lanes(axes: Any, picture: Lanes) -> None:
     axes.set_xlabel(picture.x_label)
 
 
+def _legend_rows(panel: Panel) -> int:
+    return -(-len(panel.keys) // _KEYS_A_ROW)
+
+
 def _legend(axes: Any, panel: Panel) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -181,7 +186,7 @@ def _legend(axes: Any, panel: Panel) -> None:
             handles=handles,
             loc="lower left",
             bbox_to_anchor=(0.0, 1.0),
-            ncols=len(handles),
+            ncols=min(len(handles), _KEYS_A_ROW),
             frameon=False,
             labelcolor=LIGHT["soft"],
             borderaxespad=0.2,
@@ -191,20 +196,23 @@ def _legend(axes: Any, panel: Panel) -> None:
         )
 
 
-def _table(axes: Any, heads: list[str], rows: list[list[str]]) -> None:
+def _table(axes: Any, cells: Table) -> None:
     axes.axis("off")
-    table = axes.table(cellText=rows, colLabels=heads, loc="center", edges="horizontal")
+    columns = zip(cells.heads, *cells.rows, strict=True)
+    widths = [max(map(len, column)) + 4 for column in columns]
+    shares = [width / sum(widths) for width in widths]
+    table = axes.table(cellText=cells.rows, colLabels=cells.heads, colWidths=shares, loc="center", edges="horizontal")
     table.auto_set_font_size(False)
     table.set_fontsize(9.0)
     table.scale(1.0, 1.4)
     for (_, column), cell in table.get_celld().items():
-        cell.get_text().set_horizontalalignment("left" if column == 0 else "right")
+        cell.get_text().set_horizontalalignment("left" if column < cells.names else "right")
         cell.set_edgecolor(LIGHT["grid"])
         cell.get_text().set_color(LIGHT["text"])
 
 
-def _table_height(rows: list[list[str]]) -> float:
-    return 0.28 * (len(rows) + 2)
+def _table_height(table: Table) -> float:
+    return 0.28 * (len(table.rows) + 2)
 
 
 def _lanes_height(panel: Panel) -> float:

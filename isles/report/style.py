@@ -106,5 +106,5 @@ summary {{ cursor:pointer; margin-top:1.5rem; }}
 table.wide {{ font-size:.85em; }}
 table.wide td, table.wide th {{ white-space:nowrap; padding:.3rem 0 .3rem 1em; text-align:right; width:auto; }}
 table.wide th {{ white-space:normal; vertical-align:bottom; }}
-table.wide td:first-child, table.wide th:first-child {{ text-align:left; padding-left:0; }}
+table.wide .name {{ text-align:left; }} table.wide .name:first-child {{ padding-left:0; }}
 """

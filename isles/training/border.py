@@ -7,22 +7,20 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import tomlkit
-from pydantic import TypeAdapter, ValidationError
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.imports import is_place
 from isles.models.config import ModelConfig
 from isles.replicas import METHODS, method
+from isles.tables import read_toml, typed
 from isles.training.config import Config, RunConfig, WorldConfig
 from isles.training.inner import InnerConfig
 
@@ -88,11 +86,11 @@ def resolve(tables: Tables) -> Config:
             raise ValueError(_foreign(key, name, known))
     if "seed" in known:  # one seed makes the whole run another one
         settings.setdefault("seed", sections["run"].seed)
-    return Config(method=name, replicas=_typed("replicas", made_for, settings), **sections)
+    return Config(method=name, replicas=typed("replicas", made_for, settings), **sections)
 
 
 def _sections(tables: Tables) -> dict[str, Any]:
-    return {section: _typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
+    return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
 
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
@@ -123,12 +121,7 @@ def _table(values: Mapping[str, Any]) -> Any:
 
 
 def _parse_file(path: str) -> Tables:
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    tables = read_toml(path)
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ValueError(
@@ -179,31 +172,3 @@ def _embedded(name: str) -> Tables:
 
 def _over(below: Tables, above: Tables) -> Tables:
     return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
-
-
-def _typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
-    known = [field.name for field in fields(cls)]
-    for key in values:
-        if key not in known:
-            raise ValueError(unknown_name("key", f"{section}.{key}", [f"{section}.{name}" for name in known]))
-    try:
-        # As JSON, for the strict check of Python values takes no list for a tuple; strict: "yes" is no boolean, true no
-        # number. TOML's dates become strings: `--set data.path=2024-05-01` means a folder.
-        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
-    except ValidationError as error:
-        raise ValueError(_worded(section, error)) from None
-
-
-def _worded(section: str, error: ValidationError) -> str:
-    """pydantic's first complaint in one line that begins with section.key."""
-    first = error.errors()[0]
-    message = " ".join(first["msg"].removeprefix("Value error, ").split())
-    if first["type"] == "value_error":
-        if message.startswith("unknown "):  # unknown codec 'zip': choose ...
-            return f"unknown {section}.{message.removeprefix('unknown ')}"
-        return message if message.startswith(f"{section}.") else f"{section}.{message}"
-    key = ".".join([section, *(str(part) for part in first["loc"])])
-    if first["type"] == "missing":
-        return f"{key} is missing: give it a value"
-    hint = {"string_type": ", in quotes", "tuple_type": ", in brackets"}.get(first["type"], "")
-    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{hint}"

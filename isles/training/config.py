@@ -28,7 +28,8 @@ class WorldConfig:
 
     workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers
     in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results
-    equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`. step_seconds: virtual only:
+    equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a
+    file of your own (`isles.network.own`). step_seconds: virtual only:
     what an inner step is charged with. outer_deadline: longest wait for a peer's part of a round, seconds; raise it if
     workers differ much in speed. meeting_deadline: longest wait for the other machines at the start, seconds; raise it
     if they are started at different times. slowest_link: bits per second; long transfers get five times what such a
@@ -57,7 +58,9 @@ class WorldConfig:
         for key in ("outer_deadline", "meeting_deadline"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
-        links(self.links)  # refuses an unknown name
+        network = links(self.links)  # refuses an unknown name
+        if self.backend == "virtual":
+            network.check(self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,10 @@ _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
     ".inner": "the inner optimizer's state",
     ".outer": "anchors and outer momenta",
 }
+_OWN = {  # what is each worker's own even where anchors agree, by the end of the path
+    ".residual": "error feedback",
+    ".reference": "weights",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -
     equal: dict[str, bool] = {}
     for path, is_same in same.items():
         if not path.split(".")[-1].startswith("ahead"):
-            part = _PARTS["." + path.split(".")[1]]
+            own_part = next((part for end, part in _OWN.items() if path.endswith(end)), None)
+            part = own_part or _PARTS["." + path.split(".")[1]]
             equal[part] = equal.get(part, True) and is_same
     large = join_state(structure, means)
     large["outer"] = method(config.method).regrouped(large["outer"])

@@ -144,7 +144,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--set", "run.stepz=5"], ["unknown key 'run.stepz'", "did you mean 'run.steps'"]),
     (["train", "--set", "ruin.steps=5"], ["unknown section 'ruin'", "did you mean 'run'"]),
     (["train", "--set", "replicas.sync_evry=5"], ["did you mean 'replicas.sync_every'"]),
-    (["train", "--method", "ddp", "--set", "replicas.gamma=1"], ["replicas.gamma is a setting of noloco, not of ddp"]),
+    (
+        ["train", "--method", "ddp", "--set", "replicas.gamma=1"],
+        ["replicas.gamma is a setting of noloco, streaming-noloco, custom, not of ddp"],
+    ),
     (["train", "--set", "run.steps=many"], ["run.steps = 'many'", "integer"]),
     (["train", "--set", "run.loggers=tensorboard"], ["run.loggers = 'tensorboard'", "in brackets"]),
     (["train", "--set", 'run.loggers=["tensorbord"]'], ["run.loggers", "did you mean 'tensorboard'"]),

@@ -5,20 +5,21 @@ import math
 import numpy as np
 import pytest
 
-from isles.network.links import PRESETS, Links, links
+from isles.network.links import ELSEWHERE, PRESETS, Links, links
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *ELSEWHERE])
 def test_presets_fit_any_number_of_workers(name):
-    assert links(name) is PRESETS[name]
-    for workers in (1, 2, 256):
+    assert links(name) is links(name)
+    for workers in (1, 2, 100):
         links(name).check(workers)
+        assert 0 < links(name).slowest_rate(workers) <= links(name).rate(0) and links(name).longest_latency(workers) < 1
 
 
 def test_unknown_preset_names_the_nearest_and_all():
     with pytest.raises(ValueError, match="did you mean 'home-fibre'") as told:
         links("home-fiber")
-    assert all(name in str(told.value) for name in PRESETS)
+    assert all(name in str(told.value) for name in (*PRESETS, *ELSEWHERE))
     with pytest.raises(ValueError, match="lan"):
         links("zzz")
 
@@ -46,6 +47,18 @@ def test_uplinks_and_rates():
     assert Links(bandwidth=math.inf).rate(0) == math.inf
 
 
+def test_downlinks_and_functions_of_the_line():
+    made = Links(bandwidth=lambda line: 10.0 * (line + 1), downlink=[8.0, 100.0], uplinks=[0, 0, 1])
+    made.check(3)
+    everybody = [0, 1, 2]
+    assert [made.share(rank, everybody) for rank in everybody] == [5.0, 5.0, 20.0]
+    assert [made.down_share(rank, everybody) for rank in everybody] == [4.0, 4.0, 100.0]
+    assert made.share(0, [0, 2]) == 10.0 and made.slowest_rate(3) == 4.0
+    assert Links(bandwidth=1.0).down_rate(0) == math.inf
+    with pytest.warns(UserWarning, match="downlink of uplink 0"):
+        made.warn_of_downlinks(3)
+
+
 def test_links_do_not_follow_the_callers_list():
     rates = [1.0, 2.0]
     made = Links(bandwidth=rates)
@@ -61,6 +74,9 @@ def test_links_do_not_follow_the_callers_list():
         ({"bandwidth": [1.0, -1.0]}, 2, "bandwidth"),
         ({"bandwidth": []}, 2, "bandwidth"),
         ({"bandwidth": [1.0]}, 2, "bandwidth has 1 values"),
+        ({"bandwidth": 1.0, "downlink": -1.0}, 2, "downlink"),
+        ({"bandwidth": 1.0, "downlink": [1.0]}, 2, "downlink has 1 values"),
+        ({"bandwidth": lambda uplink: -1.0}, 2, "bandwidth must be above 0"),
         ({"bandwidth": 1.0, "latency": -0.1}, 2, "latency"),
         ({"bandwidth": 1.0, "latency": math.nan}, 2, "latency"),
         ({"bandwidth": 1.0, "latency": [[0.0, 1.0]]}, 2, "matrix of 2 x 2"),

@@ -345,7 +345,7 @@ class PrintedSign(DeltaPhi):
 
 class Mutant(isles.NoLoCo):
     def compose(self) -> Composition:
-        return replace(super().compose(), rule=PrintedSign(0.7, 0.5, 0.7))
+        return replace(super().compose(), rule=PrintedSign(beta=0.7, momentum=0.5, gamma=0.7))
 
 
 @pytest.mark.parametrize(("method", "falls"), [(isles.NoLoCo, True), (Mutant, False)])

@@ -374,7 +374,7 @@ def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers
         first = weights(model), counted(world)
         optimizer.finish()
         assert torch.equal(weights(model), first[0]) and counted(world) == first[1]
-        if hasattr(optimizer, "fragments"):
+        if hasattr(optimizer, "fragments") and name != "postlocal-sgd":  # which has more rounds at the start
             assert optimizer.fragments[0].rounds == -(-steps // 3)
         optimizer.consolidate()
         one = weights(model)
@@ -389,7 +389,7 @@ def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers
     for finished, one in results:
         assert torch.equal(one, results[0][1])
         torch.testing.assert_close(one.double(), mean, rtol=1e-6, atol=1e-7)
-        if name != "none" and not name.startswith(("noloco", "eager")):
+        if name != "none" and not name.startswith(("noloco", "eager", "streaming-noloco", "sparta")):
             assert torch.equal(finished, one)
 
 
@@ -460,7 +460,8 @@ def test_evaluation_weights_are_the_anchor_and_are_given_back(name: str) -> None
                     fragments: Any = optimizer.fragments
                     assert torch.equal(weights(judged), torch.cat([fragment.anchor for fragment in fragments]))
                     if len(fragments) == 1:
-                        assert torch.equal(live, weights(judged)) == (step % 3 == 0)
+                        landed = optimizer.cadence.sends(step) and not optimizer.parts.landing.moves_reference  # type: ignore[attr-defined]
+                        assert torch.equal(live, weights(judged)) == bool(landed)
                 held_out(judged)
                 raise KeyError
             assert torch.equal(weights(model), live)

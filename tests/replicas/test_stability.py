@@ -70,7 +70,7 @@ def variance_factor(alpha: float, gamma: float, workers: int = 32, rounds: int =
     generator = torch.Generator().manual_seed(1)
     anchors = torch.randn(workers, 64, generator=generator, dtype=torch.float64)
     momenta = torch.zeros_like(anchors)
-    mixing, rule = RandomGroups(2, seed=5), DeltaPhi(0.7, alpha, gamma)
+    mixing, rule = RandomGroups(2, seed=5), DeltaPhi(beta=0.7, momentum=alpha, gamma=gamma)
     total, totals = 0.0, []
     for round in range(1, rounds + 1):
         means = [anchors[list(mixing.members(round, workers, position))].mean(0) for position in range(workers)]

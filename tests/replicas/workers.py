@@ -50,6 +50,17 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "noloco, single vector": ("noloco", {"sync_every": 3, "exchange": "single_vector", "gamma": 0.4}),
     "noloco, theta only": ("noloco", {"sync_every": 3, "exchange": "theta_only"}),
     "noloco, lossy": ("noloco", {"sync_every": 3, "codec": "int8", "anchor_codec": "bf16"}),
+    "streaming-noloco": ("streaming-noloco", {"sync_every": 3, "fragments": HALVES}),
+    "fedavg": ("fedavg", {"sync_every": 3}),
+    "slowmo": ("slowmo", {"sync_every": 3}),
+    "postlocal-sgd": ("postlocal-sgd", {"sync_every": 3, "every_step_until": 4}),
+    "sparta": ("sparta", {"sync_every": 3, "fraction": 0.3}),
+    "sparseloco": ("sparseloco", {"sync_every": 3}),
+    "dilocox": ("dilocox", {"sync_every": 3, "rank": 1, "start_compress": 1, "window": 0}),
+    "custom, low rank": (
+        "custom",
+        {"sync_every": 3, "outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
+    ),
     "noloco, seed 7": ("noloco", {"sync_every": 3, "seed": 7, "gamma": 0.3}),
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.mesh import Mesh
+from isles.replicas import METHODS
 from isles.replicas.none import NoSync
 from isles.training.border import read_config
 from isles.training.config import Config
@@ -43,8 +44,17 @@ class Slow(isles.NoLoCo):
         super().after_inner_step()
 """
 POISONED = "tests.training.runs:Poisoned"
-EVERY_3 = {"localsgd", "diloco", "streaming-diloco", "delayed", "eager", "noloco"}  # the methods with sync_every
-LATE = {"streaming-diloco", "delayed", "eager"}  # what they send leaves behind the computation, at a time of its own
+EVERY_3 = set(METHODS) - {"none", "ddp"}  # the methods with sync_every
+COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
+APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
+OWN_SETTINGS = {
+    "sparseloco": ["replicas.outer_lr=1.0", "replicas.codec=topk:2048+int4"],  # some hundred steps' learning in twenty
+    "sparta": ["replicas.fraction=0.3"],
+    "dilocox": ["replicas.rank=2", "replicas.start_compress=1", "replicas.window=0"],
+    "custom": ["replicas.codec=powersgd:2+int4", "replicas.error_feedback=local", "replicas.outer_momentum=0.5"],
+}
+# What these send leaves behind the computation, at a time of its own.
+LATE = {"streaming-diloco", "delayed", "eager", "streaming-noloco", "dilocox"}
 CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
 
 
@@ -77,6 +87,7 @@ def write_folder(folder: Path) -> Path:
 def tiny(text: Path, *assignments: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:
     """The configuration of a run of a fraction of a second: sync_every = 3 where the method has it."""
     every = ["replicas.sync_every=3"] if method in EVERY_3 else []
+    every += OWN_SETTINGS.get(method, [])
     flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
     return read_config(None, flags, [f"data.path={text}", *TINY, *every, *assignments])
 

@@ -345,7 +345,8 @@ def test_a_config_for_one_method_with_another(tmp_path: Path) -> None:
     assert read(path=path, method="diloco").replicas.sync_every == 30
     path = file(tmp_path, '[replicas]\nmethod = "noloco"\nsync_every = 30\ngamma = 0.8\n')
     line = refused(path=path, method="diloco")
-    assert "replicas.gamma is a setting of noloco, not of diloco" in line and "take it out" in line
+    assert "replicas.gamma is a setting of noloco, streaming-noloco, custom, not of diloco" in line
+    assert "take it out" in line
     line = refused(path=path, method="none")
     assert "replicas.sync_every is a setting of" in line and "not of none" in line
 

@@ -3,6 +3,10 @@
     s = max|x| / q over the block, at least 2**-126;  code = round(x / s) in -q..q;  decoded = s * code
 
 q = 127 for int8, 7 for int4. |x - decoded| <= s/2. int4: two codes a byte, plus 8, the first in the low half.
+
+int2: four levels, -3/2, -1/2, 1/2, 3/2 of s = 3/2 of the block's root mean square: bins of equal width over three
+standard deviations to each side. |x - decoded| <= s/2 for |x| <= 2 s, beyond that it is clipped. Four codes a byte, the
+first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -14,7 +18,15 @@ from torch import Tensor
 from isles.comm.codecs.scaled import ScaledBlocks
 
 
-class Int8(ScaledBlocks):
+class Uniform(ScaledBlocks):
+    """Base of int8 and int4: how entries divided by their scale become codes is theirs, what rounds them is not."""
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """y (n,) to whole numbers, in place: the nearest ones."""
+        return y.round_()
+
+
+class Int8(Uniform):
     """8-bit codes, one scale per 256 entries: 8.125 bits an entry."""
 
     name = "int8"
@@ -24,14 +36,14 @@ class Int8(ScaledBlocks):
 
     def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        out.view(torch.int8).copy_(y.round_()[: len(out)])
+        out.view(torch.int8).copy_(self.rounded(y)[: len(out)])
 
     def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
         out.copy_(codes.view(torch.int8))
 
 
-class Int4(ScaledBlocks):
+class Int4(Uniform):
     """4-bit codes, one scale per 64 entries: 4.5 bits an entry."""
 
     name = "int4"
@@ -41,11 +53,35 @@ class Int4(ScaledBlocks):
 
     def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        pack_halves(y.round_().add_(8).to(torch.uint8), out)
+        pack_halves(self.rounded(y).add_(8).to(torch.uint8), out)
 
     def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
         unpack_halves(codes, _PAIRS, out)
+
+
+class Int2(ScaledBlocks):
+    """2-bit codes, one scale per 64 entries: 2.5 bits an entry. Biased: train with error feedback."""
+
+    name = "int2"
+    block = 64
+    bits = 2
+
+    def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
+        """See ScaledBlocks.scale: 3/2 of the root mean square, taken relative to the largest, whose square may be none
+        of float32's.
+        """
+        super().scale(sizes_KB, out)
+        out.mul_(sizes_KB.div_(out).square_().mean(dim=1, keepdim=True).sqrt_().mul_(1.5))
+
+    def pack(self, y: Tensor, out: Tensor) -> None:
+        """See ScaledBlocks.pack."""
+        codes = y.floor_().clamp_(-2, 1).nan_to_num_().add_(2).to(torch.uint8).view(-1, 4)[: len(out)]
+        out.copy_(codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6)
+
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
+        """See ScaledBlocks.unpack."""
+        out.copy_(torch.from_numpy(np.take(_FOURS, codes.numpy(), axis=0)).view(-1)[: len(out)])
 
 
 def pack_halves(codes: Tensor, out: Tensor) -> None:
@@ -68,3 +104,4 @@ def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
 
 
 _PAIRS = pairs_of([float(code - 8) for code in range(16)])
+_FOURS = np.array([[(byte >> 2 * place & 3) - 1.5 for place in range(4)] for byte in range(256)], dtype=np.float32)

@@ -1,0 +1,61 @@
+"""Seconds of the vectorised simulators of `isles.network`: rounds of 100,000 workers, and the papers' tables.
+
+    python -m benchmarks.simulator [--workers 100000] [--rounds 100] [--json]
+
+CPU seconds of this process, one run each after a small one that warms up. Exit code 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from benchmarks._measure import Row, report
+from isles.network.barrier import Steps, waiting
+from isles.network.eager_tables import long_run, table5
+from isles.network.latency import tree_seconds
+from isles.network.quadratic import Quadratic, simulate
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+def table(workers: int, rounds: int) -> list[Row]:
+    """One row a simulator."""
+    what, bound = f"{workers:,} workers x {rounds} rounds", ("<=", 10.0)
+    steps = Steps(count=50)
+    waiting(100, steps, rounds=2)
+    setting = Quadratic(workers=workers)
+    return [
+        Row(
+            "waiting for all and for a partner",
+            seconds(lambda: waiting(workers, steps, rounds=rounds)),
+            "s",
+            bound,
+            what,
+        ),
+        Row("all-reduce over a tree", seconds(lambda: tree_seconds(workers, 1.0, rounds)), "s", bound, what),
+        Row("NoLoCo on a quadratic", seconds(lambda: simulate(setting, rounds, copies=1)), "s", bound, what),
+        Row("eager-table5", seconds(table5), "s", ("<=", 1.0), "24 rows x 50 bandwidths"),
+        Row("eager-long-run", seconds(long_run), "s", None, "24 rows x 5 targets"),
+    ]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Speed of the simulators.")
+    parser.add_argument("--workers", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    return report(table(options.workers, options.rounds), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

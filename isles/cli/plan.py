@@ -1,0 +1,119 @@
+"""`isles plan`: what a run would cost, before paying for it. Never loads torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.cli.plan_job import Asked
+    from isles.report.sheet import Sheet
+
+
+def plan(
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 1.3B.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
+    step_time: Annotated[str | None, typer.Option(help="Computing of one inner step, such as 0.8 or 800ms.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Instead of --step-time: one a worker, such as A100.")] = None,
+    mfu: Annotated[float | None, typer.Option(help="With --gpu: share of its peak reached. Default 0.4.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers.")] = None,
+    like: Annotated[str | None, typer.Option(metavar="RUN", help="Model, step and workers of a finished run.")] = None,
+    links: Annotated[str | None, typer.Option(help="Network between them: a preset, or a .toml file.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Instead of --links: upload of a worker, as 200Mbit/s.")] = None,
+    latency: Annotated[str | None, typer.Option(help="With --bandwidth: one way, such as 40ms. Default 0.")] = None,
+    sync_every: Annotated[int | None, typer.Option(help="H for all methods. Default: the least that will do.")] = None,
+    targets: Annotated[str, typer.Option(help="Wanted shares of computing in percent, the decisive one first.")] = "90",
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the run, for hours; with --step-tokens.")] = None,
+    step_tokens: Annotated[str | None, typer.Option(help="Tokens of one step of all workers together.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Instead: a calculation of the papers.")] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="List those.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write CSV, JSON, PNG and HTML into this directory.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Also write the first line as a new CONFIG.toml.")] = None,
+) -> None:
+    """Say which method suits which link: time, bytes and memory of each, before a run. Or redo the papers' tables."""
+    from isles.cli.plan_job import Asked
+    from isles.report.planning import presets as known
+    from isles.report.planning import sheet
+
+    asked = Asked(
+        params=params,
+        layers=layers,
+        step_time=step_time,
+        gpu=gpu,
+        mfu=mfu,
+        workers=workers,
+        like=like,
+        links=links,
+        bandwidth=bandwidth,
+        latency=latency,
+        sync_every=sync_every,
+        tokens=tokens,
+        step_tokens=step_tokens,
+    )
+    if presets:
+        if asked.given or preset is not None or json or out is not None or write is not None:
+            raise ValueError("--presets lists what --preset takes: give it alone")
+        width = max(map(len, known()))
+        for name, what in known().items():
+            print(f"{name:<{width}}  {what}")
+        return
+    if preset is not None:
+        if asked.given or write is not None:
+            extra = [*asked.given, *(["--write"] if write is not None else [])]
+            raise ValueError(f"--preset {preset} has its own numbers: leave out {', '.join(extra)}")
+        _show(sheet(preset), json, out)
+        return
+    _plan(asked, targets, json, out, write)
+
+
+def _plan(asked: Asked, targets: str, json: bool, out: Path | None, write: Path | None) -> None:
+    from isles.cli.plan_job import config_of, job_of
+    from isles.network import planner
+    from isles.report.plan_sheet import plan_sheet
+
+    job, network = job_of(asked)
+    if write is not None and write.exists():
+        raise ValueError(f"--write {write}: exists already; name a new file")
+    shares = _shares(targets)
+    plans = planner.plan(job, targets=shares, every=asked.sync_every)
+    _show(plan_sheet(job, plans, network, targets=shares), json, out)
+    if write is not None:
+        try:
+            write.write_text(config_of(job, plans[0], network), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--write {write}: cannot be written ({error.strerror}); name another file") from error
+        print(write, file=sys.stderr if json else sys.stdout)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(word) / 100 for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise ValueError(f"--targets {text}: write percents between 0 and 100, such as 90 or 90,50,99")
+    return shares
+
+
+def _show(made: Sheet, json: bool, out: Path | None) -> None:
+    if json:
+        from isles.report.sheet import as_json
+
+        print(as_json(made))
+    else:
+        from isles.cli.table import print_table
+
+        print(made.title, made.subtitle, made.what, "", sep="\n")
+        print_table(made.table)
+        print()
+        for note in made.notes:
+            print(f"note: {note}")
+    if out is not None:
+        from isles.report.sheet import write_sheet
+
+        for path in write_sheet(made, out):
+            print(path, file=sys.stderr if json else sys.stdout)

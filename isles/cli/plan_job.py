@@ -1,0 +1,155 @@
+"""What `isles plan` was asked for, as a `Job`: from numbers, from a GPU's name, from a run that has ended.
+
+Each number is taken from its own option; where that is not given, from the run of --like. The step time may also come
+from --gpu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isles.network.links import Links
+    from isles.network.planner import Job, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options as they were typed; None: not given."""
+
+    params: str | None = None
+    layers: int | None = None
+    step_time: str | None = None
+    gpu: str | None = None
+    mfu: float | None = None
+    workers: int | None = None
+    like: str | None = None
+    links: str | None = None
+    bandwidth: str | None = None
+    latency: str | None = None
+    sync_every: int | None = None
+    tokens: str | None = None
+    step_tokens: str | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None]
+
+
+def job_of(asked: Asked) -> tuple[Job, str]:
+    """The job, and its network's name. ValueError that names what is missing or wrong."""
+    from isles.network.planner import Job
+    from isles.network.units import parse_count, parse_seconds
+
+    known = {} if asked.like is None else _of_run(asked.like)
+    if asked.params is not None:
+        known["--params"] = parse_count("--params", asked.params)
+    if asked.layers is not None:
+        known["--layers"] = asked.layers
+    if asked.workers is not None:
+        if "--workers" in known:  # each worker's share of a step stays as it was in that run
+            known["--step-tokens"] *= asked.workers / known["--workers"]
+        known["--workers"] = asked.workers
+    if asked.step_tokens is not None:
+        known["--step-tokens"] = parse_count("--step-tokens", asked.step_tokens)
+    if asked.step_time is not None:
+        known["--step-time"] = parse_seconds("--step-time", asked.step_time)
+    if asked.gpu is not None:
+        known["--step-time"] = _on_gpu(asked, known)
+    elif asked.mfu is not None:
+        raise ValueError("--mfu is the share of a GPU's peak: give --gpu NAME with it")
+    missing = [name for name in ("--params", "--layers", "--step-time", "--workers") if name not in known]
+    missing += ["--links or --bandwidth"] if asked.links is None and asked.bandwidth is None else []
+    if missing:
+        raise ValueError(f"missing: {', '.join(missing)}; or give --preset NAME (isles plan --presets lists them)")
+    network, name = _network(asked)
+    tokens = None if asked.tokens is None else parse_count("--tokens", asked.tokens)
+    if tokens is not None and "--step-tokens" not in known:
+        raise ValueError("--tokens: give --step-tokens too, the tokens of a step of all workers, for hours")
+    job = Job(
+        parameters=known["--params"],
+        layers=int(known["--layers"]),
+        step_seconds=known["--step-time"],
+        workers=int(known["--workers"]),
+        links=network,
+        tokens=tokens,
+        step_tokens=None if tokens is None else known["--step-tokens"],
+    )
+    return job, name
+
+
+def config_of(job: Job, plan: Plan, network: str) -> str:
+    """A CONFIG.toml for `isles train` with the plan's method; what the planner cannot know is left at its defaults."""
+    settings = [part.split(" = ") for part in plan.way.settings.split(", ") if part]
+    slowest = min(job.links.slowest_rate(job.workers), 1e12)
+    lines = [
+        f"# From isles plan: {network}, {100 * plan.utilisation:.1f} % of the time computing.",
+        "# Add [model], [data], [inner] and [run] of your own: isles config shows all settings.",
+        "[replicas]",
+        f'method = "{plan.way.method}"',
+        *([f"sync_every = {plan.every}"] if plan.way.kind else []),
+        *(f'{key} = "{value}"' for key, value in settings),
+        "",
+        "[world]",
+        f"workers = {job.workers}",
+        f"slowest_link = {slowest:.0f}.0  # bits per second; deadlines follow it",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _of_run(folder: str) -> dict[str, float]:
+    """What a run that has ended says of its steps."""
+    from isles.models.sizes import SIZES
+    from isles.report.rundir import read_run
+
+    run = read_run(folder)
+    if run.summary is None:
+        raise ValueError(f"--like {folder}: this run has not ended, there is no summary.json; name one that has")
+    values: dict[str, float] = {}
+    for key in ("parameters", "workers", "steps", "tokens", "compute_seconds"):
+        value = run.number(key)
+        if not value or value < 0:
+            raise ValueError(f"--like {folder}: its summary.json has no {key}; name another run, or give the numbers")
+        values[key] = value
+    known = {
+        "--params": values["parameters"],
+        "--workers": values["workers"],
+        "--step-time": values["compute_seconds"] / values["steps"],
+        "--step-tokens": values["tokens"] / values["steps"],
+    }
+    size = SIZES.get(run.setting("model", "size"))
+    layers = run.setting("model", "layers") or (size.layers if size else None)
+    return known | ({"--layers": layers} if isinstance(layers, int) else {})
+
+
+def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
+    from isles.network.hardware import step_seconds
+
+    if asked.step_time is not None:
+        raise ValueError("--gpu and --step-time both say how long a step takes: give one of them")
+    missing = [name for name in ("--params", "--workers", "--step-tokens") if name not in known]
+    if missing:
+        raise ValueError(f"--gpu: also give {', '.join(missing)}, from which a step's operations follow")
+    if not known["--workers"] > 0:
+        raise ValueError(f"--workers {known['--workers']}: choose 2 or more")
+    share = known["--step-tokens"] / known["--workers"]
+    return step_seconds(asked.gpu or "", 0.4 if asked.mfu is None else asked.mfu, known["--params"], share)
+
+
+def _network(asked: Asked) -> tuple[Links, str]:
+    """The network, and its name in words."""
+    from isles.network.links import Links
+    from isles.network.links import links as named
+    from isles.network.units import parse_rate, parse_seconds
+
+    if asked.links is not None:
+        if asked.bandwidth is not None or asked.latency is not None:
+            raise ValueError("--links says bandwidth and latency: leave out --bandwidth and --latency")
+        return named(asked.links), asked.links
+    assert asked.bandwidth is not None
+    seconds = parse_seconds("--latency", asked.latency or 0.0)
+    words = f"{asked.bandwidth} up" + (f", {asked.latency} one way" if asked.latency else "")
+    return Links(bandwidth=parse_rate("--bandwidth", asked.bandwidth), latency=seconds), words

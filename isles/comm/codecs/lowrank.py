@@ -1,0 +1,51 @@
+"""Low-rank factors as a form on the wire: what is asked for. How they are made and averaged: `isles.comm.factors`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import ClassVar
+
+from isles.comm.codecs.base import Codec
+from isles.comm.codecs.casts import Identity
+from isles.comm.codecs.integers import Int8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Matrices travel as two factors of `rank` columns (PowerSGD, Vogels et al. 2019, arXiv 1905.13727), the factors in
+    the form of `values`. Not a codec: it needs the tensors' shapes, keeps a basis from round to round, and takes two
+    phases.
+
+    min_compression_rate: a tensor of shape (m, ...), seen as a matrix (m, n), is compressed where
+    rank (m + n) min_compression_rate < m n; the others travel dense: in `values` where those are exact or a cast, else
+    int8. start: so many rounds at the start travel dense altogether.
+    """
+
+    rank: int
+    values: Codec = field(default_factory=Identity)
+    min_compression_rate: float = 2.0
+    start: int = 0
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"powersgd:{self.rank}: choose a rank of at least 1")
+
+    @property
+    def name(self) -> str:
+        """What a user types."""
+        return f"powersgd:{self.rank}" + ("" if isinstance(self.values, Identity) else f"+{self.values.name}")
+
+    @property
+    def dense(self) -> Codec:
+        """The form of what is not compressed."""
+        return self.values if self.values.name in ("none", "bf16", "fp16") else Int8()
+
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Rows and columns of a tensor of `shape` that is compressed; None for one that travels dense."""
+        if len(shape) < 2 or 0 in shape:
+            return None
+        rows, columns = shape[0], prod(shape[1:])
+        return (rows, columns) if self.rank * (rows + columns) * self.min_compression_rate < rows * columns else None

@@ -1,0 +1,137 @@
+"""NoLoCo's barrier model (arXiv 2506.10911, section 5.3): what waiting costs when steps take random times and messages
+none.
+
+A step takes exp(mu + s z), z standard normal (log-normal). Every m steps a worker waits, and then goes on:
+
+    all:   clock of everybody <- max over all of (clock + own m steps)             DiLoCo, any mean over all
+    pair:  clock of i, j      <- max of the two (clock + own m steps)              NoLoCo, random pairs, new each round
+
+A worker's m steps are drawn at once, from the law of their sum: the law of one step, on a grid, convolved m times by
+Fourier transform. Steps are rounded to cells of the grid: a sum is off by about a cell times sqrt(m / 12), less than
+1e-3 of its mean for the paper's law. With an odd number of workers one has no partner in a round.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+_CELLS = 1 << 18
+_TAIL = 7.0  # standard normal deviations to which the law of one step is kept
+_KNOTS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The law of `count` steps in a row, each exp(mu + s z) seconds; variance: s^2."""
+
+    count: int
+    mu: float = 1.0
+    variance: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"{self.count} inner steps: choose 1 or more")
+        if not 0 <= self.variance <= 2:  # beyond it one step's tail would need a finer grid
+            raise ValueError(f"variance = {self.variance} of the logarithm of a step's time: choose 0 to 2")
+        if not -100 < self.mu < 100:
+            raise ValueError(f"mu = {self.mu}, mean of the logarithm of a step's time: choose -100 to 100")
+
+    @property
+    def mean(self) -> float:
+        """Seconds."""
+        return self.count * math.exp(self.mu + self.variance / 2)
+
+    def quantiles(self) -> tuple[np.ndarray, np.ndarray]:
+        """(z, seconds): for each standard normal z the seconds that as large a share of all sums stays below."""
+        return _quantiles(self)
+
+    def sampler(self, random: np.random.Generator) -> Sampler:
+        """Draws from this law."""
+        return Sampler(random, *self.quantiles())
+
+
+@lru_cache(maxsize=8)
+def _quantiles(steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+    z = np.linspace(-_TAIL, _TAIL, _KNOTS)
+    s = math.sqrt(steps.variance)
+    if steps.count == 1:
+        return z, np.exp(steps.mu + s * z)
+    if s == 0:
+        return z, np.full_like(z, steps.mean)
+    from scipy.special import log_ndtr, ndtri_exp
+
+    # The longest sum worth keeping: all steps usual but one, plus what many usual ones add up to at the most.
+    spread = steps.mean * math.sqrt(math.expm1(steps.variance) / steps.count)
+    longest = steps.mean + math.exp(steps.mu + s * _TAIL) + 10 * spread
+    cell = longest / _CELLS
+    edges = np.log(np.arange(0.5, _CELLS) * cell)
+    below = np.concatenate([[0.0], np.exp(log_ndtr((edges - steps.mu) / s))])
+    law = np.diff(below, append=1.0)
+    total = np.fft.irfft(np.fft.rfft(law, 2 * _CELLS) ** steps.count, 2 * _CELLS).clip(min=0.0)
+    above = total[::-1].cumsum()[::-1]  # chance of at least so many cells, exact in the upper tail
+    at = -ndtri_exp(np.log(np.clip(above / above[0], 1e-300, 1 - 1e-16)))
+    kept = np.concatenate([[True], np.diff(at) > 0])
+    return z, np.interp(z, at[kept], (np.arange(2 * _CELLS) - 0.5)[kept] * cell)
+
+
+class Sampler:
+    """Random numbers from a table of quantiles over evenly spaced standard normal deviations."""
+
+    def __init__(self, random: np.random.Generator, z: np.ndarray, values: np.ndarray) -> None:
+        self.random, self.first, self.per_z = random, float(z[0]), (len(z) - 1) / float(z[-1] - z[0])
+        self.values, self.slopes = values, np.diff(values, append=values[-1])
+
+    def draw(self, count: int) -> np.ndarray:
+        """`count` independent numbers."""
+        place = (self.random.standard_normal(count) - self.first) * self.per_z
+        place = np.clip(place, 0, len(self.values) - 1)
+        cell = place.astype(np.intp)
+        return self.values[cell] + self.slopes[cell] * (place - cell)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Seconds that `rounds` rounds take, from the same step times: waiting for all, and for a partner (until the last
+    worker is through; mean over the workers).
+    """
+
+    workers: int
+    inner_steps: int
+    rounds: int
+    everybody: float
+    partner_last: float
+    partner_mean: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times longer waiting for all takes than waiting for a partner, the last worker counted."""
+        return self.everybody / self.partner_last
+
+
+def waiting(workers: int, steps: Steps, *, rounds: int = 100, seed: int = 0) -> Waiting:
+    """Both ways of waiting for the same random step times."""
+    if workers < 1 or rounds < 1:
+        raise ValueError(f"workers = {workers}, rounds = {rounds}: choose 1 or more of each")
+    random = np.random.default_rng(seed)
+    sampler = steps.sampler(random)
+    everybody, clock = 0.0, np.zeros(workers)
+    pairs = workers // 2
+    for _ in range(rounds):
+        taken = sampler.draw(workers)
+        everybody += float(taken.max())
+        # Clocks carry no names, so shuffling them is drawing new pairs: neighbours are partners.
+        clock += taken
+        random.shuffle(clock)
+        clock[: 2 * pairs] = np.repeat(np.maximum(clock[0 : 2 * pairs : 2], clock[1 : 2 * pairs : 2]), 2)
+    return Waiting(
+        workers=workers,
+        inner_steps=steps.count,
+        rounds=rounds,
+        everybody=everybody,
+        partner_last=float(clock.max()),
+        partner_mean=float(clock.mean()),
+    )

@@ -1,0 +1,44 @@
+"""How long a step computes on a GPU of a known name, from the operations of a decoder and a share of the peak.
+
+    seconds = 6 x parameters x tokens of the step of one worker / (peak x mfu)
+
+6: a multiplication and an addition for each parameter and token, once forward and twice backward. Attention's own
+products, which grow with the sequence, are left out; mfu (model FLOP utilisation) is what such runs reach of the peak,
+0.3 to 0.5 with good code on one large GPU, less on consumer cards. One GPU a worker.
+"""
+
+from __future__ import annotations
+
+from isles.errors import unknown_name
+
+# Dense bfloat16 (float16 where there is no bfloat16) with float32 sums, TFLOP/s, as the makers' data sheets state it.
+_PEAKS = {
+    "T4": 65,
+    "V100": 125,
+    "A10": 125,
+    "A100": 312,
+    "L4": 121,
+    "L40S": 362,
+    "H100": 989,
+    "H200": 989,
+    "B200": 2250,
+    "MI250X": 383,
+    "MI300X": 1307,
+    "RTX 3090": 71,
+    "RTX 4090": 165,
+}
+
+
+def gpus() -> list[str]:
+    """Every name."""
+    return list(_PEAKS)
+
+
+def step_seconds(gpu: str, mfu: float, parameters: float, tokens: float) -> float:
+    """Seconds of a step of `tokens` (one worker's). ValueError for an unknown name or an impossible share."""
+    peaks = {name.casefold(): peak for name, peak in _PEAKS.items()}
+    if gpu.casefold() not in peaks:
+        raise ValueError(unknown_name("gpu", gpu, _PEAKS) + "; or give --step-time")
+    if not 0 < mfu <= 1:
+        raise ValueError(f"mfu = {mfu}: choose a share of the GPU's peak, above 0 and up to 1, such as 0.4")
+    return 6 * parameters * tokens / (peaks[gpu.casefold()] * 1e12 * mfu)

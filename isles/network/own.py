@@ -1,0 +1,105 @@
+"""A network of one's own from a TOML file, in one of two forms.
+
+    bandwidth = "40Mbit/s"            # up; one, or a list with one for each line
+    downlink = "250Mbit/s"            # the same forms; left out: wide enough
+    latency = "25ms"                  # one way; one, or a matrix [source][target] of ranks
+    jitter = 0.5                      # sigma of the log-normal factor on each latency
+    uplinks = [0, 0, 1]               # whose line each rank is on; left out: each has its own
+
+    jitter = 0.4
+    [[place]]
+    name = "Zurich"
+    latitude = 47.4
+    longitude = 8.5
+    upload = "100Mbit/s"
+    download = "1Gbit/s"
+    workers = 2                       # they share the line; left out: 1
+
+Rates without a unit are bits per second, times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isles.network.links import Links
+from isles.network.places import Place, connect
+from isles.network.units import parse_rate, parse_seconds
+from isles.tables import read_toml, typed
+
+Amount = float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lines:
+    bandwidth: Amount | tuple[Amount, ...]
+    downlink: Amount | tuple[Amount, ...] | None = None
+    latency: Amount | tuple[tuple[Amount, ...], ...] = 0.0
+    jitter: float = 0.0
+    uplinks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    name: str
+    latitude: float
+    longitude: float
+    upload: Amount
+    download: Amount = float("inf")
+    workers: int = 1
+
+
+def read_links(path: str) -> Links:
+    """The network in the file. ValueError, one line that begins with `links = PATH:`, for anything that is wrong."""
+    try:
+        table = read_toml(path)
+        return _from_places(table) if "place" in table else _from_lines(table)
+    except ValueError as error:
+        raise ValueError(f"links = {path}: {str(error).removeprefix(f'{path}: ')}") from None
+
+
+def _from_lines(table: Mapping[str, Any]) -> Links:
+    made: _Lines = typed("links", _Lines, table)
+    latency = made.latency
+    return Links(
+        bandwidth=_rates("bandwidth", made.bandwidth),
+        downlink=None if made.downlink is None else _rates("downlink", made.downlink),
+        latency=[[parse_seconds("latency", cell) for cell in row] for row in latency]
+        if isinstance(latency, tuple)
+        else parse_seconds("latency", latency),
+        jitter=made.jitter,
+        uplinks=made.uplinks,
+    )
+
+
+def _from_places(table: Mapping[str, Any]) -> Links:
+    for key in table:
+        if key not in ("place", "jitter"):
+            raise ValueError(f"links.{key} does not go with [[place]]: a place has upload, download and a position")
+    tables, jitter = table["place"], table.get("jitter", 0.0)
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise ValueError("links.place: write [[place]] above each place's keys")
+    if isinstance(jitter, bool) or not isinstance(jitter, (int, float)):
+        raise ValueError(f"links.jitter = {jitter!r}: write a number, 0 or more")
+    places, workers = [], []
+    for number, one in enumerate(tables, start=1):
+        made: _Place = typed(f"place {number}", _Place, one)
+        if made.workers < 1:
+            raise ValueError(f"place {number}: workers = {made.workers}: choose 1 or more")
+        places.append(
+            Place(
+                name=made.name,
+                latitude=made.latitude,
+                longitude=made.longitude,
+                upload=parse_rate(f"place {number}: upload", made.upload),
+                download=parse_rate(f"place {number}: download", made.download),
+            )
+        )
+        workers.append(made.workers)
+    return connect(places, workers, jitter=jitter)
+
+
+def _rates(name: str, given: Amount | tuple[Amount, ...]) -> float | list[float]:
+    return [parse_rate(name, one) for one in given] if isinstance(given, tuple) else parse_rate(name, given)

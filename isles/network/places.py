@@ -1,0 +1,114 @@
+"""Lines between places on the map: latency from distance, rates from each place's own line.
+
+    latency = great circle x DETOUR / FIBRE + ACCESS        one way, seconds
+
+`WORLD` is twelve places where volunteers might live; what its numbers come from stands beside them. They are of the
+right size, not measured: measure your own lines for a decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isles.network.links import Links
+
+EARTH_KM = 6371.0
+FIBRE = 204_000.0
+"""Kilometres that light goes in a second in glass: 299,792 divided by a refractive index of 1.47."""
+DETOUR = 1.5
+"""Cables follow coasts, roads and exchanges, not the great circle."""
+ACCESS = 10e-3
+"""Seconds that both ends together add: home router, access network, first exchange. Some ms each is usual."""
+NEXT_DOOR = 0.2e-3
+"""Seconds between two workers behind one line: a switch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where workers are. latitude, longitude: degrees, north and east positive. upload, download: bits per second that
+    its workers share.
+    """
+
+    name: str
+    latitude: float
+    longitude: float
+    upload: float
+    download: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not -90 <= self.latitude <= 90 or not -180 <= self.longitude <= 180:
+            raise ValueError(f"latitude = {self.latitude}, longitude = {self.longitude}: degrees, up to ±90 and ±180")
+        for key in ("upload", "download"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key} = {getattr(self, key)}: a rate must be above 0 bits per second")
+
+
+def kilometres(one: Place, other: Place) -> float:
+    """Along the great circle."""
+    phi, psi = math.radians(one.latitude), math.radians(other.latitude)
+    east = math.radians(other.longitude - one.longitude)
+    half = math.sin((psi - phi) / 2) ** 2 + math.cos(phi) * math.cos(psi) * math.sin(east / 2) ** 2
+    return 2 * EARTH_KM * math.asin(math.sqrt(half))
+
+
+def latency(one: Place, other: Place) -> float:
+    """Seconds one way between two lines."""
+    return kilometres(one, other) * DETOUR / FIBRE + ACCESS
+
+
+def connect(places: Sequence[Place], workers: Sequence[int], *, jitter: float = 0.0) -> Links:
+    """The network of `workers[k]` ranks at `places[k]`, who share its line; ranks in the order of the places."""
+    lines = [number for number, count in enumerate(workers) for _ in range(count)]
+    return Links(
+        bandwidth=[place.upload for place in places],
+        downlink=[place.download for place in places],
+        latency=[[NEXT_DOOR if a == b else latency(places[a], places[b]) for b in lines] for a in lines],
+        jitter=jitter,
+        uplinks=lines,
+    )
+
+
+def _place(name: str, latitude: float, longitude: float, upload: float, download: float) -> Place:
+    return Place(name=name, latitude=latitude, longitude=longitude, upload=upload * 1e6, download=download * 1e6)
+
+
+# Coordinates are those of the cities, to a tenth of a degree. Rates are our round numbers for an ordinary line of a
+# household there, after the kind of line that is common: where fibre reaches most homes, upload comes near download
+# (Seoul, Tokyo, Singapore, Mumbai, Sao Paulo, Johannesburg); over telephone wire (London, Frankfurt), cable television
+# (New York, San Francisco, Warsaw) or a national plan (Sydney, 100 down and 20 up) it is a small part of it.
+WORLD = (
+    _place("Frankfurt", 50.1, 8.7, 40, 100),
+    _place("New York", 40.7, -74.0, 35, 300),
+    _place("Singapore", 1.4, 103.8, 300, 300),
+    _place("Sao Paulo", -23.6, -46.6, 150, 300),
+    _place("Tokyo", 35.7, 139.7, 300, 300),
+    _place("London", 51.5, -0.1, 20, 80),
+    _place("San Francisco", 37.8, -122.4, 35, 400),
+    _place("Mumbai", 19.1, 72.9, 100, 100),
+    _place("Sydney", -33.9, 151.2, 20, 100),
+    _place("Johannesburg", -26.2, 28.0, 50, 50),
+    _place("Seoul", 37.6, 127.0, 300, 300),
+    _place("Warsaw", 52.2, 21.0, 50, 300),
+)
+
+
+def _home(rank: int) -> Place:
+    return WORLD[rank % len(WORLD)]
+
+
+def _upload(rank: int) -> float:
+    return _home(rank).upload
+
+
+def _download(rank: int) -> float:
+    return _home(rank).download
+
+
+def _latency(source: int, target: int) -> float:
+    return latency(_home(source), _home(target))
+
+
+WORLDWIDE = Links(bandwidth=_upload, downlink=_download, latency=_latency, jitter=0.4)
+"""Rank r lives in place r mod 12, on a line of its own."""

@@ -1,0 +1,52 @@
+"""Amounts as people write them: rates "200Mbit/s", "1.5 Gbps", times "40ms", counts "1.3B", "500k"; plain numbers are
+bits per second, seconds, pieces.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_AMOUNT = re.compile(r"([0-9.eE+-]+|inf)\s*([a-zA-Z/]*)")
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATES = {f"{prefix}{form}": size for prefix, size in _PREFIXES.items() for form in ("bit/s", "bps", "bits/s")}
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def parse_rate(name: str, given: float | str) -> float:
+    """Bits per second, above 0; ValueError that begins with `name`. Large and small letters are alike; no bytes."""
+    value = _parse(name, given, _RATES, "200Mbit/s")
+    if not value > 0:
+        raise ValueError(f"{name} = {given}: a rate must be above 0 bits per second, such as 200Mbit/s")
+    return value
+
+
+def parse_seconds(name: str, given: float | str) -> float:
+    """Seconds, 0 or more and finite; ValueError that begins with `name`."""
+    value = _parse(name, given, _TIMES, "40ms")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} = {given}: a time must be 0 s or more and finite, such as 40ms")
+    return value
+
+
+def parse_count(name: str, given: float | str) -> float:
+    """A number above 0 and finite: B is 10^9, T 10^12; ValueError that begins with `name`."""
+    value = _parse(name, given, _COUNTS, "1.3B")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} = {given}: choose a number above 0, such as 1.3B")
+    return value
+
+
+def _parse(name: str, given: float | str, units: dict[str, float], example: str) -> float:
+    if not isinstance(given, str):
+        return float(given)
+    found = _AMOUNT.fullmatch(given.strip())
+    unit = found.group(2).lower() if found else ""
+    try:
+        number = float(found.group(1)) if found else None
+    except ValueError:
+        number = None
+    if number is None or (unit and unit not in units):
+        raise ValueError(f"{name} = {given!r}: write a number and a unit, such as {example}")
+    return number * units.get(unit, 1.0)

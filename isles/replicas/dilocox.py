@@ -1,0 +1,98 @@
+"""DiLoCoX's outer step (Qi et al., 2025, arXiv 2506.21263): a mean that takes a whole round to arrive, as low-rank
+factors in 4 bits, with error feedback.
+
+    round t, H inner steps from theta_i:
+        delta_i = start_i - theta_i                    start_i: what the round began with
+        Delta   = mean_j C(delta_j(t-1) + E_j)         arrives now; nothing in round 1
+        v <- mu v + Delta;  W <- W - lr (Delta + mu v)
+        C(delta_i + E_i) leaves;  E_i <- what C lost of it
+        theta_i <- W - delta_i   (carry)               or  W   (restart)
+
+W: anchor, equal on all workers; C: low rank by `isles.comm.factors`, its factors in `codec`, what is no matrix in 8
+bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept while it travels;
+restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the means make use of
+(`adaptive`). The readable text does not decide between carry and restart; carry fits its results. Memory beyond
+training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from isles.comm.codecs.lowrank import LowRank
+from isles.comm.factors import Factors
+from isles.replicas.adaptive import Adaptive, resized
+from isles.replicas.cadence import EveryH
+from isles.replicas.diloco import Nesterov
+from isles.replicas.dilocox_config import DiLoCoXConfig
+from isles.replicas.feedback import feedback
+from isles.replicas.landing import Carry, Replace
+from isles.replicas.mixing import Everyone
+from isles.replicas.outer import OuterSync
+from isles.replicas.parts import Composition
+
+
+class DiLoCoX(OuterSync):
+    """See the module. All workers leave each boundary with equal anchors."""
+
+    Config = DiLoCoXConfig
+    config: DiLoCoXConfig
+    cadence: EveryH
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        config = self.config
+        form = config.form([parameter.shape for parameter in self.parameters])
+        self.adaptive = None
+        if isinstance(form, LowRank) and config.rounds_averaged:
+            self.adaptive = Adaptive(
+                first_rank=form.rank,
+                first_every=config.sync_every,
+                window=config.rounds_averaged,
+                energy=config.energy,
+            )
+        return Composition(
+            cadence=EveryH(config.sync_every, rounds_late=0 if config.delay == "none" else 1),
+            mixing=Everyone(),
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
+            landing=Carry() if config.delay == "carry" else Replace(),
+            codec=form,
+            feedback=feedback(config.error_feedback, config.feedback_decay),
+        )
+
+    def adapt(self) -> None:
+        """See OuterSync.adapt."""
+        (fragment,), adaptive = self.fragments, self.adaptive
+        means = fragment.averaging
+        if adaptive is None or not isinstance(means, Factors) or fragment.rounds <= means.form.start:
+            return
+        adaptive.observe(means.bases, [matrix.rows * matrix.columns for matrix in means.matrices])
+        round = fragment.rounds + 1
+        rank = adaptive.rank(round)
+        means.bases = [
+            resized(basis, min(rank, matrix.rows), round)
+            for basis, matrix in zip(means.bases, means.matrices, strict=True)
+        ]
+        self.cadence = replace(self.cadence, sync_every=adaptive.every(rank), origin=self.steps)
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        notices = super().advise(steps)
+        if self.adaptive is not None:
+            notices.append("bytes and rounds are those of the first rank and H; both adapt (window = 0 keeps them)")
+        return notices
+
+    def outer_state(self) -> dict[str, Any]:
+        """See ReplicaSync.outer_state."""
+        seen: Sequence[float] = () if self.adaptive is None else self.adaptive.seen
+        cadence = {"sync_every": self.cadence.sync_every, "origin": self.cadence.origin}
+        return {**super().outer_state(), "seen": list(seen), "cadence": cadence}
+
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        """See ReplicaSync.load_outer_state."""
+        super().load_outer_state(state)
+        self.cadence = replace(self.cadence, **state["cadence"])
+        if self.adaptive is not None:
+            self.adaptive.seen = list(state["seen"])

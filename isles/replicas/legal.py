@@ -1,0 +1,187 @@
+"""Which parts go together: a table, and what it says of a choice.
+
+A choice names one member an axis (`AXES`); anything else, such as a part of one's own, is a member that no row knows.
+Rows are read in order; the first that refuses is told, and every one that warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+AXES: dict[str, tuple[str, ...]] = {
+    "cadence": ("every_h", "fragments", "overlap", "one_round", "more_rounds"),
+    "mixing": ("all", "groups", "nobody"),
+    "codec": (
+        *("none", "fp16", "bf16", "int8", "int4", "int2", "fp4", "sign"),
+        *("topk", "dct_topk", "randk", "powersgd"),
+    ),
+    "error_feedback": ("none", "local", "global"),
+    "reading": ("received", "eager"),
+    "rule": ("average", "sgd", "nesterov", "heavy_ball", "noloco"),
+    "landing": ("replace", "blend", "carry"),
+}
+"""Members by axis. cadence: when an answer lands: at once, fragment by fragment or not; some inner steps after it was
+sent; when its fragment is sent next; later.
+"""
+
+BIASED = ("int2", "sign", "topk", "dct_topk", "randk", "powersgd")  # they shrink, or leave out, what they send
+LOSSY = tuple(name for name in AXES["codec"] if name != "none")
+AT_ONCE = ("every_h", "fragments")
+LATE = ("overlap", "one_round", "more_rounds")
+
+
+class Row(NamedTuple):
+    """What is said of every choice whose members are among `when`'s, axis by axis."""
+
+    verdict: Literal["refused", "warned"]
+    when: Mapping[str, tuple[str, ...]]
+    because: str
+    instead: str
+
+    def meets(self, choice: Mapping[str, str]) -> bool:
+        """Whether the row speaks of this choice."""
+        return all(choice[axis] in members for axis, members in self.when.items())
+
+    @property
+    def title(self) -> str:
+        """The members that meet, such as "codec powersgd x mixing groups"."""
+        return " x ".join(f"{axis} {'/'.join(members)}" for axis, members in self.when.items())
+
+
+TABLE: tuple[Row, ...] = (
+    Row(
+        "refused",
+        {"mixing": ("nobody",), "codec": LOSSY},
+        "nothing travels, so a codec would only do harm",
+        'codec = "none"',
+    ),
+    Row(
+        "refused",
+        {"mixing": ("nobody",), "cadence": LATE},
+        "nothing travels, so nothing has to come late",
+        "overlap_steps = 0 and outer_delay = 0",
+    ),
+    Row(
+        "refused",
+        {"mixing": ("nobody",), "rule": ("noloco",)},
+        "there are no anchors to be pulled to",
+        'rule = "heavy_ball"',
+    ),
+    Row(
+        "refused",
+        {"codec": ("powersgd",), "mixing": ("groups",)},
+        "the factors start from a basis that all workers have in common, and random groups have none",
+        'mixing = "all", or a codec without memory such as int4',
+    ),
+    Row(
+        "refused",
+        {"codec": ("powersgd",), "reading": ("eager",)},
+        "what the others make of a low-rank share is known only with their mean, a round too late",
+        "another codec, such as int4",
+    ),
+    Row(
+        "refused",
+        {"reading": ("eager",), "cadence": (*AT_ONCE, "overlap")},
+        "an eager reading replaces the own share of a mean that is a round old",
+        "outer_delay = 1",
+    ),
+    Row(
+        "refused",
+        {"landing": ("carry",), "cadence": (*AT_ONCE, "overlap", "more_rounds")},
+        "carry keeps the progress of exactly one round that is under way",
+        "outer_delay = 1",
+    ),
+    Row(
+        "refused",
+        {"landing": ("carry",), "reading": ("eager",)},
+        "both add the own progress that is not averaged yet, so it would count twice",
+        'landing = "replace"',
+    ),
+    Row(
+        "refused",
+        {"error_feedback": ("global",), "cadence": ("more_rounds",)},
+        "it is measured against a mean that has not come back when the next share leaves",
+        'error_feedback = "local"',
+    ),
+    Row(
+        "refused",
+        {"rule": ("average",), "codec": tuple(name for name in LOSSY if name != "randk")},
+        "parameters travel, and without an anchor what a codec takes from them stays wrong for good",
+        'rule = "sgd" with outer_lr = 1, or codec none or randk',
+    ),
+    Row(
+        "refused",
+        {"rule": ("average",), "error_feedback": ("local", "global")},
+        "parameters travel, not changes: nothing of one round belongs into the next",
+        'rule = "sgd" with outer_lr = 1',
+    ),
+    Row(
+        "refused",
+        {"rule": ("average",), "cadence": LATE},
+        "parameters that land late overwrite what was learned since they were sent",
+        'rule = "sgd" with outer_lr = 1',
+    ),
+    Row(
+        "warned",
+        {"mixing": ("groups",), "rule": ("sgd", "nesterov", "heavy_ball")},
+        "nothing pulls the anchors of different groups together, so replicas drift apart",
+        'rule = "noloco"',
+    ),
+    Row(
+        "warned",
+        {"codec": BIASED, "error_feedback": ("none",), "rule": ("sgd", "nesterov", "heavy_ball", "noloco")},
+        "the codec takes a part of every outer gradient that never comes back",
+        'error_feedback = "local"',
+    ),
+    Row(
+        "warned",
+        {"codec": ("none",), "error_feedback": ("local", "global")},
+        "nothing is lost on the wire, so 4 bytes a parameter are held for nothing",
+        'error_feedback = "none"',
+    ),
+    Row(
+        "warned",
+        {"mixing": ("all",), "rule": ("noloco",)},
+        "all anchors are equal, so they are sent for nothing",
+        'rule = "heavy_ball"',
+    ),
+    Row(
+        "warned",
+        {"rule": ("noloco",), "cadence": ("one_round", "more_rounds")},
+        "the pull acts on anchors that are a round old",
+        "overlap_steps, or outer_delay = 0",
+    ),
+)
+
+BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
+    ("refused", "sync_every > run.steps", "no exchange would fall into the run"),
+    ("refused", "anchor_codec below int8", "anchors rounded so coarsely drift by a tenth of the weights' size"),
+    ("refused", "overlap_steps >= sync_every", "a fragment would be sent again before its answer landed"),
+    ("warned", "gamma >= 2 (1 - outer_momentum^2), in pairs", "replicas drift apart in large worlds"),
+    ("warned", "fewer rounds than 20 / (1 - outer_momentum)", "the momentum does not come up to speed"),
+    ("warned", "eager with more than 2 workers and outer_lr > 0.2", "a step is fresh by 1/workers only"),
+    ("warned", "sync_every no multiple of the fragments", "they are sent at uneven steps"),
+)
+"""What numbers decide, said where they are known."""
+
+
+def refusal(choice: Mapping[str, str]) -> str | None:
+    """Why the choice makes no sense, with the mend, in one line; None where it does."""
+    return next((_line(row) for row in TABLE if row.verdict == "refused" and row.meets(choice)), None)
+
+
+def refuse(choice: Mapping[str, str]) -> None:
+    """ValueError with that line."""
+    line = refusal(choice)
+    if line is not None:
+        raise ValueError(line)
+
+
+def warnings(choice: Mapping[str, str]) -> list[str]:
+    """What is to be said of a choice that is not refused, a line each."""
+    return [_line(row) for row in TABLE if row.verdict == "warned" and row.meets(choice)]
+
+
+def _line(row: Row) -> str:
+    return f"{row.title}: {row.because}; choose {row.instead}"

@@ -1,0 +1,53 @@
+"""TOML tables that a user wrote: read from a file, and turned into a dataclass, one line an error."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from isles.errors import unknown_name
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """What the file holds. ValueError where it cannot be read or is no TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from error
+
+
+def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass `cls` from the keys of a section. ValueError that names section.key and the mend."""
+    known = [field.name for field in fields(cls)]
+    for key in values:
+        if key not in known:
+            raise ValueError(unknown_name("key", f"{section}.{key}", [f"{section}.{name}" for name in known]))
+    try:
+        # As JSON, for the strict check of Python values takes no list for a tuple; strict: "yes" is no boolean, true no
+        # number. TOML's dates become strings: `--set data.path=2024-05-01` means a folder.
+        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise ValueError(_worded(section, error)) from None
+
+
+def _worded(section: str, error: ValidationError) -> str:
+    """pydantic's first complaint in one line that begins with section.key."""
+    first = error.errors()[0]
+    message = " ".join(first["msg"].removeprefix("Value error, ").split())
+    if first["type"] == "value_error":
+        if message.startswith("unknown "):  # unknown codec 'zip': choose ...
+            return f"unknown {section}.{message.removeprefix('unknown ')}"
+        return message if message.startswith(f"{section}.") else f"{section}.{message}"
+    key = ".".join([section, *(str(part) for part in first["loc"])])
+    if first["type"] == "missing":
+        return f"{key} is missing: give it a value"
+    hint = {"string_type": ", in quotes", "tuple_type": ", in brackets"}.get(first["type"], "")
+    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{hint}"

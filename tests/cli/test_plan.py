@@ -1,0 +1,180 @@
+"""`isles plan`: what it prints and writes, what it refuses, and that it needs no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from isles import cli
+from isles.network import eager_tables
+from isles.report import noloco_sheets
+from isles.report.planning import presets, sheet
+from tests.report.sample import write_sample
+
+GPU = ["--params", "1B", "--layers", "24", "--workers", "8", "--links", "lan", "--step-tokens", "1M"]
+RUN = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "8"]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """plan(*arguments): (exit code, stdout, stderr) of the command, in this process."""
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", "plan", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capsys.readouterr()
+
+    return ask
+
+
+def test_table_5_as_json(plan):
+    code, out, _ = plan("--preset", "eager-table5", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and len(rows) == 24
+    needs = {"50": 86.8, "80": 152.6, "90": 184.2, "95": 222.3, "99": 569.0}
+    assert rows[0] == {"size": "1B", "method": "Data-Parallel", "bandwidth_gbps": needs}
+    assert rows[-1]["size"] == "100B" and rows[-1]["method"] == "1-outer FP4 H100"
+    assert list(rows[-1]["bandwidth_gbps"].values()) == [0.2, 0.3, 0.3, 0.3, 0.4]
+    assert {row["method"] for row in rows} >= {"DiLoCo H100", "1-inner FP4 H30", "Streaming overlapped bf16"}
+
+
+def test_table_5_as_people_read_it(plan, tmp_path: Path):
+    code, out, _ = plan("--preset", "eager-table5", "--out", str(tmp_path / "new" / "folder"))
+    assert code == 0 and "569.0" in out and "note: As printed" in out
+    written = {path.suffix: path for path in (tmp_path / "new" / "folder").iterdir()}
+    assert set(written) == {".csv", ".json", ".png", ".html"}
+    rows = list(csv.reader(io.StringIO(written[".csv"].read_text())))
+    assert rows[0] == ["size", "method", "50 %", "80 %", "90 %", "95 %", "99 %"] and len(rows) == 25
+    assert rows[1] == ["1B", "Data-Parallel", "86.8", "152.6", "184.2", "222.3", "569.0"]
+    page = written[".html"].read_text()
+    assert page.count("<svg") == 3 and page.count("<polyline") == 24 and "http" not in page.replace("http-equiv", "")
+    assert Image.open(written[".png"]).size[0] == 1300
+    assert all(str(path) in out for path in written.values())
+
+
+def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
+    """The first line is the one to try; table, JSON and page hold the same."""
+    network = ["--links", "home-cable", "--targets", "90,50", "--tokens", "2B", "--step-tokens", "500k"]
+    code, out, _ = plan(*RUN, *network, "--out", str(tmp_path))
+    assert code == 0 and "First is noloco (codec = int8, anchor_codec = int8) with H = 200: it computes 90.8 %" in out
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert rows[0]["method"] == "noloco" and rows[0]["sync_every"] == 200 and rows[0]["reaches"]
+    assert list(rows[0]["bandwidth_mbps"]) == ["90", "50"] and rows[0]["hours"] == pytest.approx(
+        4000 / 3600 / 0.9076, rel=1e-3
+    )
+    head, first, *_ = csv.reader(io.StringIO((tmp_path / "plan.csv").read_text()))
+    assert dict(zip(head, first, strict=True))["computing %"] == "90.8"
+    assert (tmp_path / "plan.html").read_text().count("<polyline") == 5
+    code, out, _ = plan(*RUN, "--bandwidth", "inf", "--json")
+    assert code == 0 and json.loads(out)["rows"][0]["method"] == "ddp"
+
+
+def test_a_step_from_a_gpus_name(plan):
+    """6 x 1e9 x 125,000 operations at 40 % of 312e12 a second."""
+    code, out, _ = plan(*GPU, "--gpu", "a100")
+    assert code == 0 and f"{6 * 1e9 * 125e3 / (0.4 * 312e12):.4g} s of computing a step" in out
+
+
+def test_a_plan_like_a_run(plan, tmp_path: Path):
+    run = tmp_path / "run"
+    summary = write_sample(run, workers=4, steps=40)
+    seconds, tokens = summary["compute_seconds"] / 40, summary["tokens"] / 40
+    code, out, _ = plan("--like", str(run), "--layers", "6", "--workers", "8", "--links", "lan", "--tokens", "1M")
+    assert code == 0 and f"{seconds:.4g} s of computing a step" in out and "1.23 million parameters, 8 workers" in out
+    hours = float(out.splitlines()[5].split()[-2])
+    share = float(re.search(r"computes ([0-9.]+) %", out)[1]) / 100
+    assert hours == pytest.approx(1e6 / (2 * tokens) * seconds / share / 3600, rel=5e-3)
+    code, _, err = plan("--like", str(run), "--links", "lan")
+    assert code == 2 and "missing: --layers" in err  # this run's config.toml names no size
+    (run / "summary.json").write_text(json.dumps({**summary, "compute_seconds": None}))
+    code, _, err = plan("--like", str(run), "--links", "lan")
+    assert code == 2 and "has no compute_seconds" in err
+    (run / "summary.json").unlink()
+    code, _, err = plan("--like", str(run), "--links", "lan")
+    assert code == 2 and "has not ended" in err
+
+
+def test_a_plan_as_a_configuration(plan, tmp_path: Path):
+    """What --write writes, `isles train` takes."""
+    from isles.training.border import read_config
+
+    path = tmp_path / "run.toml"
+    code, out, _ = plan(*RUN, "--links", "home-cable", "--write", str(path))
+    assert code == 0 and str(path) in out
+    made = read_config(str(path), {}, ["run.steps=1000"])
+    assert (made.method, made.replicas.sync_every, made.replicas.codec) == ("noloco", 200, "int8")
+    assert made.replicas.anchor_codec == "int8" and made.world.workers == 8 and made.world.slowest_link == 40e6
+    code, _, err = plan(*RUN, "--links", "lan", "--write", str(path))
+    assert code == 2 and "exists already" in err
+
+
+def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
+    code, out, err = plan("--preset", "eager-table2", "--json", "--out", str(tmp_path))
+    assert code == 0 and json.loads(out) == json.loads((tmp_path / "eager-table2.json").read_text())
+    assert str(tmp_path / "eager-table2.csv") in err
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eager_tables, "JOBS", {"1B": eager_tables.JOBS["1B"]})  # their size is tested in tests/network
+    monkeypatch.setattr(noloco_sheets, "_TREES", 20)
+    monkeypatch.setattr(noloco_sheets, "_SHOTS", 20)
+    monkeypatch.setattr(noloco_sheets, "_CROWDS", (2, 16, 64))
+    made = sheet(name)
+    assert made.name == name and made.table.rows and json.loads(json.dumps(made.data, allow_nan=False))["rows"]
+    assert {len(row) for row in made.table.rows} == {len(made.table.heads)}
+
+
+def test_list_of_presets(plan):
+    code, out, _ = plan("--presets")
+    assert code == 0 and all(name in out for name in presets())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "missing: --params, --layers, --step-time, --workers, --links or --bandwidth"),
+        ([*RUN, "--bandwidth", "-3Mbps"], "--bandwidth = -3Mbps: a rate must be above 0"),
+        ([*RUN, "--bandwidth", "3MB/s"], "such as 200Mbit/s"),
+        ([*RUN, "--links", "lam"], "did you mean 'lan'"),
+        ([*RUN, "--links", "none.toml"], "links = none.toml: cannot be read"),
+        ([*RUN, "--links", "lan", "--latency", "3ms"], "leave out --bandwidth and --latency"),
+        ([*RUN, "--links", "lan", "--targets", "900"], "--targets 900"),
+        ([*RUN, "--links", "lan", "--workers", "0"], "workers = 0: choose 2"),
+        ([*RUN, "--links", "lan", "--tokens", "3B"], "give --step-tokens too"),
+        ([*RUN, "--links", "lan", "--gpu", "H100"], "give one of them"),
+        ([*GPU, "--gpu", "H1000"], "did you mean 'H100'"),
+        ([*GPU, "--gpu", "H100", "--mfu", "4"], "mfu = 4.0"),
+        ([*GPU[:-2], "--gpu", "H100"], "also give --step-tokens"),
+        ([*RUN, "--links", "lan", "--mfu", "0.4"], "give --gpu NAME"),
+        (["--like", "absent", "--links", "lan"], "no run directory at absent"),
+        ([*RUN, "--links", "lan", "--write", "/dev/null"], "exists already"),
+        (["--preset", "eager-table2", "--workers", "3", "--step-time", "1"], "leave out --step-time, --workers"),
+        (["--preset", "eager-table6"], "did you mean 'eager-table5'"),
+        (["--presets", "--json"], "give it alone"),
+        (["--preset", "eager-table2", "--out", "/proc/none"], "--out"),
+        (["--preset"], "requires an argument"),
+    ],
+)
+def test_a_slip_is_one_line_with_the_mend(plan, arguments, words):
+    code, _, err = plan(*arguments)
+    assert code == 2 and words in err
+    assert err.startswith("isles: ") and err.count("\n") == 1
+
+
+def test_no_torch():
+    code = (
+        "import sys; from isles import cli; sys.argv = ['isles', 'plan', '--preset', 'noloco-quadratic', '--json']\n"
+        "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "False\n" and json.loads(done.stdout)["rows"]

@@ -1,0 +1,111 @@
+"""A network of one's own: both forms of the file, and one clear line for every slip."""
+
+import pytest
+
+from isles.network.links import links
+from isles.network.places import Place, latency
+from isles.network.units import parse_rate, parse_seconds
+
+LINES = """
+bandwidth = ["40Mbit/s", 1e6]
+downlink = "0.25 Gbps"
+latency = [[0, "25ms", 0.03], ["25ms", 0, 0.03], [0.03, 0.03, 0]]
+jitter = 0.5
+uplinks = [0, 0, 1]
+"""
+PLACES = """
+jitter = 0.4
+[[place]]
+name = "Zurich"
+latitude = 47.4
+longitude = 8.5
+upload = "100Mbit/s"
+workers = 2
+[[place]]
+name = "Quito"
+latitude = -0.2
+longitude = -78.5
+upload = 10_000_000
+download = "50Mbit/s"
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        (tmp_path / "my.toml").write_text(text)
+        return str(tmp_path / "my.toml")
+
+    return write
+
+
+def test_lines(written):
+    made = links(written(LINES))
+    made.check(3)
+    assert made.bandwidth == (40e6, 1e6) and made.downlink == 250e6 and made.uplinks == (0, 0, 1)
+    assert made.base_latency(0, 1) == 0.025 and made.base_latency(2, 0) == 0.03 and made.jitter == 0.5
+
+
+def test_places(written):
+    made = links(written(PLACES))
+    made.check(3)
+    zurich = Place(name="", latitude=47.4, longitude=8.5, upload=1)
+    quito = Place(name="", latitude=-0.2, longitude=-78.5, upload=1)
+    assert made.bandwidth == (100e6, 10e6) and made.uplinks == (0, 0, 1) and made.jitter == 0.4
+    assert made.base_latency(1, 2) == latency(zurich, quito)
+    assert made.down_rate(1) == 50e6 and made.down_rate(0) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bandwidth = -1", "bandwidth = -1"),
+        ("bandwidth = 0", "above 0 bits per second, such as 200Mbit/s"),
+        ('bandwidth = "40MB/s"', "write a number and a unit, such as 200Mbit/s"),
+        ("bandwidth = []", "bandwidth must be above 0"),
+        ("bandwidth = true", "links.bandwidth"),
+        ("bandwith = 1e6", "did you mean 'links.bandwidth'"),
+        ("latency = 0.1", "links.bandwidth is missing"),
+        ('bandwidth = 1e6\nlatency = "-3ms"', "latency = -3ms"),
+        ('bandwidth = 1e6\nlatency = "3 Mbit/s"', "such as 40ms"),
+        ("bandwidth = 1e6\njitter = -1", "jitter"),
+        ("bandwidth = 1e6\nuplinks = [0.5]", "links.uplinks.0"),
+        ("bandwidth = ", "not valid TOML"),
+        (PLACES.replace("47.4", "147.4"), "latitude = 147.4"),
+        (PLACES.replace('"100Mbit/s"', "-5"), "place 1: upload = -5"),
+        (PLACES.replace("workers = 2", "workers = 0"), "place 1: workers = 0"),
+        (PLACES.replace("latitude", "lattitude"), "did you mean 'place 1.latitude'"),
+        (PLACES.replace('name = "Quito"', ""), "place 2.name is missing"),
+        ("latency = 1\n" + PLACES, "links.latency does not go with [[place]]"),
+        (PLACES.replace("0.4", '"much"'), "links.jitter"),
+        ("place = 3", "write [[place]]"),
+    ],
+)
+def test_a_slip_is_named(written, text, words):
+    path = written(text)
+    with pytest.raises(ValueError) as told:
+        links(path)
+    message = str(told.value)
+    assert message.startswith(f"links = {path}: ") and words in message and "\n" not in message
+
+
+def test_no_file():
+    with pytest.raises(ValueError, match=r"links = absent.toml: cannot be read .* name a TOML file"):
+        links("absent.toml")
+
+
+def test_amounts():
+    for text, value in {
+        "200Mbit/s": 2e8,
+        "1.5 Gbps": 1.5e9,
+        "64kbit/s": 64e3,
+        "3bits/s": 3,
+        "1e6": 1e6,
+        "inf": float("inf"),
+    }.items():
+        assert parse_rate("x", text) == value
+    for text, value in {"40ms": 0.04, "2 s": 2.0, "150us": 150e-6, "0": 0.0}.items():
+        assert parse_seconds("x", text) == pytest.approx(value)
+    for text in ("", "fast", "1..2Mbit/s", "Mbit/s", "nan"):
+        with pytest.raises(ValueError, match=r"^x = "):
+            parse_rate("x", text)

@@ -1,0 +1,127 @@
+"""The planner against the library's own accounts, against docs/which-method.md, and its order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from isles.network.costs import Lines
+from isles.network.links import Links, links
+from isles.network.planner import FORMS, WAYS, Job, curve, plan, utilisation
+
+JOB = Job(parameters=1e8, layers=12, step_seconds=1.0, workers=8, links=links("home-fibre"))
+
+
+def way(method, codec="none"):
+    return next(one for one in WAYS if one.method == method and one.codec == codec)
+
+
+@pytest.mark.parametrize(
+    ("network", "wanted"),
+    [
+        ("datacentres", (91.3, 98.8, 99.3, 99.9, 99.9)),
+        ("lan", (16.9, 89.9, 94.0, 98.9, 99.4)),
+        ("home-fibre", (5.3, 72.8, 82.4, 96.4, 97.9)),
+        ("home-cable", (0.7, 26.3, 31.2, 78.1, 86.2)),
+    ],
+)
+def test_the_table_of_which_method(network, wanted):
+    job = replace(JOB, links=links(network))
+    lines = Lines.of(job.links, range(8))
+    asked = [("ddp", 1), ("diloco", 50), ("noloco", 50), ("diloco", 500), ("noloco", 500)]
+    assert [round(100 * utilisation(job, way(name), every, lines), 1) for name, every in asked] == list(wanted)
+
+
+@pytest.mark.parametrize("one", WAYS, ids=lambda one: f"{one.method} {one.settings}")
+def test_bytes_and_memory_are_those_of_the_library(one):
+    """What `isles train --dry-run` counts for the same settings."""
+    from isles.training.border import read_config
+    from isles.training.plan import plan as dry_run
+
+    steps, every = (4, 1) if one.kind == 0 else (80, 20)
+    settings = [f"replicas.{word.replace(' ', '')}" for word in one.settings.split(", ") if word]
+    settings += [] if one.kind == 0 else [f"replicas.sync_every={every}"]
+    flags = {"replicas.method": one.method, "world.workers": 8, "run.steps": steps}
+    counted = dry_run(read_config(None, flags, [*settings, "data.path=isles/network"]))
+    job = replace(JOB, parameters=counted.parameters, links=Links(bandwidth=1e9))
+    planned = next(made for made in plan(job, every=every) if made.way is one)
+    sent = sum(counted.outline.sent) / 8 / steps
+    assert planned.bytes_a_step == pytest.approx(sent, rel=0.03)
+    passing = ("scratch", "messages under way", "weights and their mean")  # bounded, or at the end
+    vectors = sum(held.nbytes for held in counted.held if held.what not in passing)
+    assert planned.memory == pytest.approx(counted.weights + counted.gradients + counted.inner + vectors, rel=0.02)
+
+
+def test_forms_are_those_of_the_codecs():
+    import torch
+
+    from isles.comm.codecs import codec
+
+    for name, form in FORMS.items():
+        made = codec(name)
+        assert form.bits == 8 * made.wire_bytes(1 << 20, torch.float32) / (1 << 20)
+        assert form.back * form.bits == pytest.approx(8 * made.back.wire_bytes(1 << 20, torch.float32) / (1 << 20))
+
+
+def test_streaming_by_hand():
+    """Four fragments, two workers: 4-bit codes all round, 0.4125 s each; a step hides one, or the link is full."""
+    job = Job(parameters=4e8, layers=12, step_seconds=0.3, workers=2, links=Links(bandwidth=1e9))
+    lines = Lines.of(job.links, range(2))
+    one = way("streaming-diloco", "fp4")
+    assert one.waits(job, lines, FORMS["fp4"], 100) == pytest.approx(4 * (0.4125 - 0.3))
+    assert one.waits(job, lines, FORMS["fp4"], 2) == pytest.approx(4 * 0.4125 - 2 * 0.3)
+
+
+def test_order_and_wants():
+    made = plan(JOB, targets=(0.9, 0.5), every=None)
+    assert {one.way for one in made} == set(WAYS)
+    reached = [one for one in made if one.reaches]
+    assert made[: len(reached)] == reached
+    assert [(one.way.kind, one.every) for one in reached] == sorted((one.way.kind, one.every) for one in reached)
+    rest = [one.utilisation for one in made[len(reached) :]]
+    assert rest == sorted(rest, reverse=True) and all(share < 0.9 for share in rest)
+    for one in made:
+        for target, factor in zip((0.9, 0.5), one.wanted, strict=True):
+            below, above = curve(JOB, one, [factor * 0.999, factor * 1.001])
+            assert below < target <= above
+        smaller = [every for every in (10, 20, 30, 50, 100, 200, 300, 500) if every < one.every]
+        lines = Lines.of(JOB.links, range(8))
+        assert all(utilisation(JOB, one.way, every, lines) < 0.9 for every in smaller)
+
+
+def test_fast_links_want_data_parallel_and_slow_ones_do_not():
+    assert plan(replace(JOB, links=Links(bandwidth=1e11)))[0].way is way("ddp")
+    slow = plan(replace(JOB, links=links("worldwide"), workers=12))
+    assert slow[0].way.method == "noloco" and math.isnan(slow[-1].wanted[0])
+
+
+def test_hours_need_tokens():
+    assert plan(JOB)[0].hours is None
+    one = plan(replace(JOB, tokens=3600e6, step_tokens=1e6))[0]
+    assert one.hours == pytest.approx(1 / one.utilisation)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"workers": 0}, "workers = 0"),
+        ({"workers": 5000}, "choose 2 to 2000"),
+        ({"parameters": -1}, "parameters"),
+        ({"layers": 0}, "layers"),
+        ({"step_seconds": math.inf}, "step_seconds"),
+        ({"tokens": 1e9}, "give both"),
+        ({"links": Links(bandwidth=[1.0, 2.0])}, "bandwidth has 2 values"),
+    ],
+)
+def test_no_such_job(fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace(JOB, **fields)
+
+
+def test_no_such_wish():
+    with pytest.raises(ValueError, match="targets"):
+        plan(JOB, targets=(1.5,))
+    with pytest.raises(ValueError, match="sync_every = 0"):
+        plan(JOB, every=0)
