@@ -1,7 +1,8 @@
 """What wrapping an optimizer costs on the worker itself, with nobody on the other end: time and memory.
 
     steps    a 10 M-parameter model and AdamW, bare against wrapped, blocks of 20 steps with one outer round each
-    round    one outer round of 100 M parameters, against one SGD step and against the same round by torch.optim
+    round    one outer round of 100 M parameters, against one SGD step and against the same round by torch.optim; alone,
+             and what it takes beside the exchange where others take part
     memory   resident bytes a parameter that a method adds at its peak, against its `memory()`, alone and in a pair
 
     python -m benchmarks.overhead [steps|round|memory ...] [--json]
@@ -24,6 +25,8 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import Weights, byte_model
 from isles.comm.mesh import Mesh
+from isles.replicas.fragment import Exchange, Flight
+from isles.replicas.sweep import Sweep
 
 BLOCK_STEPS = 20
 TOKENS = 512  # a step
@@ -117,27 +120,21 @@ class Library:
         self.sync.after_inner_step()
 
 
-class Kernels:
-    """The torch calls of DiLoCo's round on ready views, in the same blocks: what Python can at best come to."""
+class InCompany:
+    """The library's round as it is where others take part, without the exchange: the outer gradients are written to
+    memory as a whole before any of them lands.
+    """
 
     def __init__(self, library: Library) -> None:
-        fragment = library.sync.fragments[0]
-        flat, vector = fragment.flat, fragment.flat.new().zero_()
-        self.blocks, self.anchors, self.words = flat.blocks(), flat.parts(fragment.anchor), flat.words(fragment.anchor)
-        self.payloads, self.momenta = flat.parts(vector), flat.parts(fragment.vectors["momentum"])
-        self.shaped = [block.shaped(anchor) for block, anchor in zip(self.blocks, self.anchors, strict=True)]
-        self.scratch = fragment.scratch
-        self.rule = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "dampening": 0.0, "weight_decay": 0.0}
+        self.sync = library.sync
+        self.fragment = self.sync.fragments[0]
+        self.payload = self.fragment.flat.new().zero_()
 
     @torch.no_grad()
     def __call__(self) -> None:
-        for block, anchor, payload in zip(self.blocks, self.anchors, self.payloads, strict=True):
-            torch.sub(anchor, block.read(self.scratch), out=payload)
-        for i, block in enumerate(self.blocks):
-            lists = [self.anchors[i]], [self.payloads[i]], [self.momenta[i]]
-            torch._fused_sgd_(*lists, **self.rule, maximize=False, is_first_step=False)
-            torch._foreach_copy_(block.live, self.shaped[i])
-            self.words[i].sum()
+        parts, hashed = self.sync.parts, self.sync.agrees
+        answer = Exchange(Sweep(self.fragment, parts, hashed).snapshot(self.payload), None)
+        Sweep(self.fragment, parts, hashed).answered(Flight(self.fragment, 0, answer, None), None)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.SGD:
@@ -154,7 +151,7 @@ def rounds(parameters: int = 100_000_000, repeats: int = 9) -> list[Row]:
         parties: dict[str, Callable[[], object]] = {"step": Floor(ours), name: library}
         if method is isles.DiLoCo:
             parties["hand"] = ByHand(ours)
-            parties["kernels"] = Kernels(library)
+            parties["company"] = InCompany(library)
         times = interleaved(parties, repeats)
         cpu = {party: sorted(t.cpu)[repeats // 2] for party, t in times.items()}
         bounded = method is isles.DiLoCo
@@ -171,8 +168,10 @@ def rounds(parameters: int = 100_000_000, repeats: int = 9) -> list[Row]:
         if bounded:
             ratio = times[name].per(times["hand"])
             rows.append(Row(f"round   {name} / by hand", ratio, "CPU ratio", ("<=", 0.75), note.format(cpu["hand"])))
-            ratio = times["kernels"].per(times["step"])
-            rows.append(Row(f"round   {name}'s kernels alone / SGD step", ratio, "CPU ratio", None, ""))
+            ratio = times["company"].per(times["step"])
+            rows.append(
+                Row(f"round   {name} in company, without the exchange / SGD step", ratio, "CPU ratio", None, "")
+            )
         del parties, library
     return rows
 

@@ -42,8 +42,8 @@ class Averaging(ABC):
         """See `isles.comm.mean.mean`."""
 
     @abstractmethod
-    def share(self, buffer: Tensor, round: int, fragment: int, out: Tensor) -> None:
-        """Fill `out` (n,) with what the others will make of this worker's `buffer`, before it is sent."""
+    def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
+        """Fill `out` (n,) with what the others will make of rank `member`'s `buffer`, before it is sent."""
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept from round to round."""
@@ -74,9 +74,9 @@ class Coded(Averaging):
         """See Averaging.mean."""
         return mean(call, buffer, self.codec, stamp, own, residual, part)
 
-    def share(self, buffer: Tensor, round: int, fragment: int, out: Tensor) -> None:
+    def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
         """See Averaging.share."""
-        as_decoded(buffer, self.codec, round, fragment, out)
+        as_decoded(buffer, self.codec, round, fragment, member, out)
 
 
 def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:

@@ -89,7 +89,8 @@ class Crew:
 
     def __init__(self, worker: Callable[..., Any], seats: Iterable[Seat], args: Sequence[Any] = ()) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["isles.comm.local"])
+        # The first optimizer of a process loads torch._dynamo: a second of CPU time, here once for all workers.
+        context.set_forkserver_preload(["isles.comm.local", "torch._dynamo"])
         self.links: list[PipeLink] = []
         for seat in seats:
             ours, theirs = context.Pipe()

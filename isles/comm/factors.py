@@ -92,7 +92,7 @@ class Factors(Averaging):
         starting = self._whole(1)
         return max(factors, working_bytes(self.elements, self.dtype, self.form.dense, size) if starting else 0)
 
-    def share(self, buffer: Tensor, round: int, fragment: int, out: Tensor) -> None:
+    def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
         """See Averaging.share."""
         raise NotImplementedError("what the others make of a low-rank share is known only with the mean")
 

@@ -127,7 +127,7 @@ def mean(
     on their way to members that are late.
     """
     headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
-    codec = codec.salted(salt(call.round, call.fragment))
+    codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = _Wires()
     waiting: _Segment | None = None
     whole = True
@@ -148,9 +148,11 @@ def mean(
     return whole
 
 
-def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, out: Tensor) -> None:
-    """Fill `out` (n,) with what the others will decode of `buffer` in the mean of that round and fragment."""
-    codec = codec.salted(salt(round, fragment))
+def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, member: int, out: Tensor) -> None:
+    """Fill `out` (n,) with what the others will decode of rank `member`'s `buffer` in the mean of that round and
+    fragment.
+    """
+    codec = codec.salted(salt(round, fragment), member)
     for start, stop in segments(buffer.numel(), codec.block):  # as large as what is encoded there
         out[start:stop] = codec.decode(codec.encode(buffer[start:stop]), stop - start, buffer.dtype)
 

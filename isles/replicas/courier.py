@@ -30,6 +30,10 @@ class Courier:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
         return self.parts.mixing.members(round, self.group.size, self.group.rank)
 
+    def is_alone(self, fragment: Fragment) -> bool:
+        """True if the fragment's next round has nobody else in it and nothing to do but land what it forms."""
+        return self.parts.own_answer and self._present(fragment.rounds + 1) == (self.group.rank,)
+
     def survivors(self) -> Group:
         """The workers that are left; where the method goes on without lost ones, they are asked."""
         if self.parts.on_peer_failure != "solo":
@@ -52,7 +56,7 @@ class Courier:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
             own = fragment.staging()
-            fragment.averaging.share(payload, fragment.rounds, fragment.index, own)
+            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.group.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
         fragment.latest = self._start(
@@ -115,6 +119,7 @@ class Courier:
         if feedback.form == "global":
             residual.sub_(payload.buffer)
         residual.mul_(feedback.decay)
+        fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
 
     def _start(
         self,
@@ -128,11 +133,13 @@ class Courier:
         fill: Tensor | None,
         residual: Tensor | None,
     ) -> Exchange:
-        members = self.members(round)
-        if self.lost.intersection(members):
-            members = (self.group.rank,)
-        group = self.group.among(members)
+        group = self.group.among(self._present(round))
         call = group.call(round=round, fragment=fragment.index)
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
         return Exchange(buffer, group.start(steps, nbytes=nbytes), own, group.size)
+
+    def _present(self, round: int) -> tuple[int, ...]:
+        """The members of a round, or this worker alone where one of them is lost."""
+        members = self.members(round)
+        return (self.group.rank,) if self.lost.intersection(members) else members

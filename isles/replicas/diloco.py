@@ -8,8 +8,8 @@
 
 theta_i: live weights of worker i; lr, mu: outer learning rate and momentum (torch.optim.SGD's form of Nesterov, no
 weight decay, no clipping). Inner optimizer states stay local and are never reset. Memory beyond training: anchor and v,
-8 bytes a parameter, and 4 while g travels. Round 1 moves the anchor by lr (1 + mu) g, later ones by up to lr / (1 - mu)
-g: a run needs well over 1 / (1 - mu) rounds.
+8 bytes a parameter, and 4 for g where it travels. Round 1 moves the anchor by lr (1 + mu) g, later ones by up to
+lr / (1 - mu) g: a run needs well over 1 / (1 - mu) rounds.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ After inner step t, for the fragments that the cadence names:
     snapshot   write the payload (usually outer gradient = reference - live, in float32) into staging
     receive    wait for the answers that land now; error feedback of their rounds becomes final
     send       encode and start the exchange of the snapshot with this round's group
-    land       reading, outer rule on the anchor, landing on the live weights; all block by block, in cache
+    land       reading, outer rule on the anchor, landing on the live weights
+
+A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.sweep`).
 
 `reference` is what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights
 are coarser than float32, so that rounding never looks like progress. A hash of the anchor rides in the next transfer's
@@ -26,11 +28,11 @@ from torch import Tensor, nn
 from isles.comm.group import Group
 from isles.replicas.checks import rounds_for_momentum
 from isles.replicas.courier import Courier
-from isles.replicas.flat import digest
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.legal import warnings
-from isles.replicas.parts import Answer, Composition
+from isles.replicas.parts import Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
+from isles.replicas.sweep import Sweep
 from isles.replicas.sync import ReplicaSync
 
 
@@ -111,6 +113,10 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.memory."""
         return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments)} if self.parts.feedback is not None else {}
+
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
@@ -170,7 +176,13 @@ class OuterSync(ReplicaSync):
         due = [flight for flight in self.flights if flight.lands <= self.steps]
         if not (sending or due):
             return
-        fragments = [self.fragments[index] for index in sending]
+        fragments = []
+        for fragment in (self.fragments[index] for index in sending):
+            if self.courier.is_alone(fragment):
+                fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
+                fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
+            else:
+                fragments.append(fragment)
         payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
         for flight in due:
             self.courier.receive(flight, self._snapshot)
@@ -199,11 +211,7 @@ class OuterSync(ReplicaSync):
         return next((flight for flight in self.flights if flight.fragment is fragment), None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
-        flat = fragment.flat
-        references, anchors = flat.parts(fragment.reference), flat.parts(fragment.anchor)
-        for i, (block, part) in enumerate(zip(flat.blocks(), flat.parts(out), strict=True)):
-            self.parts.rule.form(part, block.read(fragment.scratch), flat.rounded(block, references[i]), anchors[i])
-        return out
+        return Sweep(fragment, self.parts, self.agrees).snapshot(out)
 
     def _send(self, fragment: Fragment, payload: Tensor, lands: int) -> Flight:
         fragment.rounds += 1
@@ -214,31 +222,14 @@ class OuterSync(ReplicaSync):
         return Flight(fragment, lands, self.courier.send(fragment, payload, self.steps, lands), anchors)
 
     def _land(self, flight: Flight, fresh: Tensor | None) -> None:
-        fragment, flat, payload, shared = flight.fragment, flight.fragment.flat, flight.payload, flight.anchors
+        fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
-        if not payload.whole:
+        if not flight.payload.whole:
             self.skipped += 1
             fragment.skip()
             return
-        anchors, means, live = flat.parts(fragment.anchor), flat.parts(payload.buffer), flat.blocks()
-        references = anchors if fragment.reference is fragment.anchor else flat.parts(fragment.reference)
-        theirs = flat.parts_or_none(None if shared is None else shared.buffer)
-        own_anchors = flat.parts(shared.own) if shared is not None and shared.own is not None else anchors
-        own, new = flat.parts_or_none(payload.own), flat.parts_or_none(fresh)
-        left = flat.parts_or_none(fragment.residual if self.parts.rule.keeps_left else None)
-        vectors = {name: flat.parts(vector) for name, vector in fragment.vectors.items()}
-        words, sums = flat.words(fragment.anchor) if self.agrees else (), []
-        for i, block in enumerate(live):
-            gradient = self.parts.reading.read(means[i], new[i], own[i], payload.participants)
-            answer = Answer(gradient, theirs[i], own_anchors[i], left[i])
-            self.parts.rule.apply(anchors[i], answer, {name: parts[i] for name, parts in vectors.items()})
-            shaped = block.shaped(anchors[i])
-            origin = shaped if references is anchors else block.shaped(references[i])
-            self.parts.landing.land(block.live, shaped, origin)
-            if self.agrees:
-                sums.append(words[i].sum())  # while it is in cache
-        fragment.digest = digest(sums)
+        fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)

@@ -183,6 +183,12 @@ class Composition:
             "rule": self.rule.name,
         }
 
+    @property
+    def own_answer(self) -> bool:
+        """True if what a worker forms is, to the bit, the answer that it lands on at once in a round of its own."""
+        plain = self.codec.lossless and self.feedback is None and not self.reading.needs_own
+        return plain and not self.rule.shares_anchors and self.cadence.lands(0) == 0
+
 
 def outer_gradient(out: Tensor, live: Tensor, reference: Tensor) -> None:
     """out = reference - live: what most rules send."""

@@ -148,7 +148,8 @@ def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -
     held.append(Held("scratch", sum(fragment.scratch.nbytes for fragment in fragments), "always"))
     bases = sum(each.held_bytes for each in means)
     held += [Held("bases of the factors", bases, "always")] if bases else []
-    held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
+    if size > 1 or not parts.own_answer:
+        held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
     if parts.reading.needs_own or (parts.on_peer_failure == "solo" and late):
         held.append(Held("own payload as sent", vector * (in_flight + 1), "exchange"))
     if parts.rule.shares_anchors and parts.anchor_codec is not None:

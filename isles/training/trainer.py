@@ -210,7 +210,7 @@ class Trainer:
     def report(self, val_loss: float | None) -> None:
         """Tell the launcher how far this worker is."""
         step, rank = self.optimizer.steps, self.world.rank
-        self.world.report(asdict(self.metrics(val_loss)))
+        self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
         if self.sample is not None:
             self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))

@@ -84,11 +84,11 @@ def test_randk_draws_anew_for_each_exchange() -> None:
     form = codec("randk:0.25")
     before = torch.get_rng_state()
     x, y = noise(9000), noise(9000, seed=1)
-    one = form.salted(7)
+    one = form.salted(7, 0)
     assert torch.equal(through(one, x) != 0, through(one, y) != 0)
     assert torch.equal(one.mask(9000), through(one, x) != 0)  # type: ignore[attr-defined]
     assert torch.equal(through(one, x)[one.mask(9000)], x[one.mask(9000)])  # type: ignore[attr-defined]
-    assert not torch.equal(through(form.salted(8), x) != 0, through(one, x) != 0)
+    assert not torch.equal(through(form.salted(8, 1), x) != 0, through(one, x) != 0)
     assert abs(float(one.mask(4096 * 4).float().mean()) - 0.25) < 1e-6  # type: ignore[attr-defined]
     assert torch.equal(torch.get_rng_state(), before)
 

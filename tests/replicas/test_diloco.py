@@ -109,7 +109,7 @@ def test_replicas_are_bitwise_equal_after_every_exchange(name: str, workers: int
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("name", ["diloco", "localsgd", "ddp"])
+@pytest.mark.parametrize("name", ["diloco", "localsgd", "ddp", "noloco, single vector", "noloco, theta only"])
 def test_workers_with_the_same_data_equal_one(name: str, workers: int) -> None:
     """6.2: (x + x) / 2 = x, so a power of two of equal workers computes one worker's bits."""
 
@@ -120,6 +120,30 @@ def test_workers_with_the_same_data_equal_one(name: str, workers: int) -> None:
 
     one = isles.run_virtual(worker, 1, links=LINKS)[0]
     assert isles.run_virtual(worker, workers, links=LINKS) == [one] * workers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_sweep_alone_equals_two_in_company(dtype: torch.dtype) -> None:
+    """A worker alone forms and lands block by block, and holds nothing that travels: the same bits, anchor hash
+    included, over several blocks, small tensors that share one, and a strided one.
+    """
+
+    def worker(world: Mesh) -> tuple[list[str], int, list[str]]:
+        start = torch.randn(2 * BLOCK + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
+        model = nn.ParameterList([nn.Parameter(part.clone()) for part in start.split([5, BLOCK - 3, BLOCK + 775])])
+        model.append(nn.Parameter(start[: 20 * 30].view(20, 30).t()))
+        optimizer = wrap(world, "diloco", model, lambda m: sgd(m, 0.1), sync_every=1)
+        for _ in range(3):
+            for parameter in model:
+                parameter.grad = parameter.detach().sin()
+            optimizer.step()
+        held = [held.what for held in optimizer.memory()]
+        fragment = optimizer.fragments[0]  # type: ignore[attr-defined]
+        return [bits(weights(model)), bits(fragment.anchor)], fragment.digest, held
+
+    (one,), (two, _) = (isles.run_virtual(worker, workers, links=LINKS) for workers in (1, 2))
+    assert one[:2] == two[:2]
+    assert "payload" in two[2] and "payload" not in one[2]
 
 
 @pytest.mark.parametrize("name", ["none", "localsgd", "ddp", "ddp, small buckets"])

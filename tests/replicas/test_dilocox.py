@@ -125,8 +125,8 @@ class Wide(nn.Module):
         self.w = nn.Parameter(torch.randn(64, 48, generator=torch.Generator().manual_seed(1)))
 
 
-def adapting(world: Mesh, ranks: int, stop: int | None, state: Any) -> tuple[list[tuple[int, int, int]], Any]:
-    """(step, rank, H) of every round, with gradients of so many ranks; a state after step `stop`."""
+def adapting(world: Mesh, ranks: int, stop: int | None, state: Any) -> tuple[list[tuple[int, int, int, float]], Any]:
+    """(step, rank, H, feedback ratio) of every round, with gradients of so many ranks; a state after step `stop`."""
     model = Wide()
     options = {"rank": 8, "sync_every": 16, "start_compress": 0, "window": 3, "codec": "none"}
     optimizer: Any = isles.DiLoCoX(model, sgd(model, 0.01), world.outer, **options)
@@ -142,9 +142,9 @@ def adapting(world: Mesh, ranks: int, stop: int | None, state: Any) -> tuple[lis
         rounds = optimizer.fragments[0].rounds
         optimizer.step()
         if optimizer.fragments[0].rounds > rounds:
-            log.append(
-                (optimizer.steps, optimizer.fragments[0].averaging.bases[0].shape[1], optimizer.cadence.sync_every)
-            )
+            told = optimizer.gauges()
+            assert told["rank"] == optimizer.fragments[0].averaging.bases[0].shape[1]
+            log.append((optimizer.steps, int(told["rank"]), int(told["sync_every"]), told["feedback_ratio"]))
         if optimizer.steps == stop:
             saved = optimizer.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
     return log, saved
@@ -156,9 +156,9 @@ def test_rank_and_h_follow_what_the_means_use() -> None:
     """
     results = isles.run_virtual(adapting, 3, links=LINKS, args=(2, 61, None))
     logs = [log for log, _ in results]
-    assert logs[0] == logs[1] == logs[2]
+    assert all([entry[:3] for entry in log] == [entry[:3] for entry in logs[0]] for log in logs)
     log = logs[0]
-    settled = [(rank, every) for _, rank, every in log[4:]]
+    settled = [(rank, every) for _, rank, every, _ in log[4:]]
     assert set(settled) <= {(2, 4), (8, 16)} and settled.count((2, 4)) > 2 * settled.count((8, 16)) > 0
     again = isles.run_virtual(adapting, 3, links=LINKS, args=(2, None, [saved for _, saved in results]))
     assert again[0][0] == [entry for entry in log if entry[0] > 61]
@@ -167,7 +167,7 @@ def test_rank_and_h_follow_what_the_means_use() -> None:
 def test_full_ranks_are_kept() -> None:
     """Gradients of more ranks than there are columns: rank and H stay near the first ones."""
     log, _ = isles.run_virtual(adapting, 2, links=LINKS, args=(40, None, None))[0]
-    assert all(rank >= 5 for _, rank, _ in log)
+    assert all(rank >= 5 for _, rank, *_ in log)
 
 
 def test_ranks_and_bases() -> None:
@@ -181,7 +181,7 @@ def test_ranks_and_bases() -> None:
     nine = resized(basis, 9, seed=1)
     assert torch.equal(nine[:, :5], basis) and torch.linalg.matrix_rank(nine) == 9
     assert torch.equal(nine, resized(basis, 9, seed=1)) and resized(basis, 50, seed=1).shape == (30, 30)
-    adaptive = Adaptive(first_rank=16, first_every=100, window=2, energy=0.95)
+    adaptive = Adaptive(first_rank=16, first_every=100, window=2, energy=0.95, last=16)
     assert (adaptive.rank(1), adaptive.every(16)) == (16, 100)
     adaptive.seen = [0.0]
     assert (adaptive.rank(2), adaptive.rank(20), adaptive.every(2)) == (2, 16, 25)

@@ -48,7 +48,9 @@ def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> Non
 
 
 @pytest.mark.parametrize("form", ["local", "global"])
-@pytest.mark.parametrize(("name", "bound"), [("topk:40", 0.25), ("int4", 0.002), ("sign", 0.07), ("fp4", 0.004)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("topk:40", 0.25), ("int4", 0.002), ("sign", 0.07), ("fp4", 0.004), ("powersgd:2", 0.1)]
+)
 def test_feedback_follows_the_law_of_1_over_t(name: str, bound: float, form: str) -> None:
     """A constant outer gradient: the mean of what the anchor got in T rounds comes to it like 1/T, and without feedback
     it does not come nearer at all.
@@ -58,7 +60,7 @@ def test_feedback_follows_the_law_of_1_over_t(name: str, bound: float, form: str
     def errors(feedback: str) -> list[float]:
         def worker(world: Mesh) -> list[float]:
             model = nn.Module()
-            model.w = nn.Parameter(torch.zeros(n))
+            model.w = nn.Parameter(torch.zeros(64, n // 64))
             options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": name, "error_feedback": feedback}
             optimizer: Any = isles.DiLoCo(model, sgd(model, 1.0), world.outer, sync_every=1, **options)
             found = []
@@ -66,7 +68,7 @@ def test_feedback_follows_the_law_of_1_over_t(name: str, bound: float, form: str
                 apart = (
                     0.5 if form == "local" else 0.0
                 )  # a global residual also keeps what tells a worker from the mean
-                model.w.grad = target * (1 - apart if world.rank else 1 + apart)
+                model.w.grad = target.view(64, -1) * (1 - apart if world.rank else 1 + apart)
                 optimizer.step()
                 if step in (50, 200):
                     found.append(float((optimizer.fragments[0].anchor / -step - target).norm() / target.norm()))
@@ -81,7 +83,7 @@ def test_feedback_follows_the_law_of_1_over_t(name: str, bound: float, form: str
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("options", [{}, {"codec": "int4"}])
+@pytest.mark.parametrize("options", [{}, {"codec": "int4"}, {"codec": "powersgd:1+int8"}])
 def test_a_share_that_is_not_finite_is_skipped_by_all(options: dict[str, Any], bad: float) -> None:
     """Worker 1's weights break once: nobody's anchor moves in that round, everybody counts it, residuals begin anew,
     and the next rounds are finite everywhere.

@@ -4,6 +4,7 @@ A codec turns a flat floating-point tensor into a packed uint8 buffer whose leng
 alone, and back. Scales and places travel inside the buffer, so counted bytes are honest.
 
     none fp16 bf16 int8 int4 int2 fp4 sign every entry, in fewer bits
+    int8:stochastic int4:stochastic        the same, rounded at random: unbiased
     topk:64 dct_topk:64 randk:0.01         some entries (of each 4096: 64; a hundredth)
     topk:64+int4                           the same, and the values in the form of another codec
     powersgd:16 powersgd:16+int4           low-rank factors, for outer methods: `form(name)`
@@ -22,11 +23,13 @@ from isles.comm.codecs.integers import Int2, Int4, Int8
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.codecs.randomk import RandomK
 from isles.comm.codecs.sign import Sign
+from isles.comm.codecs.stochastic import StochasticInt4, StochasticInt8
 from isles.comm.codecs.topk import DCTTopK, TopK
 from isles.errors import unknown_name
 
 CODECS: dict[str, type[Codec]] = {
-    form.name: form for form in (Identity, Float16, BFloat16, Int8, Int4, Int2, Float4, Sign)
+    form.name: form
+    for form in (Identity, Float16, BFloat16, Int8, StochasticInt8, Int4, StochasticInt4, Int2, Float4, Sign)
 }
 SPARSE: dict[str, type[TopK]] = {"topk": TopK, "dct_topk": DCTTopK}
 NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")

@@ -23,8 +23,10 @@ class Codec(ABC):
         """
         return self
 
-    def salted(self, salt: int) -> Codec:
-        """The codec of one exchange: those that draw at random draw from `salt`, the same on all members."""
+    def salted(self, salt: int, member: int) -> Codec:
+        """The codec of one exchange: those that draw at random draw from `salt`, the same on all members, and where
+        draws are private also from the `member`'s rank.
+        """
         return self
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """4-bit floating point without a mantissa, E3M0 (the wire format of Streaming DiLoCo, arXiv 2501.18512, section 2.4).
 
-    s = max|x| over the block;  decoded = 0 or +-s * 2**e, e = -6..0, the nearest to x
+    s = max|x| over the block, at least 2**-126;  decoded = 0 or +-s * 2**e, e = -6..0, the nearest to x
 
 Nearest: |x|/s above 2**-7 is never zero, and in (2**e, 2**(e+1)) it goes up above 1.5 * 2**e; ties go down. Relative
 error at most 1/3 for |x| >= s * 2**-6. Code: sign in bit 3, then 0 for zero or e + 7. The paper names no scale rule:
@@ -16,7 +16,7 @@ from torch import Tensor
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import BFloat16
 from isles.comm.codecs.integers import pack_halves, pairs_of, unpack_halves
-from isles.comm.codecs.scaled import ScaledBlocks, largest
+from isles.comm.codecs.scaled import ScaledBlocks
 
 _VALUES = [0.0, *(2.0 ** (code - 7) for code in range(1, 8))]
 _PAIRS = pairs_of([*_VALUES, *(-value for value in _VALUES)])
@@ -48,15 +48,11 @@ class Float4(ScaledBlocks):
         """See Codec.back."""
         return BFloat16()
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return largest(x_KB)
-
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        below = y_KB.view(-1).view(torch.int32).sub_(1)  # the float next to y on the side of zero; zero becomes -1
-        return pack_halves(torch.from_numpy(np.take(_CODES, (below >> 20).bitwise_and_(4095).numpy())))
+        below = y.view(torch.int32).sub_(1)  # the float next to y on the side of zero; zero becomes -1
+        pack_halves(torch.from_numpy(np.take(_CODES, (below >> 20).bitwise_and_(4095).numpy())), out)
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return unpack_halves(codes, _PAIRS)
+        unpack_halves(codes, _PAIRS, out)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isles.comm.codecs.base import as_bytes
-from isles.comm.codecs.scaled import ScaledBlocks, largest
+from isles.comm.codecs.scaled import ScaledBlocks
 
 
 class Float16(ScaledBlocks):
@@ -19,14 +18,10 @@ class Float16(ScaledBlocks):
     block = 4096
     bits = 16
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return largest(x_KB)
-
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        return as_bytes(y_KB.to(torch.float16))
+        out.view(torch.float16).copy_(y[: len(out) // 2])
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return codes.view(torch.float16).to(torch.float32)
+        out.copy_(codes.view(torch.float16))

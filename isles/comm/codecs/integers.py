@@ -1,6 +1,6 @@
 """Uniform quantisation in blocks that share one scale.
 
-    s = max|x| / q over the block (1 where the block is zero);  code = round(x / s) in -q..q;  decoded = s * code
+    s = max|x| / q over the block, at least 2**-126;  code = round(x / s) in -q..q;  decoded = s * code
 
 q = 127 for int8, 7 for int4. |x - decoded| <= s/2. int4: two codes a byte, plus 8, the first in the low half.
 
@@ -15,47 +15,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.comm.codecs.scaled import ScaledBlocks, largest
+from isles.comm.codecs.scaled import ScaledBlocks
 
 
-class Int8(ScaledBlocks):
+class Uniform(ScaledBlocks):
+    """Base of int8 and int4: how entries divided by their scale become codes is theirs, what rounds them is not."""
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """y (n,) to whole numbers, in place: the nearest ones."""
+        return y.round_()
+
+
+class Int8(Uniform):
     """8-bit codes, one scale per 256 entries: 8.125 bits an entry."""
 
     name = "int8"
     block = 256
     bits = 8
+    top = 127
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return largest(x_KB) / 127
-
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        return y_KB.round_().clamp_(-127, 127).to(torch.int8).view(-1).view(torch.uint8)
+        out.view(torch.int8).copy_(self.rounded(y)[: len(out)])
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return codes.view(torch.int8).to(torch.float32)
+        out.copy_(codes.view(torch.int8))
 
 
-class Int4(ScaledBlocks):
+class Int4(Uniform):
     """4-bit codes, one scale per 64 entries: 4.5 bits an entry."""
 
     name = "int4"
     block = 64
     bits = 4
+    top = 7
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return largest(x_KB) / 7
-
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        return pack_halves(y_KB.round_().clamp_(-7, 7).add_(8).to(torch.uint8).view(-1))
+        pack_halves(self.rounded(y).add_(8).to(torch.uint8), out)
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return unpack_halves(codes, _PAIRS)
+        unpack_halves(codes, _PAIRS, out)
 
 
 class Int2(ScaledBlocks):
@@ -65,24 +67,27 @@ class Int2(ScaledBlocks):
     block = 64
     bits = 2
 
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """See ScaledBlocks.scale."""
-        return 1.5 * x_KB.square().mean(dim=1).sqrt()
+    def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
+        """See ScaledBlocks.scale: 3/2 of the root mean square, taken relative to the largest, whose square may be none
+        of float32's.
+        """
+        super().scale(sizes_KB, out)
+        out.mul_(sizes_KB.div_(out).square_().mean(dim=1, keepdim=True).sqrt_().mul_(1.5))
 
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        codes = y_KB.floor_().clamp_(-2, 1).add_(2).to(torch.uint8).view(-1, 4)
-        return codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+        codes = y.floor_().clamp_(-2, 1).nan_to_num_().add_(2).to(torch.uint8).view(-1, 4)[: len(out)]
+        out.copy_(codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6)
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return torch.from_numpy(np.take(_FOURS, codes.numpy(), axis=0)).view(-1)
+        out.copy_(torch.from_numpy(np.take(_FOURS, codes.numpy(), axis=0)).view(-1)[: len(out)])
 
 
-def pack_halves(codes: Tensor) -> Tensor:
-    """uint8 codes below 16 (2 n,) -> two a byte (n,), the first in the low half."""
-    pairs = codes.view(torch.int16)  # second << 8 | first on the little-endian machines that torch runs on
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+def pack_halves(codes: Tensor, out: Tensor) -> None:
+    """uint8 codes below 16 (2 n,) -> two a byte, the first in the low half; as many as fit into `out` (n or less)."""
+    pairs = codes.view(torch.int16)[: len(out)]  # second << 8 | first on the little-endian machines that torch runs on
+    out.copy_(pairs | (pairs >> 4))
 
 
 def pairs_of(values: list[float]) -> np.ndarray:
@@ -91,11 +96,11 @@ def pairs_of(values: list[float]) -> np.ndarray:
     return np.ascontiguousarray(np.array(both, dtype=np.float32)).view(np.float64).reshape(256)
 
 
-def unpack_halves(codes: Tensor, table: np.ndarray) -> Tensor:
-    """Bytes (n,) -> float32 values of their codes (2 n,). One look-up decodes two: many times faster than torch's
-    indexing.
+def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
+    """Bytes (n,) -> float32 values of their codes, into `out` (2 n,). One look-up decodes two: many times faster than
+    torch's indexing.
     """
-    return torch.from_numpy(np.take(table, codes.numpy()).view(np.float32))
+    np.take(table, codes.numpy(), out=out.numpy().view(np.float64), mode="clip")  # other modes go through a copy
 
 
 _PAIRS = pairs_of([float(code - 8) for code in range(16)])

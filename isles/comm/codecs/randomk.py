@@ -26,7 +26,7 @@ class RandomK(Codec):
         self.kept = max(round(fraction * CHUNK), 1)
         self.name = f"randk:{fraction:g}"
 
-    def salted(self, salt: int) -> Codec:
+    def salted(self, salt: int, member: int) -> Codec:
         """See Codec.salted."""
         return RandomK(self.fraction, salt)
 

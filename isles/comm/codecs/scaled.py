@@ -8,31 +8,42 @@ away.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from isles.comm.codecs.base import Codec
 
-_PIECE = 1 << 15  # entries worked on at a time: their temporaries stay in the second-level cache
+_PIECE = 1 << 17  # entries worked on at a time: they and their temporaries stay in the second-level cache
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class ScaledBlocks(Codec):
-    """Base of the codecs that send `bits` an entry and one float32 scale a block."""
+    """Base of the codecs that send `bits` an entry and one float32 scale a block.
+
+        s = max|x| / top over the block, 2**-126 where that is less
+
+    so no entry divided by its scale is above `top` by more than its rounding, and a block of zeros needs no care.
+    """
 
     bits: int
+    top = 1.0
+
+    def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
+        """Write the blocks' scales into `out` (K, 1), from their entries' |x|; NaN where an entry is."""
+        torch.amax(sizes_KB, dim=1, keepdim=True, out=out)
+        out.div_(self.top).clamp_min_(_SMALLEST)
 
     @abstractmethod
-    def scale(self, x_KB: Tensor) -> Tensor:
-        """The blocks' scales (K,); any value where the block is zero."""
+    def pack(self, y: Tensor, out: Tensor) -> None:
+        """Write the codes of entries divided by their scale (flat float32, may be written to) into flat uint8 `out`;
+        zeros that fill the last block and do not fit there are left out.
+        """
 
     @abstractmethod
-    def pack(self, y_KB: Tensor) -> Tensor:
-        """Entries divided by their scale (float32, may be written to) -> codes, flat uint8 (K * B * bits / 8,)."""
-
-    @abstractmethod
-    def unpack(self, codes: Tensor) -> Tensor:
-        """Codes (c,) -> entries divided by their scale, flat float32 (8 c / bits,), new memory."""
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
+        """Write the entries divided by their scale into flat float32 `out` (8 c / bits,), from their codes (c,)."""
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         """See Codec.wire_bytes."""
@@ -40,50 +51,47 @@ class ScaledBlocks(Codec):
 
     def encode(self, x: Tensor) -> Tensor:
         """See Codec.encode."""
-        elements, block = x.numel(), self.block
-        wire = torch.empty(self.wire_bytes(elements, x.dtype), dtype=torch.uint8)
-        scales, codes = _parts(wire, elements, block)
-        for start in range(0, elements, self._piece):
-            stop = min(start + self._piece, elements)
-            entries = x[start:stop].to(torch.float32)
-            short, whole = (start - stop) % block, (stop - start) // block
-            scale = self.scale(entries[: whole * block].view(whole, block))
-            if short:
-                scale = torch.cat((scale, self.scale(entries[None, whole * block :])))
-                entries = torch.nn.functional.pad(entries, (0, short))
-            x_KB = entries.view(-1, block)
-            scales[start // block : -(-stop // block)] = scale
-            first, last = start * self.bits // 8, -(-stop * self.bits // 8)
-            codes[first:last] = self.pack(x_KB / torch.where(scale == 0, 1.0, scale)[:, None])[: last - first]
+        wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8)
+        room, y_KB = self._room(torch.Size((0, 0)))
+        for part, scale_K1, codes in self._pieces(x, wire):
+            if y_KB.shape != part.shape:
+                room, y_KB = self._room(part.shape)
+            x_KB = part.to(torch.float32)
+            self.scale(torch.abs(x_KB, out=y_KB), out=scale_K1)
+            torch.div(x_KB, scale_K1, out=y_KB)
+            self.pack(room, codes)
         return wire
 
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """See Codec.decode."""
-        block = self.block
         out = torch.empty(elements, dtype=dtype)
-        scales, codes = _parts(wire, elements, block)
-        for start in range(0, elements, self._piece):
-            stop = min(start + self._piece, elements)
-            entries = self.unpack(codes[start * self.bits // 8 : -(-stop * self.bits // 8)])
-            scale = scales[start // block : -(-stop // block)]
-            whole = (stop - start) // block
-            entries[: whole * block].view(whole, block).mul_(scale[:whole, None])
-            if whole < len(scale):
-                entries[whole * block :].mul_(scale[-1])
-            out[start:stop] = entries[: stop - start]
+        room, y_KB = self._room(torch.Size((0, 0)))
+        for part, scale_K1, codes in self._pieces(out, wire):
+            if dtype is torch.float32 and part.shape[1] == self.block:  # in place: what is written once is in cache
+                self.unpack(codes, part.view(-1))
+                part.mul_(scale_K1)
+                continue
+            if y_KB.shape != part.shape:
+                room, y_KB = self._room(part.shape)
+            self.unpack(codes, room[: len(codes) * 8 // self.bits])
+            torch.mul(y_KB, scale_K1, out=part)
         return out
 
-    @property
-    def _piece(self) -> int:
-        return max(_PIECE // self.block, 1) * self.block
+    def _pieces(self, flat: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The flat entries in runs of whole blocks (K, B), with their blocks' scales (K, 1) and their codes; the last
+        block is a piece of its own, (1, b), where it is short.
+        """
+        block, whole = self.block, len(flat) // self.block * self.block
+        runs = flat[:whole].view(-1, block).split(max(_PIECE // block, 1)) if whole else ()
+        pieces = [*runs, flat[whole:].view(1, -1)] if whole < len(flat) else runs
+        blocks = sum(map(len, pieces))
+        scales = wire[: 4 * blocks].view(torch.float32).view(-1, 1).split([len(piece) for piece in pieces])
+        codes = wire[4 * blocks :].split([-(-piece.numel() * self.bits // 8) for piece in pieces])
+        return zip(pieces, scales, codes, strict=True)
 
-
-def _parts(wire: Tensor, elements: int, block: int) -> tuple[Tensor, Tensor]:
-    """The float32 scales at the front of a wire buffer, and the bytes of the codes behind them."""
-    count = -(-elements // block)
-    return wire[: 4 * count].view(torch.float32), wire[4 * count :]
-
-
-def largest(x_KB: Tensor) -> Tensor:
-    """max|x| of each block (K,); NaN where an entry is."""
-    return x_KB.abs().amax(dim=1)
+    def _room(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Room for a piece's float32 temporaries: flat, whole blocks, zeros at the end; and of it what has the piece's
+        shape. It is used for all pieces of a shape: made anew it costs more than the arithmetic.
+        """
+        room = torch.zeros(shape[0] * self.block)
+        return room, room[: shape.numel()].view(shape)

@@ -30,14 +30,14 @@ class Sign(ScaledBlocks):
         """See Codec.back."""
         return BFloat16()
 
-    def scale(self, x_KB: Tensor) -> Tensor:
+    def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.scale."""
-        return x_KB.abs().mean(dim=1)
+        torch.mean(sizes_KB, dim=1, keepdim=True, out=out)  # 0 for zeros: 0 / 0 counts as x >= 0
 
-    def pack(self, y_KB: Tensor) -> Tensor:
+    def pack(self, y: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.pack."""
-        return torch.from_numpy(np.packbits((y_KB < 0).view(-1).numpy(), bitorder="little"))
+        out.copy_(torch.from_numpy(np.packbits((y < 0).numpy(), bitorder="little"))[: len(out)])
 
-    def unpack(self, codes: Tensor) -> Tensor:
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
         """See ScaledBlocks.unpack."""
-        return torch.from_numpy(np.take(_EIGHTS, codes.numpy(), axis=0).reshape(-1))
+        np.take(_EIGHTS, codes.numpy(), axis=0, out=out.numpy().reshape(-1, 8), mode="clip")
