@@ -41,9 +41,10 @@ def run_virtual(
     threads: torch threads of this process meanwhile; 1 keeps results equal to the bit on any machine.
     links: what a message costs; a `Links`, a preset's name or a .toml file. step_seconds: what one inner step costs
     on a worker of speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter:
-    sigma of a log-normal factor on each step. pauses: when workers are away for a while. slots: workers that
-    compute at once; results do not depend on it. Losses, weights and bytes equal those of `run_local`. Errors as
-    there. orders: through which the run may be asked to stop.
+    sigma of a log-normal factor on each step. pauses: when workers are away for a while; `deadlines` of those that
+    wait for them should be longer. slots: workers that compute at once; results do not depend on it. Losses,
+    weights and bytes equal those of `run_local`. Errors as there. orders: through which the run may be asked to
+    stop.
     """
     cluster = VirtualCluster(
         workers,

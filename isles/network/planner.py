@@ -210,7 +210,7 @@ def _diloco(job: Job, lines: Lines, form: Form, every: int) -> float:
 
 
 def _fragments(job: Job) -> int:
-    return -(-job.layers // 3)  # the methods' default
+    return -(-job.layers // min(3, -(-job.layers // 2)))  # the methods' default
 
 
 def _streaming(job: Job, lines: Lines, form: Form, every: int) -> float:
