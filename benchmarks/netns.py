@@ -105,9 +105,9 @@ def worker(world: Any, cases: dict[str, dict[str, Any]], turns: int) -> dict[str
     return told
 
 
-def run(world: Any, case: Case) -> dict[str, float]:
-    """One turn of one case. wall: seconds of the counted steps; real: of a step's computation, the median; veth and
-    counted: bytes received, by the cable's end and by the library.
+def run(world: Any, case: Case, pace: float = PACE) -> dict[str, float]:
+    """One turn of one case, the computation of a step paced at `pace` seconds. wall: seconds of the counted steps;
+    real: of a step's computation, the median; veth and counted: bytes received, by the cable's end and by the library.
     """
     import torch
 
@@ -121,10 +121,11 @@ def run(world: Any, case: Case) -> dict[str, float]:
     optimizer = isles.method(case.method)(model, inner, world.outer, **case.options)
 
     def step() -> None:
+        # Before the backward pass: after it, what ddp has begun to send would go on behind the sleep.
+        time.sleep(max(pace - (real[-1] if real else 0.0), 0.0))
         start = time.perf_counter()
         model(tokens).loss.backward()
         real.append(time.perf_counter() - start)
-        time.sleep(max(PACE - real[-1], 0.0))
         optimizer.step()
         optimizer.zero_grad()
 
