@@ -161,14 +161,16 @@ class OuterSync(ReplicaSync):
 
     @classmethod
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: anchors and momenta as they are, the mean of linear rules' states being the state
-        of their mean. Anchors sent ahead went to partners that are no more; all anchors are equal now, so the next
-        group's mean is known without a message. What is in flight between the old workers is dropped.
+        """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
+        being the state of their mean: a round that has been sent lands with the new workers. Anchors sent ahead went to
+        partners that are no more; all anchors are equal now, so the next group's mean is known without a message.
         """
         for fragment in outer["fragments"]:
-            ahead = fragment["ahead"]
-            fragment["ahead"] = None if ahead is None else {**ahead, "buffer": fragment["anchor"], "own": None}
-        return {**outer, "flights": [], "lost": []}
+            ahead, anchor = fragment["ahead"], fragment["anchor"]
+            if ahead is not None:
+                own = None if ahead["own"] is None else anchor
+                fragment["ahead"] = {**ahead, "buffer": anchor, "own": own, "failed": False}
+        return {**outer, "lost": []}
 
     # One step of the loop.
 
