@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.group import Group
-from isles.replicas.checks import rounds_for_momentum
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum
 from isles.replicas.courier import Courier
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.legal import warnings
@@ -122,7 +122,7 @@ class OuterSync(ReplicaSync):
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        notices = super().advise(steps) + warnings(self.parts.choice)
+        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.parameters)
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
