@@ -170,6 +170,26 @@ def test_full_ranks_are_kept() -> None:
     assert all(rank >= 5 for _, rank, *_ in log)
 
 
+@pytest.mark.parametrize(
+    "options", [{"rank": 4}, {"rank": 1, "error_feedback": "none"}], ids=["nothing to compress", "not a number"]
+)
+def test_there_is_nothing_to_adapt_to(options: dict[str, Any]) -> None:
+    """No matrix shrinks at that rank: everything travels dense, and the user is told. Bases that are no numbers, which
+    nothing holds back without error feedback, are not decomposed: the run is told of by its loss.
+    """
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        optimizer = isles.DiLoCoX(model, sgd(model), world.outer, sync_every=2, start_compress=0, **options)
+        assert any("lower the rank" in notice for notice in optimizer.advise(100)) == (options["rank"] == 4)
+        for step in range(1, 13):
+            if step == 5 and options["rank"] == 1:
+                model.first.data[0, 0] = float("nan")
+            train_step(optimizer, world.rank, step)
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
 def test_ranks_and_bases() -> None:
     """The pieces: energy counts, shrinking keeps the strongest directions, growing keeps all of them."""
     q, _ = torch.linalg.qr(torch.randn(30, 5, generator=torch.Generator().manual_seed(0)))
