@@ -2,7 +2,8 @@
 
 hdee.toml, smalltalk.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --set section.key=value
 
-[model] [data] [inner] [replicas] [world] [run] say how each of its runs is trained; OUT/experts.toml keeps the words.
+[model] [data] [inner] [replicas] [world] [run] say how each of its runs is trained: by one worker and no method unless
+they say otherwise. OUT/experts.toml keeps the words.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
     for name in sections:
         if name not in (*SECTIONS, "replicas"):
             raise ValueError(unknown_name("section", name, [system, "domains", *SECTIONS, "replicas"]))
-    runs: Tables = {**sections, "replicas": {"method": "none", **sections.get("replicas", {})}}
+    runs = over({"replicas": {"method": "none"}, "world": {"workers": 1}}, sections)
     for section, key, why in (
         ("data", "path", "the text of experts is that of the domains: list them as [domains.NAME]"),
         ("run", "start", "each run starts from the seed that the system chooses"),

@@ -96,8 +96,9 @@ def cell(own: HdeeConfig, base: Config, variant: str) -> Cell:
     steps = own.steps if lengths == "he" else (own.steps[1],) * 3
     if variant == "m-he-i-he":
         costs = [flops * t for flops, t in zip(_flops(own, base), steps, strict=True)]
-        factor = 2 * costs[1] / (costs[0] + costs[2])
-        steps = (max(1, round(steps[0] * factor)), steps[1], max(1, round(steps[2] * factor)))
+        few = max(1, round(steps[0] * 2 * costs[1] / (costs[0] + costs[2])))
+        left = 2 * costs[1] - costs[0] / steps[0] * few  # so that one rounding makes up for the other
+        steps = (few, steps[1], max(1, round(left / costs[2] * steps[2])))
     shares: dict[str, Share] = {d: Share(_shape(base, f), t) for d, f, t in zip(TRAINED, ffn, steps, strict=True)}
     ratio = check_budget(variant, shares, Share(_shape(base, own.ffn[1]), own.steps[1]), own.tolerance)
     return Cell(variant=variant, ffn=ffn, steps=steps, ratio=ratio)

@@ -43,7 +43,7 @@ class Hdee(System[HdeeConfig]):
     def check(self) -> None:
         """See System.check."""
         self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
-        if self.asked.domains:
+        if self.asked.domains:  # the default ones are known to be enough, and may have to be written
             domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
             hdee.plan(self.own, self.base, domains, 0, self.out, "")
 

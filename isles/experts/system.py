@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +30,11 @@ class System(Generic[Own]):
         keep(asked, out)
         characters: int = self.own.characters  # type: ignore[attr-defined]
         self.domains: list[Domain] = read_domains(asked.domains, out / "domains", characters, self.held_out)
-        self.texts = {domain.name: DomainText(domain, asked.base.data, self.context) for domain in self.domains}
+
+    @cached_property
+    def texts(self) -> dict[str, DomainText]:
+        """The text of every domain, read when it is first asked for. ValueError where one is (nearly) empty."""
+        return {domain.name: DomainText(domain, self.base.data, self.context) for domain in self.domains}
 
     @property
     def trained(self) -> list[DomainText]:
@@ -55,18 +60,21 @@ class System(Generic[Own]):
         return {f"{folder}/{job.name}": (job, state(job, self.out / folder)) for folder, job in self.placed_jobs()}
 
     def train(self, progress: Progress, only: Sequence[str] = ()) -> bool:
-        """Train what is not done yet; with `only` these jobs alone (paths below OUT). True when all are done.
+        """Train what is not done yet; with `only` these jobs alone (paths below OUT), for which no more has to be here
+        than what they read: their text, and the run that they start from. True when all are done.
 
-        ValueError: unknown job, or the run that it starts from is not there.
+        ValueError: unknown job, an empty domain, or the run that a job starts from is not there.
         """
         jobs = self.jobs()
         for name in only:
             if name not in jobs:
                 raise ValueError(f"--job {name}: no such run; --jobs lists them")
-        self.prepare(progress)
-        for name, (job, _) in jobs.items():
-            if only and name not in only:
-                continue
+        if not only:
+            _ = self.texts  # an empty domain is found before hours are spent on the others
+        wanted = {name: job for name, (job, _) in jobs.items() if not only or name in only}
+        if not all(Path(job.config.data.path).exists() for job in wanted.values()):
+            self.prepare(progress)
+        for name, job in wanted.items():
             start = job.config.run.start
             if start and not (Path(start) / "model.safetensors").is_file():
                 raise ValueError(f"{name} starts from {start}, which is not there: train it, or copy it there, first")
