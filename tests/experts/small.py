@@ -7,8 +7,8 @@ from pathlib import Path
 
 from isles.experts.border import Asked, read
 from isles.experts.jobs import Progress
-from isles.experts.systems import opened, settings
 from isles.experts.system import System
+from isles.experts.systems import opened, settings
 from tests.training.runs import TINY
 
 KINDS = {"easy": "ab", "medium": "cdefg", "difficult": "hijklmnopq", "apart": "rstuvwxyz"}
@@ -20,7 +20,14 @@ SMALL = [
     "inner.warmup_steps=2",
     "run.validate_every=0",
 ]
-HDEE = [*SMALL, "hdee.seed_steps=12", "hdee.steps=[12, 24, 36]", "hdee.ffn=[16, 24, 32]", "hdee.sequences=12", "hdee.lr=0.01"]
+HDEE = [
+    *SMALL,
+    "hdee.seed_steps=12",
+    "hdee.steps=[12, 24, 36]",
+    "hdee.ffn=[16, 24, 32]",
+    "hdee.sequences=12",
+    "hdee.lr=0.01",
+]
 HDEE += ["hdee.seeds=[0]", "hdee.warmup_steps=1", "model.ffn=24"]
 SMALLTALK = [
     *SMALL,

@@ -104,7 +104,9 @@ def test_the_forest_served_is_a_distribution_and_speaks_the_same_however_it_is_b
     two = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
     broken = served.only([0, 1, 2])
     broken.runs[2] = replace(broken.runs[2], model=None)
-    torch.testing.assert_close(broken.next_token(tokens[:, 1:], two), served.only([0, 1]).next_token(tokens[:, 1:], two[:2]))
+    torch.testing.assert_close(
+        broken.next_token(tokens[:, 1:], two), served.only([0, 1]).next_token(tokens[:, 1:], two[:2])
+    )
 
 
 def test_chosen_experts_alone_give_the_scores_of_all(built: tuple[System[Any], dict[str, Any]]) -> None:

@@ -96,7 +96,9 @@ def test_routers_that_are_the_experts_choose_the_best_one_of_each_sequence(built
 
 
 def test_one_expert_is_the_dense_run_to_the_bit(config: Path, tmp_path: Path) -> None:
-    system = made("smalltalk", config, tmp_path, "smalltalk.experts=1", "smalltalk.rounds=1", "smalltalk.dense=['steps']")
+    system = made(
+        "smalltalk", config, tmp_path, "smalltalk.experts=1", "smalltalk.rounds=1", "smalltalk.dense=['steps']"
+    )
     assert weights_sha256(tmp_path / "runs/expert-0") == weights_sha256(tmp_path / "runs/dense-steps")
     told = system.evaluate(Progress())["trained"]["all"]
     assert told["mixture"] == told["steps"] == told["oracle"] == told["random"]
