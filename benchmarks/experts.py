@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks._measure import Row, interleaved, report
 from isles.data import load_tokenizer
 from isles.experts import mixture
-from isles.experts.routing import route
+from isles.experts.routing import Routers, route
 from isles.experts.served import Served
 from isles.models import ModelConfig, build
 from isles.training.border import read_config
@@ -58,6 +58,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (SEQUENCES, CONTEXT + 1), generator=generator)
     one = experts.only([0])
+    gate = Routers(routers)
     uniform = mixture.uniform(EXPERTS)
 
     def mixed() -> None:
@@ -65,7 +66,7 @@ def main() -> int:
         mixture.perplexity(mixture.mix(scores, mixture.posterior(scores, uniform)))
 
     def routed() -> None:
-        experts.chosen_scores(tokens, route(routers, tokens, PREFIX))
+        experts.chosen_scores(tokens, route(gate, tokens, PREFIX))
 
     def apart() -> None:
         forward(routers, tokens[:, :PREFIX])

@@ -13,7 +13,7 @@ from isles.experts import mixture
 from isles.experts.domains import Domain, DomainText
 from isles.experts.priors import CACHED_SEQUENCES, cached, updating
 from isles.experts.registry import Forest
-from isles.experts.routing import route
+from isles.experts.routing import gate_of, route
 from isles.experts.served import Served
 
 PRIORS = ("uniform", "cached", "updating")
@@ -27,15 +27,17 @@ def judged_on(path: Path, data: str, prior: str, top_k: int | None) -> dict[str,
     if prior not in PRIORS:
         raise ValueError(unknown_name("prior", prior, PRIORS))
     forest = Forest.load(path)
-    if forest.routers and (prior != "uniform" or top_k is not None):
+    gated = bool(forest.routers) or forest.clusters is not None
+    if gated and (prior != "uniform" or top_k is not None):
         raise ValueError("--prior and --top-k are for forests that mix; this one routes each sequence to one expert")
     experts = Served.load(forest.experts)
     settings = replace(experts.runs[0].config.data, validation_fraction=0.5, batch_size=1)
     text = DomainText(Domain(name="text", path=data, difficulty="held_out"), settings, experts.context)
     tokens = text.sequences("test", SEQUENCES)
     scores_ENT = experts.scores(tokens)
-    if forest.routers:
-        expert_of = route(Served.load(forest.routers), tokens, forest.prefix)
+    gate = gate_of(forest, experts.tokenizer)
+    if gate is not None:
+        expert_of = route(gate, tokens, forest.prefix)
         mixed = scores_ENT[expert_of, torch.arange(len(tokens))]
         share = torch.bincount(expert_of, minlength=len(experts)) / len(tokens)
     else:

@@ -31,13 +31,15 @@ class Member:
 class Forest:
     """Experts that are served together. system: "hdee" (a posterior over all) or "smalltalk" (routers choose one).
 
-    routers: as many as experts, in their order, where the system has them. prefix: tokens that they read.
+    routers: as many as experts, in their order, where these choose; clusters: the file of the centres, where those do.
+    prefix: tokens that either reads.
     """
 
     system: str
     experts: tuple[Member, ...]
     routers: tuple[Member, ...] = ()
     prefix: int = 0
+    clusters: Path | None = None
 
     def __post_init__(self) -> None:
         names = [member.name for member in self.experts]
@@ -53,7 +55,9 @@ class Forest:
         return replace(self, experts=(*self.experts, member))
 
     def remove(self, name: str) -> Forest:
-        """Without the expert `name` (and its router). ValueError where there is none."""
+        """Without the expert `name` (and its router). ValueError where there is none, or it has a cluster."""
+        if self.clusters is not None:
+            raise ValueError(f"expert {name!r} cannot leave: the clusters are those of all; make them again without it")
         names = [member.name for member in self.experts]
         if name not in names:
             raise ValueError(f"no expert {name!r} in the forest; it holds {', '.join(names)}")
@@ -77,8 +81,11 @@ class Forest:
         """Write `path`, all or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
+        def place(file: Path) -> str:
+            return Path(os.path.relpath(file, path.parent)).as_posix()
+
         def told(member: Member) -> dict[str, Any]:
-            return {**asdict(member), "run": Path(os.path.relpath(member.run, path.parent)).as_posix()}
+            return {**asdict(member), "run": place(member.run)}
 
         record = {
             "format": _FORMAT,
@@ -86,6 +93,7 @@ class Forest:
             "prefix": self.prefix,
             "experts": list(map(told, self.experts)),
             "routers": list(map(told, self.routers)),
+            "clusters": None if self.clusters is None else place(self.clusters),
         }
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -107,6 +115,7 @@ class Forest:
                 prefix=record["prefix"],
                 experts=tuple(map(member, record["experts"])),
                 routers=tuple(map(member, record["routers"])),
+                clusters=None if record.get("clusters") is None else path.parent / record["clusters"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: no forest can be read there ({error}); name the file of a forest") from error

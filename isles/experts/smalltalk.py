@@ -27,6 +27,7 @@ from isles.models.config import ModelConfig
 from isles.training.config import Config
 
 Dense = Literal["batch", "steps"]
+GateName = Literal["routers", "clusters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +42,20 @@ class RouterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SmalltalkConfig:
-    """experts: E, and as many routers. steps: of each expert; its batch is data.batch_size. prefix: tokens that routers
-    read in training and at inference. prefixes: lengths that routing is judged with, none longer than prefix. router:
-    their shape; the vocabulary and context are the experts'. rounds: of training and assigning. round_sequences: new
-    sequences of a round, a router. router_batch: sequences of a router's step. router_lr, router_warmup: linear warm-up
-    steps to a constant rate. router_length: what routers train on, "prefix" or "full" sequences. assignment: "greedy"
-    (the paper's), or "sequential", "optimal", "unbalanced" for comparison. chunk: sequences that are assigned together
-    when the pool is parted (0: all). dense: models to compare with, trained on the whole pool with E times the "batch"
-    or E times the "steps". characters: of each default domain. sequences: so many of each domain are judged.
+    """experts: E, and as many routers. gate: what parts the text and chooses, "routers", or c-BTM's "clusters" over
+    words, which need no training, for comparison. steps: of each expert; its batch is data.batch_size. prefix: tokens
+    that routers read in training and at inference. prefixes: lengths that routing is judged with, none longer than
+    prefix. router: their shape; the vocabulary and context are the experts'. rounds: of training and assigning.
+    round_sequences: new sequences of a round, a router. router_batch: sequences of a router's step. router_lr,
+    router_warmup: linear warm-up steps to a constant rate. router_length: what routers train on, "prefix" or "full"
+    sequences. assignment: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for comparison. chunk:
+    sequences that are assigned together when the pool is parted (0: all). dense: models to compare with, trained on the
+    whole pool with E times the "batch" or E times the "steps". characters: of each default domain. sequences: so many
+    of each domain are judged.
     """
 
     experts: int = 4
+    gate: GateName = "routers"
     steps: int = 256_000
     prefix: int = 256
     prefixes: tuple[int, ...] = (32, 64, 128, 256)

@@ -3,6 +3,7 @@
 OUT/experts.toml, domains/     as in HDEE
 OUT/pool/                      the sequences of all domains in equal numbers (a stored corpus)
 OUT/routers/router-E/          models; rounds.jsonl: loss, load, purity, margin and bytes of each round
+OUT/clusters.safetensors       instead of routers with `gate = "clusters"`
 OUT/assignment.npy, .json      which expert each sequence of the pool belongs to: all that has to travel
 OUT/segments/E/                the share of each expert (a stored corpus), made from the two above
 OUT/runs/expert-E, dense-*     ordinary runs (`jobs`)
@@ -23,15 +24,17 @@ import torch
 from torch import Tensor
 
 from isles.comm.party import HERE
+from isles.data import load_tokenizer
 from isles.data.corpus import rows_corpus
 from isles.experts import mixture, smalltalk
 from isles.experts.assignment import Assignment, assign, purity
+from isles.experts.clusters import clustered, texts_of
 from isles.experts.domains import Pool, pooled, store_rows
 from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Job, Progress
 from isles.experts.meters import bytes_of, score_bytes
 from isles.experts.registry import Forest, Member
-from isles.experts.routing import prefix_scores, route
+from isles.experts.routing import Gate, gate_of, route
 from isles.experts.served import Served, score
 from isles.experts.smalltalk import SmalltalkConfig
 from isles.experts.system import System
@@ -42,7 +45,7 @@ from isles.training.launch import Interrupted
 from isles.training.records import write_config
 from isles.training.saved import load_run
 
-ROUTED = "routers.json"
+ROUTED, CLUSTERS = "routers.json", "clusters.safetensors"
 
 
 class Smalltalk(System[SmalltalkConfig]):
@@ -75,14 +78,25 @@ class Smalltalk(System[SmalltalkConfig]):
         experts = tuple(
             Member(name=f"expert-{e}", run=self.out / "runs" / f"expert-{e}") for e in range(self.own.experts)
         )
+        if self.own.gate == "clusters":
+            return Forest(system="smalltalk", experts=experts, clusters=self.out / CLUSTERS, prefix=self.own.prefix)
         return Forest(system="smalltalk", experts=experts, routers=self.router_members, prefix=self.own.prefix)
+
+    def gate(self) -> Gate:
+        """What chooses, trained."""
+        tokenizer = load_tokenizer(self.base.data.tokenizer)
+        gate = gate_of(self.forest(), tokenizer)
+        assert gate is not None
+        return gate
 
     def prepare(self, progress: Progress) -> None:
         """Routers, assignment and segments, those that are not there yet. KeyboardInterrupt with a checkpoint."""
         segments = [self.out / "segments" / str(expert) for expert in range(self.own.experts)]
         pool = self.pool()
         if not (self.out / "assignment.npy").exists():
-            if not (self.out / ROUTED).exists():
+            if self.own.gate == "clusters":
+                self._cluster(pool, progress)
+            elif not (self.out / ROUTED).exists():
                 self._train_routers(pool, progress)
             progress.notice(f"parting {len(pool.rows):,} sequences among {self.own.experts} experts")
             self._partition(pool).save(self.out / "assignment.npy")
@@ -126,10 +140,17 @@ class Smalltalk(System[SmalltalkConfig]):
         (self.out / ROUTED).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         progress.end({})
 
+    def _cluster(self, pool: Pool, progress: Progress) -> None:
+        """Centres from as many sequences as the routers' rounds would read, at most."""
+        count = min(len(pool.rows), self.own.experts * self.own.round_sequences * self.own.rounds)
+        progress.notice(f"clustering {count:,} sequences")
+        texts = texts_of(pool.rows[:count], pool.corpus.tokenizer)
+        clustered(texts, self.own.experts, self.base.run.seed).save(self.out / CLUSTERS)
+
     def _partition(self, pool: Pool) -> Assignment:
-        """The whole pool, in balance, chunk by chunk."""
-        routers = Served.load(self.router_members)
-        scores_NE = _scores(routers, pool.rows, self.own.prefix)
+        """The whole pool, in balance, chunk by chunk. Clusters read whole sequences: no prefix is trained for."""
+        length = self.own.prefix if self.own.gate == "routers" else self.context + 1
+        scores_NE = self.gate().scores(torch.from_numpy(pool.rows.astype(np.int64)), length).T.numpy()
         chunk = self.own.chunk or len(scores_NE)
         parts = [assign(scores_NE[n : n + chunk], self.own.assignment) for n in range(0, len(scores_NE), chunk)]
         return Assignment(np.concatenate(parts), self.own.experts)
@@ -137,8 +158,7 @@ class Smalltalk(System[SmalltalkConfig]):
     def _held_out_shares(self, pool: Pool) -> list[np.ndarray]:
         """The pool's validation sequences by the expert that would answer: no balance there."""
         rows = pool.corpus.validation.tokens.reshape(-1, self.context + 1)
-        routers = Served.load(self.router_members)
-        expert_of = route(routers, torch.from_numpy(rows.astype(np.int64)), self.own.prefix).numpy()
+        expert_of = route(self.gate(), torch.from_numpy(rows.astype(np.int64)), self.own.prefix).numpy()
         return [rows[expert_of == expert] for expert in range(self.own.experts)]
 
     def evaluate(self, progress: Progress) -> dict[str, Any]:
@@ -147,7 +167,7 @@ class Smalltalk(System[SmalltalkConfig]):
         forest = self.forest()
         forest.check()
         forest.save(self.out / "forests" / "smalltalk.json")
-        routers, experts = Served.load(forest.routers), Served.load(forest.experts)
+        gate, experts = self.gate(), Served.load(forest.experts)
         dense = {form: load_run(self.out / "runs" / f"dense-{form}") for form in self.own.dense}
         pool, assignment = self.pool(), Assignment.load(self.out / "assignment.npy")
         domains: dict[str, Any] = {}
@@ -157,8 +177,8 @@ class Smalltalk(System[SmalltalkConfig]):
             tokens = text.sequences("test", self.own.sequences)
             scored: dict[str, Tensor] = {form: score(run, tokens) for form, run in dense.items()}
             scored["experts"] = experts.scores(tokens)
-            routed = {f"prefix-{p}": route(routers, tokens, p) for p in self.own.prefixes}
-            routed["routed"] = route(routers, tokens, self.own.prefix)
+            routed = {f"prefix-{p}": route(gate, tokens, p) for p in self.own.prefixes}
+            routed["routed"] = route(gate, tokens, self.own.prefix)
             one = {**scored, **routed}
             domains[name] = {**self._judged([one]), "alone": [mixture.perplexity(s) for s in scored["experts"]]}
             if text.domain.trained:
@@ -237,9 +257,3 @@ class Smalltalk(System[SmalltalkConfig]):
             "score_bytes_received": [r["score_bytes_received"] for r in routed],
             "prefixes_read_per_round": own.experts * own.round_sequences * own.prefix * pool.rows.itemsize,
         }
-
-
-def _scores(routers: Served, rows: np.ndarray, prefix: int) -> np.ndarray:
-    """(N, E) scores of a pool."""
-    tokens = torch.from_numpy(rows[:, :prefix].astype(np.int64))
-    return prefix_scores(routers, tokens, prefix).T.numpy()

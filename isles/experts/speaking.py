@@ -11,9 +11,9 @@ from torch import Tensor
 from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
 from isles.experts.registry import Forest
-from isles.experts.routing import prefix_scores, route
+from isles.experts.routing import gate_of, route
 from isles.experts.served import Served
-from isles.training.saved import SavedRun, load_run
+from isles.training.saved import encoded, load_run
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,17 @@ class Speaker:
 def speaker(path: Path, prompt: str) -> Speaker:
     """For the forest in `path`. ValueError: no forest, an expert missing, a prompt too short to route."""
     forest = Forest.load(path)
-    if not forest.routers:
+    tokenizer = load_run(forest.experts[0].run).tokenizer
+    gate = gate_of(forest, tokenizer)
+    if gate is None:
         served = Served.load(forest.experts)
-        tokens = served.runs[0].encode(prompt)
+        tokens = encoded(tokenizer, prompt)
         note = f"mixed from {len(served)} experts: {', '.join(served.names)}"
         return Speaker(served.logits(mixture.uniform(len(served))), tokens, served.context, served.tokenizer, note)
-    routers = Served.load(forest.routers)
-    tokens = routers.runs[0].encode(prompt)
-    expert = int(route(routers, tokens[None], forest.prefix)[0])
-    scores = prefix_scores(routers, tokens[None], forest.prefix)[:, 0].log_softmax(0).exp()
+    tokens = encoded(tokenizer, prompt)
+    expert = int(route(gate, tokens[None], forest.prefix)[0])
+    chance = float(gate.chances(gate.scores(tokens[None], forest.prefix))[expert, 0])
     member = forest.experts[expert]
-    run: SavedRun = load_run(member.run)
-    note = f"by {member.name}, to which the prompt is routed with a probability of {float(scores[expert]):.3f}"
+    run = load_run(member.run)
+    note = f"by {member.name}, to which the prompt is routed with a probability of {chance:.3f}"
     return Speaker(run.logits, tokens, run.context, run.tokenizer, note)

@@ -37,7 +37,12 @@ class SavedRun:
 
     def encode(self, text: str) -> torch.Tensor:
         """Token ids of `text`, (T,), int64."""
-        return torch.tensor([int(token) for token in self.tokenizer.encode(text)], dtype=torch.int64)
+        return encoded(self.tokenizer, text)
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> torch.Tensor:
+    """Token ids of `text`, (T,), int64."""
+    return torch.tensor([int(token) for token in tokenizer.encode(text)], dtype=torch.int64)
 
 
 def load_weights(model: nn.Module, weights: Path, of: str) -> None:

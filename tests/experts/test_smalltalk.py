@@ -16,7 +16,7 @@ from isles.experts.border import KEPT
 from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.registry import Forest
-from isles.experts.routing import from_wire, prefix_scores, route, to_wire
+from isles.experts.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
 from isles.experts.smalltalk import router_config
 from isles.experts.speaking import speaker
@@ -71,14 +71,14 @@ def test_routers_exchange_scores_alone_and_experts_nothing(built: Built) -> None
 
 def test_a_route_depends_on_the_prefix_alone(built: Built) -> None:
     system, _ = built
-    routers = Served.load(Forest.load(system.out / "forests" / "smalltalk.json").routers)
+    routers = Routers(Served.load(Forest.load(system.out / "forests" / "smalltalk.json").routers))
     tokens = torch.cat([text.sequences("test", 8) for text in system.texts.values()])
     changed = tokens.clone()
     changed[:, 8:] = 65
     assert torch.equal(route(routers, tokens, 8), route(routers, changed, 8))
-    assert torch.equal(prefix_scores(routers, tokens, 8), prefix_scores(routers, tokens[:, :8], 99))
+    assert torch.equal(routers.scores(tokens, 8), routers.scores(tokens[:, :8], 99))
     changed[:, 1] = 65
-    assert not torch.equal(prefix_scores(routers, tokens, 8), prefix_scores(routers, changed, 8))
+    assert not torch.equal(routers.scores(tokens, 8), routers.scores(changed, 8))
     with pytest.raises(ValueError, match="at least 2 tokens"):
         route(routers, tokens[:, :1], 8)
 
@@ -88,7 +88,7 @@ def test_routers_that_are_the_experts_choose_the_best_one_of_each_sequence(built
     system, _ = built
     experts = Served.load(Forest.load(system.out / "forests" / "smalltalk.json").experts)
     tokens = system.texts["easy"].sequences("test", 12)[:, :-1]
-    chosen = route(experts, tokens, tokens.shape[1])
+    chosen = route(Routers(experts), tokens, tokens.shape[1])
     own = experts.scores(tokens).sum(-1)
     assert torch.equal(chosen, own.argmax(0))
     kept = own.gather(0, chosen[None])[0]
