@@ -42,7 +42,8 @@ class HdeeConfig:
     steps; the middle one is every expert's with homogeneous ones. ffn: width of the gated MLP of a small, medium and
     large model. lr, warmup_steps: of the experts' runs; those of the seeds stand in [inner]. tolerance: by how much a
     variant's training may miss the budget of three medium experts, as a share. characters: of each default domain.
-    sequences: so many of each domain are judged, and so many give the cached prior (at most 100 of them).
+    sequences: so many of each domain are judged, and so many give the cached prior (at most 100 of them). prefix:
+    tokens from which the ridge gate chooses an expert.
     """
 
     variants: tuple[str, ...] = VARIANTS
@@ -57,6 +58,7 @@ class HdeeConfig:
     tolerance: float = TOLERANCE
     characters: int = 600_000
     sequences: int = 256
+    prefix: int = 32
 
     def __post_init__(self) -> None:
         for name in self.variants:
@@ -66,7 +68,7 @@ class HdeeConfig:
             values = getattr(self, key)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{key} = {list(values)}: name each one once, and at least one")
-        for key in ("iterations", "seed_steps", "characters", "sequences"):
+        for key in ("iterations", "seed_steps", "characters", "sequences", "prefix"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
         for key in ("steps", "ffn"):

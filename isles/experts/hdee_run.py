@@ -18,17 +18,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isles.experts import hdee, mixture
-from isles.experts.domains import TRAINED, Part, pooled, read_domains
+from isles.experts.domains import TRAINED, Part, of_difficulty, pooled, read_domains
 from isles.experts.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import Job, Progress
 from isles.experts.judging import judge, mean_of
 from isles.experts.meters import Bytes, bytes_of
 from isles.experts.priors import cached
 from isles.experts.registry import Forest, Member
+from isles.experts.ridge import RidgeGate
 from isles.experts.served import Served, score
 from isles.experts.system import System
 from isles.models import parameters
@@ -110,6 +112,7 @@ class Hdee(System[HdeeConfig]):
             return torch.stack([scores(name, domain, part) for name in names])
 
         seed_name = plan.seeds[self.own.ffn[1]]
+        gate = self._ridge(load_run(folder / seed_name))
         record: dict[str, Any] = {"seed": {d: mixture.perplexity(scores(seed_name, d, "test")) for d in self.texts}}
         for variant in self.own.variants:
             record[variant] = {}
@@ -121,6 +124,9 @@ class Hdee(System[HdeeConfig]):
                 for domain in self.texts:
                     test, prior = of(names, domain, "test"), of(names, domain, "prior")
                     told[domain] = judge(test, prior).as_json()
+                    chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
+                    one = test[torch.from_numpy(chosen), torch.arange(len(chosen))]
+                    told[domain]["perplexity"]["ridge"] = mixture.perplexity(one)
                     told[domain]["with_seed"] = judge(
                         of([*names, seed_name], domain, "test"), of([*names, seed_name], domain, "prior")
                     ).perplexity["posterior"]
@@ -145,6 +151,14 @@ class Hdee(System[HdeeConfig]):
                 "text": served.tokenizer.decode(sequence[0].numpy()),
             }
         return told
+
+    def _ridge(self, seed: SavedRun) -> RidgeGate:
+        """A gate over the difficulties, by the embeddings of the seed model and the text that is trained on."""
+        gate = RidgeGate(seed.model.embed.weight.detach().cpu().numpy())
+        for difficulty in TRAINED:
+            seen = of_difficulty(self.domains, difficulty)[: self.own.iterations]
+            gate.add(difficulty, np.concatenate([self.texts[d.name].training_rows()[:, :-1].ravel() for d in seen]))
+        return gate
 
     def _average(self, runs: list[SavedRun], names: list[str], weights: list[float]) -> SavedRun:
         """BTM's one model, its weights those of the cached prior."""

@@ -179,7 +179,8 @@ class Smalltalk(System[SmalltalkConfig]):
             scored["experts"] = experts.scores(tokens)
             routed = {f"prefix-{p}": route(gate, tokens, p) for p in self.own.prefixes}
             routed["routed"] = route(gate, tokens, self.own.prefix)
-            one = {**scored, **routed}
+            chances = gate.chances(gate.scores(tokens, self.own.prefix))
+            one = {**scored, **routed, "chances": chances}
             domains[name] = {**self._judged([one]), "alone": [mixture.perplexity(s) for s in scored["experts"]]}
             if text.domain.trained:
                 seen.append(one)
@@ -208,7 +209,10 @@ class Smalltalk(System[SmalltalkConfig]):
     def _judged(self, parts: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Perplexities over the sequences of `parts`: on all tokens, and on those after the prefix."""
         experts_ENT = torch.cat([part["experts"] for part in parts], dim=1)
-        routed = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key not in ("experts",)}
+        chances_EN = torch.cat([part["chances"] for part in parts], dim=1)
+        routed = {
+            key: torch.cat([part[key] for part in parts]) for key in parts[0] if key not in ("experts", "chances")
+        }
         count = experts_ENT.shape[1]
 
         def by(expert_of: Tensor) -> Tensor:
@@ -217,6 +221,8 @@ class Smalltalk(System[SmalltalkConfig]):
         ways: dict[str, Tensor] = {form: routed[form] for form in self.own.dense}
         ways["mixture"] = by(routed["routed"])
         ways |= {key: by(routed[key]) for key in routed if key.startswith("prefix-")}
+        # All experts by the gate's chances, as c-BTM joins them: E times the cost at inference.
+        ways["weighted"] = mixture.mix(experts_ENT, mixture.constant(experts_ENT, chances_EN.log()))
         ways["oracle"] = by(experts_ENT.sum(-1).argmax(0))
         # Another one of the E with equal chances, whatever the text: the mean over all choices.
         ways["random"] = experts_ENT.mean(0)

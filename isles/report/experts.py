@@ -24,6 +24,7 @@ _WAYS = {
     "cached": "cached prior",
     "updating": "updating prior",
     "top_1": "top 1",
+    "ridge": "ridge gate",
     "last_token": "last token",
     "arithmetic": "arithmetic",
     "geometric": "geometric",
@@ -109,6 +110,7 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     kinds = {d["name"]: d["difficulty"] != "held_out" for d in results["domains"]}
     dense = [form for form in _DENSE if form in results["trained"]["all"]]
     ways = {**{form: _DENSE[form] for form in dense}, "mixture": "mixture", "oracle": "best expert"}
+    ways["weighted"] = "all, weighted"
     ways["random"] = "random expert"
 
     def row(label: str, judged: dict[str, Any]) -> list[str]:
@@ -150,8 +152,8 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     return [
         (
             "Perplexity by domain",
-            f"one expert a sequence, chosen from its first {results['prefix']} tokens; every model costs the same "
-            "FLOPs a token at inference and, all experts together, in training",
+            f"mixture: one expert a sequence, chosen from its first {results['prefix']} tokens; a dense model trains "
+            "with the FLOPs of all experts together and costs those of one in use; 'all, weighted' those of all",
             first,
         ),
         ("Perplexity by the length of the prefix that is read", "routers are those trained on the longest", second),

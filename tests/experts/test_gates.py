@@ -29,8 +29,7 @@ def texts(count: int, seed: int = 0) -> tuple[list[str], np.ndarray]:
 
 
 def test_clusters_find_the_kinds_and_are_balanced_in_training(tmp_path: Path) -> None:
-    lines = [line for kind in range(3) for line, one in zip(*texts(90), strict=True) if one == kind][:]
-    made_of = np.array([one for kind in range(3) for one in texts(90)[1] if one == kind])
+    lines, made_of = texts(90)
     clusters = clustered(lines, 3, seed=0)
     found = clusters.assign(lines, balanced=False)
     assert len({(kind, expert) for kind, expert in zip(made_of.tolist(), found.tolist(), strict=True)}) == 3
