@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from datetime import datetime
@@ -140,11 +141,10 @@ def _run(
             done = system.train(progress, only)
             results = system.evaluate(progress) if done else None
     except (Interrupted, KeyboardInterrupt):
-        words = " ".join([*([config] if config else []), *(["--quick"] if quick else [])])
-        words += "".join(f" --set {word}" for word in assignments)
-        print(
-            f"isles: stopped; go on with: isles experts {name} {words} --out {out}".replace("  ", " "), file=sys.stderr
-        )
+        words = ["isles", "experts", name, *([config] if config else []), *(["--quick"] if quick else [])]
+        words += [part for word in assignments for part in ("--set", word)]
+        words += [part for word in only for part in ("--job", word)]
+        print(f"isles: stopped; go on with: {shlex.join([*words, '--out', str(out)])}", file=sys.stderr)
         raise typer.Exit(130) from None
     if results is None:
         print_jobs(system)

@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +138,8 @@ def _start(
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
     if world.backend == "virtual":
-        orders = SharedOrders(world.workers)
-        with _warnings_told(on_event), first_interrupt(orders.ask):
-            return run_virtual(
-                train_worker,
-                world.workers,
-                args=args,
-                links=world.links,
-                threads=world.threads,
-                step_seconds=world.step_seconds,
-                seed=config.run.seed,
-                deadlines=deadlines(config),
-                on_event=on_event,
-                orders=orders,
-            )
+        with _warnings_told(on_event):
+            return on_virtual(train_worker, world.workers, config, args, on_event)
     pool = hire(config, out, resume, party)
 
     def tell(rank: int, error: Exception) -> None:
@@ -163,6 +151,26 @@ def _start(
     if not (config.replicas.survives and left):
         raise_first(results, pool.failures)
     return left
+
+
+def on_virtual(
+    worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], on_event: Callable[[Any], None]
+) -> list[Any]:
+    """`worker(world, *args)` on the virtual backend that [world] describes; the first Ctrl-C stops all at one step."""
+    world, orders = config.world, SharedOrders(workers)
+    with first_interrupt(orders.ask):
+        return run_virtual(
+            worker,
+            workers,
+            args=args,
+            links=world.links,
+            threads=world.threads,
+            step_seconds=world.step_seconds,
+            seed=config.run.seed,
+            deadlines=deadlines(config),
+            on_event=on_event,
+            orders=orders,
+        )
 
 
 def processes(config: Config, out: Path, resume: int | None, party: Party) -> Workers:

@@ -64,10 +64,18 @@ def load_weights(model: nn.Module, weights: Path, of: str) -> None:
         raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({first})") from error
 
 
-def start_weights(model: nn.Module, start: str) -> None:
-    """Begin from the weights that `run.start` names."""
+def start_file(start: str) -> Path:
+    """The weights that `run.start` names. ValueError where there are none."""
     path = Path(start).expanduser()
-    load_weights(model, path / "model.safetensors" if path.is_dir() else path, "[model], which run.start must be of")
+    weights = path / "model.safetensors" if path.suffix != ".safetensors" else path
+    if not weights.is_file():
+        raise ValueError(f"run.start = {start!r}: no {weights.name} there; name a finished run, or leave it empty")
+    return weights
+
+
+def start_weights(model: nn.Module, start: str) -> None:
+    """Begin from the weights that `run.start` names. ValueError where there are none, or of another model."""
+    load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
 def load_run(run: Path) -> SavedRun:

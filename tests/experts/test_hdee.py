@@ -12,6 +12,7 @@ import torch
 
 from isles.experts import hdee, mixture
 from isles.experts.border import read
+from isles.experts.domains import read_domains
 from isles.experts.hdee import HdeeConfig, cell
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.registry import Forest
@@ -160,6 +161,29 @@ def test_every_cell_keeps_the_budget(variant: str, config: Path) -> None:
         assert found.steps == (400, 400, 400)
     if variant == "m-ho-i-he":
         assert found.steps == (300, 400, 500)
+
+
+def test_iterations_chain_each_expert_through_the_domains_of_its_difficulty(config: Path, tmp_path: Path) -> None:
+    more = "".join(f'[domains.{d}-2]\npath = "{d}"\ndifficulty = "{d}"\n' for d in ("easy", "medium", "difficult"))
+    two = tmp_path / "two.toml"
+    two.write_text(config.read_text() + more)
+    request = asked("hdee", two, "hdee.iterations=2")
+    domains = read_domains(request.domains, tmp_path, 1)
+    made_of = hdee.plan(request.own, request.base, domains, 0, tmp_path, "seed.txt")  # type: ignore[arg-type]
+    by_name = {job.name: job for job in made_of.jobs}
+    first, second = made_of.forests["m-ho-i-he"]
+    for before, after, difficulty in zip(first, second, ("easy", "medium", "difficult"), strict=True):
+        assert by_name[before].domains == (difficulty,)
+        assert by_name[after].domains == (difficulty, f"{difficulty}-2")
+        assert by_name[after].config.run.start == str(tmp_path / before)
+        assert by_name[after].config.run.steps == by_name[before].config.run.steps
+    order = list(by_name)
+    assert all(
+        order.index(Path(job.config.run.start).name) < order.index(job.name)
+        for job in made_of.jobs
+        if job.config.run.start
+    )
+    assert made_of.forests["m-ho-i-ho"][1][1] == made_of.forests["m-he-i-he"][1][1]  # the medium one is shared
 
 
 def test_what_does_not_balance_or_is_missing_is_refused(config: Path, tmp_path: Path) -> None:

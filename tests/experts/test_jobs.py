@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from isles.experts.jobs import Job, Progress, train
+from isles.experts.jobs import Job, Progress, state, train
 from isles.training.config import Config
 from isles.training.lock import locked
 from tests.training.runs import tiny, write_text
@@ -47,6 +47,22 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_again(text: Path, tmp_
     (out / "metrics.jsonl").write_text('{"step": 2, "worker": 0, "loss": 9.9}\n')
     (out / "config.toml").write_text("[run]\nsteps = 6\n")
     assert train(job(config), tmp_path / "cut", Progress())["sha256"] == fresh["sha256"]
+
+
+def test_a_run_that_stopped_goes_on_to_the_same_weights(text: Path, tmp_path: Path) -> None:
+    config = tiny(text, "run.checkpoint_every=4", method="none", workers=1)
+    whole = train(job(config), tmp_path, Progress())
+    for name in ("summary.json", "model.safetensors", "expert.json"):
+        (tmp_path / "one" / name).unlink()
+    assert state(job(config), tmp_path) == "stopped at step 4"
+    begun = []
+
+    class Told(Progress):
+        def line(self, line: dict[str, object]) -> None:
+            begun.append(line["step"])
+
+    assert train(job(config), tmp_path, Told())["sha256"] == whole["sha256"]
+    assert begun == [6] and state(job(config), tmp_path) == "done"
 
 
 def test_a_run_that_goes_on_is_left_alone_and_another_one_is_refused(text: Path, tmp_path: Path) -> None:
