@@ -55,6 +55,8 @@ class Case:
     utilisation: tuple[str, float] | None = None
 
 
+_DENSE = {"rank": 0, "codec": "none", "error_feedback": "none"}
+_FIXED = {"window": 0, "start_compress": 0}
 _STREAMING = {"sync_every": H, "codec": "fp4", "layers_per_fragment": 1}
 
 CASES: dict[str, Case] = {
@@ -64,6 +66,10 @@ CASES: dict[str, Case] = {
     "delayed": Case("delayed", {"sync_every": H}),
     "eager": Case("eager", {"sync_every": H}, utilisation=(">=", 0.95)),
     "eager, H = 13": Case("eager", {"sync_every": 13}, steps=39, warm_up=26),
+    "dilocox, dense, carry": Case("dilocox", {"sync_every": H, **_DENSE}),
+    "dilocox, dense, no delay": Case("dilocox", {"sync_every": H, "delay": "none", **_DENSE}, waits=True),
+    "dilocox, no delay": Case("dilocox", {"sync_every": H, "delay": "none", **_FIXED}, large=False),
+    "dilocox": Case("dilocox", {"sync_every": H, **_FIXED}, large=False),
     "streaming fp4, tau 5": Case("streaming-diloco", {**_STREAMING, "overlap_steps": 5}, large=False,
                                  utilisation=(">=", 0.95)),
     "streaming fp4, tau 1": Case("streaming-diloco", {**_STREAMING, "overlap_steps": 1}, large=False),

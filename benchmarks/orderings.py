@@ -10,6 +10,8 @@ Exit code 1 if an ordering does not hold.
     streaming (tau 1, alpha 0.5) <= DiLoCo + 0.03          DiLoCo <= eager - 0.03
     eager <= delayed - 0.25, at the same outer rate        |4-bit floats - float32| <= 0.05, for each of the four
     eager < delayed at H = 5, 15 and 45 (Eager Updates, arXiv 2502.12996, figure 5)
+    DiLoCoX (arXiv 2506.21263): carried progress costs at most 0.1, set aside (delayed) 0.25 more; rank 8 of 32 with
+    error feedback at most 0.15, rank 2 at least 0.25 more than that; everything together at most 0.25
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks._measure import Row, report
 from isles.training.border import read_config
@@ -29,11 +31,19 @@ from isles.training.launch import launch
 
 SETTINGS = str(Path(__file__).with_suffix(".toml"))
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "diloco": {},
     "streaming-diloco": {"layers_per_fragment": 1, "overlap_steps": 1, "merge_alpha": 0.5},
     "eager": {},
     "delayed": {},
+}
+_COMPRESSED = {"codec": "none", "start_compress": 0, "window": 0}
+# Other settings of one method, by a name of their own: "method, what is set".
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dilocox, dense, carry": {"rank": 0, "error_feedback": "none"},
+    "dilocox, rank 8, no delay": {"rank": 8, "delay": "none", **_COMPRESSED},
+    "dilocox, rank 2, no delay": {"rank": 2, "delay": "none", **_COMPRESSED},
+    "dilocox, rank 8, int4, carry": {"rank": 8, **_COMPRESSED, "codec": "int4"},
 }
 ROUNDS = (5, 15, 45)  # values of H
 USUAL = 15
@@ -59,14 +69,16 @@ class Cell(NamedTuple):
 CELLS = [
     *(Cell(method, codec=codec) for method in METHODS for codec in ("none", "fp4")),
     *(Cell(method, H) for H in ROUNDS if H != USUAL for method in ("eager", "delayed")),
+    *(Cell(name) for name in VARIANTS),
 ]
 
 
 def loss(cell: Cell, seed: int) -> float:
     """One run: the validation loss of its one model."""
-    settings = {"sync_every": cell.sync_every, "codec": cell.codec, **OUTER, **METHODS[cell.method]}
+    own = (METHODS | VARIANTS)[cell.method]
+    settings = {"sync_every": cell.sync_every, "codec": cell.codec, **OUTER, **own}
     words = [f"replicas.{key}={value}" for key, value in settings.items()]
-    config = read_config(SETTINGS, {"replicas.method": cell.method, "run.seed": seed}, words)
+    config = read_config(SETTINGS, {"replicas.method": cell.method.partition(",")[0], "run.seed": seed}, words)
     with tempfile.TemporaryDirectory() as folder:
         return launch(config, Path(folder, "run"), lambda line: None, lambda notice: None)["val_loss"]
 
@@ -105,6 +117,14 @@ def table(found: dict[Cell, list[float]]) -> list[Row]:
         apart("diloco - eager", diloco, eager, -0.03),
         apart("eager - delayed", eager, delayed, -0.25),
         *(apart(f"eager - delayed, H = {H}", Cell("eager", H), Cell("delayed", H), 0.0) for H in ROUNDS if H != USUAL),
+    ]
+    carry, eight, two, together = (Cell(name) for name in VARIANTS)
+    rows += [
+        apart("dilocox, carry - diloco", carry, diloco, 0.1),
+        apart("dilocox, carry - delayed", carry, delayed, -0.25),
+        apart("dilocox, rank 8 - diloco", eight, diloco, 0.15),
+        apart("dilocox, rank 8 - rank 2", eight, two, -0.25),
+        apart("dilocox, all - diloco", together, diloco, 0.25),
     ]
     for method in METHODS:
         off = abs(average[Cell(method, codec="fp4")] - average[Cell(method)])

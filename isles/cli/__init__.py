@@ -13,6 +13,7 @@ from isles.cli import (
     config,
     doctor,
     evaluate,
+    experts,
     export,
     generate,
     methods,
@@ -42,6 +43,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
+app.add_typer(experts.app, name="experts")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

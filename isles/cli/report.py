@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 
-def report(runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders of isles compare.")]) -> None:
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders of isles compare or isles experts.")],
+) -> None:
     """Write report.html and report.png into each directory."""
     from isles.report import write_picture, write_report
 

@@ -13,7 +13,8 @@ BatchMode = Literal["per_worker", "global"]
 class DataConfig:
     """What is read and how it is dealt out. Every impossible value raises a ValueError of one line.
 
-    path: text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files; "" means the source of the
+    path: text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or
+        a folder that holds a stored corpus, which has its own split; "" means the source of the
         running Python's standard library.
     tokenizer: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder that holds one.
     text_key: the column of JSONL, Parquet and dataset rows that holds the text.

@@ -45,7 +45,8 @@ class Corpus:
 
     name: what was read ("standard library", or the path). split_by: whether whole documents or their ends were kept out
     of training. sha256: hex digest of the tokens and document bounds of both parts, so equal exactly when a run would
-    see the same data.
+    see the same data. row: tokens of each document where documents are sequences that were cut beforehand and stand
+    alone (a share of a pool, such as an expert's); 0: running text.
     """
 
     name: str
@@ -54,6 +55,35 @@ class Corpus:
     validation: TokenStream
     split_by: SplitBy
     sha256: str
+    row: int = 0
+
+
+def rows_corpus(name: str, tokenizer: Tokenizer, train_NR: np.ndarray, validation_NR: np.ndarray) -> Corpus:
+    """A corpus of sequences (N, R) that a loader gives as they are: R is the context + 1. Only shapes are checked.
+
+    ValueError where there is no sequence to train on.
+    """
+    if not len(train_NR):
+        raise ValueError(f"{name}: has no sequence to train on; give more text, or fewer shares")
+    row = train_NR.shape[1]
+    assert validation_NR.shape[1] == row
+    train, validation = _rows(train_NR), _rows(validation_NR)
+    return Corpus(
+        name=name,
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        split_by="document",
+        sha256=content_sha256(train, validation),
+        row=row,
+    )
+
+
+def _rows(tokens_NR: np.ndarray) -> TokenStream:
+    count, row = tokens_NR.shape
+    bounds = np.arange(count + 1, dtype=np.int64) * row
+    tokens = np.ascontiguousarray(tokens_NR).reshape(-1)
+    return TokenStream(tokens=tokens, bounds=bounds, files=("",), file_of=np.zeros(count, dtype=np.uint8))
 
 
 def content_sha256(train: TokenStream, validation: TokenStream) -> str:

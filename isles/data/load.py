@@ -11,7 +11,7 @@ from .config import DataConfig
 from .corpus import Corpus
 from .prepare import prepare_corpus
 from .sources import fingerprint, list_sources
-from .store import FORMAT, open_corpus, save_corpus
+from .store import FORMAT, is_stored, open_corpus, save_corpus
 from .tokenizer import load_tokenizer
 
 _REMEMBERED = 4  # corpora: a comparison of tokenizers or of text needs a few, and each may be large
@@ -23,11 +23,16 @@ def load_corpus(config: DataConfig) -> Corpus:
     """Read, tokenise and split the text of `config`; a second call in the process returns the same object.
 
     The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. With
-    `config.cache` the arrays are kept in that folder and memory-mapped, so that later processes read nothing else.
+    `config.cache` the arrays are kept in that folder and memory-mapped, so that later processes read nothing else. A
+    `config.path` that is itself such a folder (`store.save_corpus`) is opened as it is, with the split that it has.
     ValueError, one line with key and mend, where something cannot be read or holds no text.
     """
-    sources = list_sources(config.path)
     tokenizer = load_tokenizer(config.tokenizer)
+    if is_stored(config.path):
+        stored = open_corpus(Path(config.path).expanduser(), tokenizer)
+        assert stored is not None
+        return stored
+    sources = list_sources(config.path)
     fraction = float(config.validation_fraction)
     parts = [FORMAT, config.path, fingerprint(sources), tokenizer.fingerprint, config.text_key, fraction]
     content = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

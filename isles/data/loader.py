@@ -1,7 +1,8 @@
 """The loader: one worker's endless, resumable sequence of batches.
 
 A sequence is a window of `context` targets: context + 1 tokens, of which the last is also the first of the next window.
-Windows do not overlap otherwise; the tokens after the last whole window of a stream are not read.
+Windows do not overlap otherwise; the tokens after the last whole window of a stream are not read. Of a corpus of rows
+(`Corpus.row`) each row is one sequence.
 
 Each epoch permutes the N windows, and epochs follow one another without a gap: with n sequences consumed by all workers
 so far, row i of worker w of W reads (split "iid")
@@ -72,7 +73,12 @@ class Loader:
                 f"data.path: {of} has {len(tokens)} tokens, fewer than context + 1 = {context + 1}; give more text "
                 "or a shorter context"
             )
-        self._windows = _windows(tokens, context)
+        if corpus.row not in (0, context + 1):
+            raise ValueError(
+                f"data.path: {corpus.name} holds sequences of {corpus.row} tokens, which needs model.context = "
+                f"{corpus.row - 1}, not {context}"
+            )
+        self._windows = windows(tokens, context, corpus.row)
         self._validation = self._fixed_validation(config.validation_sequences)
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
 
@@ -91,15 +97,15 @@ class Loader:
         else:
             positions = self.consumed // self.workers + rows
         epochs, offsets = np.divmod(positions, self.sequences)
-        windows = np.empty(self.batch_size, dtype=np.int64)
+        chosen = np.empty(self.batch_size, dtype=np.int64)
         orders = {}
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             orders[epoch] = order = self._order(epoch)
             here = epochs == epoch
-            windows[here] = order[offsets[here]]
+            chosen[here] = order[offsets[here]]
         self._orders = orders
         self.consumed += self.batch_size * self.workers
-        return _batch(self._windows, windows)
+        return _batch(self._windows, chosen)
 
     def validation_batches(self) -> Iterator[torch.Tensor]:
         """The batches of one validation pass: (rows, context + 1) int64, the last one perhaps with fewer rows.
@@ -111,9 +117,9 @@ class Loader:
         """
         if self._validation is None:
             raise ValueError("data.validation_fraction = 0 keeps no text for validation; use for example 0.05")
-        windows, chosen = self._validation
+        among, chosen = self._validation
         for start in range(0, len(chosen), self.batch_size):
-            yield _batch(windows, chosen[start : start + self.batch_size])
+            yield _batch(among, chosen[start : start + self.batch_size])
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands, ready for JSON. It is the same for every worker, so a run needs to keep only one."""
@@ -163,9 +169,8 @@ class Loader:
                 f"data.validation_fraction keeps {len(tokens)} tokens for validation, fewer than "
                 f"context + 1 = {self.context + 1}; raise it or give more text"
             )
-        windows = _windows(tokens, self.context)
-        count = min(sequences, len(windows))
-        return windows, np.arange(count) * len(windows) // count
+        among = windows(tokens, self.context, self.corpus.row)
+        return among, spaced(len(among), sequences)
 
 
 def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[str, Any]:
@@ -175,9 +180,15 @@ def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[s
     return {**state, "workers": workers, "batch_size": batch_size}
 
 
-def _windows(tokens: np.ndarray, context: int) -> np.ndarray:
-    """(N, context + 1) view of (T,) tokens without a copy, N = (T - 1) // context."""
-    return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context]
+def windows(tokens: np.ndarray, context: int, row: int = 0) -> np.ndarray:
+    """(N, context + 1) view of (T,) tokens without a copy, N = (T - 1) // context; with rows (`Corpus.row`) T / row."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[:: row or context]
+
+
+def spaced(count: int, wanted: int) -> np.ndarray:
+    """Indices of `wanted` of `count` windows, evenly spaced; all where there are fewer."""
+    taken = min(wanted, count)
+    return np.arange(taken) * count // max(taken, 1)
 
 
 def _batch(windows: np.ndarray, rows: np.ndarray) -> torch.Tensor:

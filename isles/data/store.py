@@ -16,7 +16,7 @@ import numpy as np
 from .corpus import Corpus, TokenStream
 from .tokenizer import Tokenizer
 
-FORMAT = 1  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
+FORMAT = 2  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
 _PARTS = ("train", "validation")
 _ARRAYS = ("tokens", "bounds", "file_of")
 
@@ -37,6 +37,8 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
             "name": corpus.name,
             "split_by": corpus.split_by,
             "sha256": corpus.sha256,
+            "row": corpus.row,
+            "tokenizer": corpus.tokenizer.fingerprint,
             "files": corpus.train.files,
         }
         (building / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
@@ -54,6 +56,12 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
     return stored
 
 
+def is_stored(path: str) -> bool:
+    """Whether `path` is a folder that `save_corpus` wrote: then it can stand as `data.path`."""
+    folder = Path(path).expanduser()
+    return (folder / "manifest.json").is_file() and (folder / "train-tokens.npy").is_file()
+
+
 def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus in `folder`, memory-mapped; None where there is none, ValueError where it cannot be read."""
     if not folder.exists():
@@ -62,17 +70,22 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']} instead of {FORMAT}")
+        made_with = manifest["tokenizer"]
         parts = {part: _open_stream(folder, part, tuple(manifest["files"])) for part in _PARTS}
-        return Corpus(
+        corpus = Corpus(
             name=manifest["name"],
             tokenizer=tokenizer,
             train=parts["train"],
             validation=parts["validation"],
             split_by=manifest["split_by"],
             sha256=manifest["sha256"],
+            row=manifest["row"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"data.cache: {folder} is damaged ({error}); delete that folder") from None
+        raise ValueError(f"the stored corpus {folder} is damaged ({error}); delete that folder") from None
+    if made_with != tokenizer.fingerprint:
+        raise ValueError(f"data.tokenizer = {tokenizer.name!r}: {folder} was made with another one; name that one")
+    return corpus
 
 
 def _open_stream(folder: Path, part: str, files: tuple[str, ...]) -> TokenStream:

@@ -46,7 +46,7 @@ class DiLoCoX(OuterSync):
         config = self.config
         form = config.form([parameter.shape for parameter in self.parameters])
         self.adaptive = None
-        if isinstance(form, LowRank) and config.rounds_averaged:
+        if isinstance(form, LowRank) and config.rounds_averaged and form.compresses(self.parameters):
             self.adaptive = Adaptive(
                 first_rank=form.rank,
                 first_every=config.sync_every,
@@ -69,6 +69,8 @@ class DiLoCoX(OuterSync):
         means = fragment.averaging
         if adaptive is None or not isinstance(means, Factors) or fragment.rounds <= means.form.start:
             return
+        if not all(basis.isfinite().all() for basis in means.bases):
+            return  # without error feedback to notice it; the run's loss will tell
         adaptive.observe(means.bases, [matrix.rows * matrix.columns for matrix in means.matrices])
         round = fragment.rounds + 1
         adaptive.last = rank = adaptive.rank(round)

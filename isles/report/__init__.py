@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 
 from isles.report.comparison import INDEX, read_comparison, render_comparison
+from isles.report.experts import RESULTS, read_results
+from isles.report.experts import render as render_experts
 from isles.report.page import render_page
 from isles.report.rundir import read_run
 
@@ -18,7 +20,7 @@ __all__ = ["write_picture", "write_report"]
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` into a run directory, or into the folder of a comparison, and return its path.
+    """Write `report.html` into a run directory, or into the folder of a comparison or of experts, and return its path.
 
     Works on a finished run and on one that is still going; numbers are shown in human units (decimal bytes, seconds).
     The page replaces an older one in one move, so a reader never meets half a page.
@@ -28,6 +30,8 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     if (folder / INDEX).is_file():
         text = render_comparison(read_comparison(folder))
+    elif (folder / RESULTS).is_file():
+        text = render_experts(read_results(folder), folder.resolve().name)
     else:
         text = render_page(read_run(folder))
     return settled(folder / "report.html", text.encode())
@@ -37,11 +41,13 @@ def write_picture(folder: str | Path) -> Path:
     """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Loads
     matplotlib. ValueError as in `write_report`.
     """
-    from isles.report.png import comparison_picture, run_picture
+    from isles.report.png import comparison_picture, experts_picture, run_picture
 
     folder = Path(folder)
     if (folder / INDEX).is_file():
         data = comparison_picture(read_comparison(folder))
+    elif (folder / RESULTS).is_file():
+        data = experts_picture(read_results(folder))
     else:
         data = run_picture(read_run(folder))
     return settled(folder / "report.png", data)

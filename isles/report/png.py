@@ -10,6 +10,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from isles.report import experts
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
 from isles.report.page import panels, subtitle, title
@@ -33,6 +34,12 @@ def comparison_picture(runs: Runs) -> bytes:
     """The PNG of a comparison, the table first."""
     table, what = table_of(runs)
     return picture(comparison_title(runs), what, comparison_panels(runs), table)
+
+
+def experts_picture(results: dict[str, Any]) -> bytes:
+    """The PNG of `isles experts`: the first table, and the posteriors."""
+    heading, what, table = experts.tables(results)[0]
+    return picture(f"{experts.title(results)}: {heading}", what, experts.posteriors(results), table)
 
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:

@@ -58,6 +58,19 @@ def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str
     """The user's tables, over the embedded ones where no file is given; all but [replicas] is checked. Arguments as in
     `read_config`.
     """
+    given = words(path, flags, assignments)
+    for name in given:
+        if name not in (*SECTIONS, "replicas"):
+            raise ValueError(unknown_name("section", name, [*SECTIONS, "replicas"]))
+    tables = given if path is not None else over(_embedded(_method_of(given)), given)
+    _sections(tables)
+    return tables
+
+
+def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+    """What a user said, section by section, unchecked: for commands with sections of their own. Arguments as in
+    `read_config`.
+    """
     given = _parse_file(path) if path is not None else {}
     for key, value in flags.items():
         if value is not None:
@@ -67,12 +80,12 @@ def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
         _assign(given, key.strip(), _parse_value(text.strip()))
-    for name in given:
-        if name not in (*SECTIONS, "replicas"):
-            raise ValueError(unknown_name("section", name, [*SECTIONS, "replicas"]))
-    tables = given if path is not None else _over(_embedded(_method_of(given)), given)
-    _sections(tables)
-    return tables
+    return given
+
+
+def over(below: Tables, above: Tables) -> Tables:
+    """Tables laid over others, key by key."""
+    return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
 
 
 def resolve(tables: Tables) -> Config:
@@ -168,7 +181,3 @@ def _embedded(name: str) -> Tables:
     methods = tables.pop("methods")
     tables["replicas"] = {"method": name, **methods.get(name, {})}
     return tables
-
-
-def _over(below: Tables, above: Tables) -> Tables:
-    return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}

@@ -106,15 +106,17 @@ class RunConfig:
     """How long, how often.
 
     steps: inner steps a worker. seed: of the weights and the data order, and of a method that draws (NoLoCo's pairs)
-    unless `replicas.seed` is given. log_every: steps between lines of metrics.jsonl. validate_every: steps between
-    validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only when interrupted).
-    keep_checkpoints: how many of the newest stay (0: all; with several machines at least two, so that all have one in
-    common). loggers: tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb (offline):
-    ["tensorboard", "wandb"]; each is an extra of this package.
+    unless `replicas.seed` is given. start: a finished run (or its model.safetensors) whose weights training begins
+    from; "" draws them. Optimizer, schedule and data begin anew. log_every: steps between lines of metrics.jsonl.
+    validate_every: steps between validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only
+    when interrupted). keep_checkpoints: how many of the newest stay (0: all; with several machines at least two, so
+    that all have one in common). loggers: tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb
+    (offline): ["tensorboard", "wandb"]; each is an extra of this package.
     """
 
     steps: int = 800
     seed: int = 0
+    start: str = ""
     log_every: int = 10
     validate_every: int = 200
     checkpoint_every: int = 0

@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,23 +142,9 @@ def _start(
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
     if world.backend == "virtual":
-        orders = SharedOrders(world.workers)
-        with _warnings_told(on_event), first_interrupt(orders.ask):
-            return run_virtual(
-                train_worker,
-                world.workers,
-                args=(*args, load_corpus(config.data)),  # once: looking at its files takes longer than a small step
-                links=world.links,
-                threads=world.threads,
-                step_seconds=world.step_seconds,
-                speeds=world.factors,
-                compute_jitter=world.step_jitter,
-                pauses=world.pauses,
-                seed=config.run.seed,
-                deadlines=deadlines(config),
-                on_event=on_event,
-                orders=orders,
-            )
+        corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
+        with _warnings_told(on_event):
+            return on_virtual(train_worker, world.workers, config, (*args, corpus), on_event)
     pool = hire(config, out, resume, party)
 
     def tell(rank: int, error: Exception) -> None:
@@ -170,6 +156,29 @@ def _start(
     if not (config.replicas.survives and left):
         raise_first(results, pool.failures)
     return left
+
+
+def on_virtual(
+    worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], on_event: Callable[[Any], None]
+) -> list[Any]:
+    """`worker(world, *args)` on the virtual backend that [world] describes; the first Ctrl-C stops all at one step."""
+    world, orders = config.world, SharedOrders(workers)
+    with first_interrupt(orders.ask):
+        return run_virtual(
+            worker,
+            workers,
+            args=args,
+            links=world.links,
+            threads=world.threads,
+            step_seconds=world.step_seconds,
+            speeds=replace(world, workers=workers).factors,
+            compute_jitter=world.step_jitter,
+            pauses=world.pauses,
+            seed=config.run.seed,
+            deadlines=deadlines(config),
+            on_event=on_event,
+            orders=orders,
+        )
 
 
 def processes(config: Config, out: Path, resume: int | None, party: Party) -> Workers:

@@ -30,6 +30,7 @@ from isles.replicas.planned import Held, Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
 from isles.training.inner import adamw, adamw_bytes
+from isles.training.saved import start_file
 from isles.training.trainer import check_vocabulary
 from isles.training.wrapped import wrapped
 
@@ -108,6 +109,8 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     context, vocab = limits(config.model)
     check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
     list_sources(config.data.path)
+    if config.run.start:
+        start_file(config.run.start)
     world, run = config.world, config.run
     sequences = config.data.batch_size_per_worker(world.workers) * config.inner.accumulation
     with warnings.catch_warnings(record=True) as caught:

@@ -31,6 +31,7 @@ from isles.training.checkpoint import Checkpoints, no_half_file
 from isles.training.config import Config
 from isles.training.evaluation import validation_loss
 from isles.training.inner import lr_factor
+from isles.training.saved import start_weights
 from isles.training.spread import Sample
 from isles.training.timeline import Timeline
 from isles.training.wrapped import wrapped
@@ -77,6 +78,8 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         if config.model.factory is not None:
             check_contract(self.model, config.model.factory, context)
+        if config.run.start:
+            start_weights(self.model, config.run.start)
         self.optimizer, notices = wrapped(config, self.model, group)  # refuses what cannot work
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)

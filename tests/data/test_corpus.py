@@ -166,7 +166,7 @@ def test_cache_is_used_by_the_next_process(write: Write, tmp_path: Path, monkeyp
     (folder,) = cache.iterdir()
     (folder / "train-tokens.npy").write_bytes(b"broken")
     loading._corpora.clear()
-    with pytest.raises(ValueError, match=r"^data\.cache: .* is damaged .*; delete that folder$"):
+    with pytest.raises(ValueError, match=r"^the stored corpus .* is damaged .*; delete that folder$"):
         load(root, cache=str(cache), validation_fraction=0)
     (tmp_path / "file").write_text("")
     monkeypatch.undo()

@@ -170,6 +170,26 @@ def test_full_ranks_are_kept() -> None:
     assert all(rank >= 5 for _, rank, *_ in log)
 
 
+@pytest.mark.parametrize(
+    "options", [{"rank": 4}, {"rank": 1, "error_feedback": "none"}], ids=["nothing to compress", "not a number"]
+)
+def test_there_is_nothing_to_adapt_to(options: dict[str, Any]) -> None:
+    """No matrix shrinks at that rank: everything travels dense, and the user is told. Bases that are no numbers, which
+    nothing holds back without error feedback, are not decomposed: the run is told of by its loss.
+    """
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        optimizer = isles.DiLoCoX(model, sgd(model), world.outer, sync_every=2, start_compress=0, **options)
+        assert any("lower the rank" in notice for notice in optimizer.advise(100)) == (options["rank"] == 4)
+        for step in range(1, 13):
+            if step == 5 and options["rank"] == 1:
+                model.first.data[0, 0] = float("nan")
+            train_step(optimizer, world.rank, step)
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
 def test_ranks_and_bases() -> None:
     """The pieces: energy counts, shrinking keeps the strongest directions, growing keeps all of them."""
     q, _ = torch.linalg.qr(torch.randn(30, 5, generator=torch.Generator().manual_seed(0)))
@@ -210,3 +230,49 @@ def test_the_rank_left_out_is_an_eighth_of_the_usual_width() -> None:
 def test_settings_that_make_no_sense(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         DiLoCoXConfig(**given)
+
+
+@pytest.mark.parametrize("form", ["local", "global"])
+def test_low_rank_with_feedback_is_its_oracle(form: str) -> None:
+    """Seven rounds of three workers, rank 2 of 9 x 6 and a vector, against Algorithm 1 of PowerSGD and error feedback
+    written out for one process: anchors to 1e-5.
+    """
+    rate, mu, rounds = 0.4, 0.8, 7
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            draw = torch.Generator().manual_seed(2)
+            self.w, self.b = (nn.Parameter(torch.randn(*shape, generator=draw)) for shape in ((9, 6), (4,)))
+
+    def gradients(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(50 * rank + step)
+        return torch.randn(9, 6, generator=draw), torch.randn(4, generator=draw)
+
+    def worker(world: Mesh) -> tuple[Tensor, list[Tensor]]:
+        model = Two()
+        options = {"outer_lr": rate, "outer_momentum": mu, "sync_every": 1, "delay": "none", "error_feedback": form}
+        low = {"rank": 2, "codec": "none", "start_compress": 0, "window": 0, "min_compression_rate": 0.0}
+        optimizer: Any = isles.DiLoCoX(model, sgd(model, 0.1), world.outer, **options, **low)
+        first, log = optimizer.fragments[0].averaging.bases[0].clone(), []
+        for step in range(rounds):
+            model.w.grad, model.b.grad = gradients(world.rank, step)
+            optimizer.step()
+            log.append(optimizer.fragments[0].anchor.clone())
+        return first, log
+
+    q, seen = isles.run_virtual(worker, 3, links=LINKS)[0]
+    model = Two()
+    anchor = [model.w.detach().clone(), model.b.detach().clone()]
+    momentum = [torch.zeros(9, 6), torch.zeros(4)]
+    errors = [torch.zeros(9, 6) for _ in range(3)]
+    for step in range(rounds):
+        shares = [gradients(rank, step) for rank in range(3)]
+        sums = [0.1 * share[0] + error for share, error in zip(shares, errors, strict=True)]
+        p = torch.linalg.qr(sum(a @ torch.linalg.qr(q).Q for a in sums) / 3).Q  # type: ignore[arg-type]
+        q = sum(a.T @ p for a in sums) / 3  # type: ignore[assignment]
+        errors = [a - p @ (a.T @ p).T if form == "local" else a - p @ q.T for a in sums]
+        for i, mean in enumerate((p @ q.T, 0.1 * sum(share[1] for share in shares) / 3)):
+            momentum[i] = mu * momentum[i] + mean
+            anchor[i] = anchor[i] - rate * (mean + mu * momentum[i])
+        torch.testing.assert_close(seen[step], torch.cat([part.reshape(-1) for part in anchor]), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,19 @@
+"""Experts: models that are trained apart and joined only where they are used. HDEE and SMALLTALK LM on one core.
+
+records     domains.Domain           a kind of text: name, difficulty, where it lies, whether it is trained on
+            assignment.Assignment    which expert trains on which sequence of a pool
+            jobs.Job                 one expert's training: an ordinary run directory, and the weights it starts from
+            registry.Forest          the experts that are served together: names and run directories, as JSON
+core        mixture                  scores of E experts -> posterior -> one distribution (numbers only, no models)
+            priors                   what is believed of the experts before a sequence begins
+            served.Served            a forest with its models loaded: scores, perplexity, next token, average
+            meters                   FLOPs of training, routing and serving; the budget rule; bytes
+systems     hdee                     seed -> branch by difficulty and budget -> ensemble with a domain posterior
+            smalltalk                routers by balanced EM -> segments -> experts -> one expert a sequence
+
+    text --domains--> runs (training.launch, each alone: 0 bytes between them) --registry--> forest
+    sequences --served--> scores (E, N, T) --mixture, priors--> perplexity by domain, posterior, text
+
+An expert is trained by `training.launch` like any other run, so with any replica method and several workers. Names end
+in their axes: E experts, N sequences, T tokens, V vocabulary. Scores are log-probabilities in nats, float64.
+"""

@@ -1,0 +1,157 @@
+"""Domains: kinds of text with a name, a difficulty and a place, and what is read of each.
+
+A domain's text is an ordinary `data.path`, split into training and validation text as everywhere in Isles. Validation
+documents are dealt in turn to two parts: "prior" (from which a cached prior is estimated) and "test" (which is judged),
+so that nothing that is judged was seen before. A domain of difficulty "held_out" is only judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isles.data import Corpus, DataConfig, load_corpus
+from isles.data.corpus import rows_corpus
+from isles.data.loader import spaced, windows
+from isles.data.order import epoch_order
+from isles.data.store import save_corpus
+from isles.experts.text import write_texts
+from isles.tables import typed
+
+Difficulty = Literal["easy", "medium", "difficult", "held_out"]
+Part = Literal["prior", "test"]
+TRAINED: tuple[Difficulty, ...] = ("easy", "medium", "difficult")
+_DEFAULTS: dict[str, Difficulty] = {
+    "tables": "easy",
+    "english": "medium",
+    "code": "difficult",
+    "comments": "medium",
+    "headers": "difficult",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """name: a word, for tables and folders. path: as `data.path`. difficulty: as a person sees it; "held_out": judged,
+    not trained on.
+    """
+
+    name: str
+    path: str
+    difficulty: Difficulty = "medium"
+
+    def __post_init__(self) -> None:
+        if not self.name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"domain {self.name!r}: use letters, digits, - and _, for it names a folder")
+        if not self.path:
+            raise ValueError(f"domains.{self.name}.path is empty; give a file or a folder of text")
+
+    @property
+    def trained(self) -> bool:
+        """Whether an expert may train on it."""
+        return self.difficulty != "held_out"
+
+
+def read_domains(
+    tables: Mapping[str, Any], folder: Path, characters: int, held_out: Sequence[str] = ("comments", "headers")
+) -> list[Domain]:
+    """The domains that a configuration lists as [domains.NAME]; without any, the default ones, written to `folder`, of
+    which those in `held_out` are only judged.
+    """
+    if tables:
+        return [typed(f"domains.{name}", Domain, {"name": name, **table}) for name, table in tables.items()]
+    texts = write_texts(folder, characters)
+    return [
+        Domain(name=name, path=str(path), difficulty="held_out" if name in held_out else _DEFAULTS[name])
+        for name, path in texts.items()
+    ]
+
+
+def of_difficulty(domains: Sequence[Domain], difficulty: Difficulty) -> list[Domain]:
+    """Those of one difficulty, in order. ValueError where there is none."""
+    found = [domain for domain in domains if domain.difficulty == difficulty]
+    if not found:
+        raise ValueError(f'no domain of difficulty "{difficulty}": add one as [domains.NAME] with a path')
+    return found
+
+
+class DomainText:
+    """The text of one domain, tokenised. ValueError where there is none, or too little to judge on."""
+
+    def __init__(self, domain: Domain, data: DataConfig, context: int) -> None:
+        self.domain, self.context = domain, context
+        self.data = replace(data, path=domain.path)
+        try:
+            self.corpus = load_corpus(self.data)
+        except ValueError as error:
+            raise ValueError(f"domain {domain.name!r}: {error}") from None
+        for part, kept in (("training", self.corpus.train), ("validation", self.corpus.validation)):
+            if len(kept) <= 2 * (context + 1):
+                raise ValueError(
+                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(kept)} tokens, fewer than two "
+                    f"sequences of {context + 1}; give more text, or take the domain out"
+                )
+
+    def training_rows(self) -> np.ndarray:
+        """(N, context + 1) windows of the training text, without a copy."""
+        return windows(self.corpus.train.tokens, self.context, self.corpus.row)
+
+    def held_rows(self, part: Part, count: int) -> np.ndarray:
+        """(N, context + 1) windows of one part of the validation text, at most `count`, evenly spaced."""
+        rows = np.concatenate([windows(tokens, self.context) for tokens in self._documents(part)])
+        return rows[spaced(len(rows), count)]
+
+    def sequences(self, part: Part, count: int) -> Tensor:
+        """`held_rows` as int64, for models."""
+        return torch.from_numpy(self.held_rows(part, count).astype(np.int64))
+
+    def _documents(self, part: Part) -> list[np.ndarray]:
+        """The part's documents that hold a window; halves of the text where few documents do."""
+        stream = self.corpus.validation
+        bounds = zip(stream.bounds[:-1], stream.bounds[1:], strict=True)
+        documents = [stream.tokens[start:end] for start, end in bounds if end - start > self.context]
+        chosen = documents[part == "test" :: 2]
+        if len(documents) < 4:
+            half = len(stream) // 2
+            chosen = [stream.tokens[half:] if part == "test" else stream.tokens[:half]]
+        return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Sequences of several domains in one order that depends on the seed. rows: (N, context + 1). label: (N,) index of
+    the domain of each. corpus: the same as a corpus of rows, stored in `folder`, so that runs can read it.
+    """
+
+    rows: np.ndarray
+    label: np.ndarray
+    corpus: Corpus
+    folder: Path
+
+
+def pooled(texts: Sequence[DomainText], folder: Path, seed: int, *, judged: int) -> Pool:
+    """The training windows of `texts` in equal numbers (of the smallest), shuffled; kept in `folder`, which a second
+    call with the same texts reads back. judged: validation sequences of each domain, from the prior's part.
+    """
+    share = min(len(text.training_rows()) for text in texts)
+    order = epoch_order(share * len(texts), seed=seed, epoch=0, share=0)
+    rows = np.concatenate([text.training_rows()[spaced(len(text.training_rows()), share)] for text in texts])[order]
+    label = np.repeat(np.arange(len(texts)), share)[order]
+    held = np.concatenate([text.held_rows("prior", judged) for text in texts])
+    name = "+".join(text.domain.name for text in texts)
+    corpus = rows_corpus(name, texts[0].corpus.tokenizer, rows, held)
+    return Pool(rows, label, store_rows(corpus, folder), folder)
+
+
+def store_rows(corpus: Corpus, folder: Path) -> Corpus:
+    """`save_corpus`, where `folder` may hold it already. ValueError where it holds another one."""
+    stored = save_corpus(corpus, folder)
+    if stored.sha256 != corpus.sha256:
+        raise ValueError(f"{folder}: holds other sequences; the text or the settings changed: name another --out")
+    return stored

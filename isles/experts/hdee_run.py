@@ -1,0 +1,172 @@
+"""HDEE from words to results: texts, seeds, experts, forests, and the table of perplexities.
+
+OUT/experts.toml             what was asked for
+OUT/domains/*.jsonl          the default domains, where none were listed
+OUT/seed-0/mixture/          what the seeds train on (a stored corpus)
+OUT/seed-0/seed-f192/ ...    runs: seeds and experts (`jobs`)
+OUT/seed-0/forests/*.json    one forest a variant and iteration (`registry`)
+OUT/results.json             everything that was measured; means over seeds beside each seed's
+
+Called again with the same words it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isles.experts import hdee, mixture
+from isles.experts.domains import TRAINED, Part, of_difficulty, pooled, read_domains
+from isles.experts.hdee import HdeeConfig, HdeePlan
+from isles.experts.jobs import Job, Progress
+from isles.experts.judging import judge, mean_of
+from isles.experts.meters import Bytes, bytes_of
+from isles.experts.priors import cached
+from isles.experts.registry import Forest, Member
+from isles.experts.ridge import RidgeGate
+from isles.experts.served import Served, score
+from isles.experts.system import System
+from isles.models import parameters
+from isles.training.saved import SavedRun, load_run
+
+
+class Hdee(System[HdeeConfig]):
+    """One HDEE directory."""
+
+    held_out = ("comments", "headers")
+
+    def check(self) -> None:
+        """See System.check."""
+        self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
+        if self.asked.domains:  # the default ones are known to be enough, and may have to be written
+            domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
+            hdee.plan(self.own, self.base, domains, 0, self.out, "")
+
+    def plan(self, seed: int) -> HdeePlan:
+        """The jobs of one seed."""
+        path = self.own.seed_path or str(self.folder(seed) / "mixture")
+        return hdee.plan(self.own, self.base, self.domains, seed, self.folder(seed), path)
+
+    def folder(self, seed: int) -> Path:
+        """Where the runs of a seed lie."""
+        return self.out / f"seed-{seed}"
+
+    def placed_jobs(self) -> list[tuple[str, Job]]:
+        """See System.placed_jobs."""
+        return [(self.folder(seed).name, job) for seed in self.own.seeds for job in self.plan(seed).jobs]
+
+    def prepare(self, progress: Progress) -> None:
+        """The mixture that the seeds train on."""
+        for seed in self.own.seeds:
+            folder = self.folder(seed) / "mixture"
+            if not self.own.seed_path and not folder.exists():
+                pooled(self.trained, folder, seed, judged=self.own.sequences)
+
+    def evaluate(self, progress: Progress) -> dict[str, Any]:
+        """Judge every forest on every domain and write the forests and OUT/results.json."""
+        records = []
+        for seed in self.own.seeds:
+            progress.notice(f"judging the experts of seed {seed}")
+            records.append(self._judge_seed(seed))
+        results: dict[str, Any] = {
+            "system": "hdee",
+            "seeds": list(self.own.seeds),
+            "domains": [{"name": d.name, "difficulty": d.difficulty} for d in self.domains],
+            "cells": {name: vars(cell) for name, cell in self.cells.items()},
+            "mean": mean_of(records),
+            "by_seed": records,
+            "bytes": asdict(self._bytes()),
+            "posterior_over_text": self._posterior_over_text(),
+            "sequences": self.own.sequences,
+        }
+        return self.write_results(results)
+
+    def forest(self, variant: str, seed: int, iteration: int | None = None) -> Forest:
+        """The forest of a variant after an iteration (from 1; None: the last)."""
+        plan = self.plan(seed)
+        names = plan.forests[variant][(iteration or self.own.iterations) - 1]
+        by_name = {job.name: job for job in plan.jobs}
+        members = [Member(name=name, run=self.folder(seed) / name, domains=by_name[name].domains) for name in names]
+        return Forest(system="hdee", experts=tuple(members))
+
+    def _judge_seed(self, seed: int) -> dict[str, Any]:
+        folder, plan = self.folder(seed), self.plan(seed)
+        runs: dict[str, SavedRun] = {}
+        scored: dict[tuple[str, str, str], Tensor] = {}
+
+        def scores(name: str, domain: str, part: Part) -> Tensor:
+            """(N, T) of one run, computed once however many forests it stands in."""
+            if (name, domain, part) not in scored:
+                run = runs[name] if name in runs else runs.setdefault(name, load_run(folder / name))
+                scored[name, domain, part] = score(run, self.texts[domain].sequences(part, self.own.sequences))
+            return scored[name, domain, part]
+
+        def of(names: Sequence[str], domain: str, part: Part) -> Tensor:
+            return torch.stack([scores(name, domain, part) for name in names])
+
+        seed_name = plan.seeds[self.own.ffn[1]]
+        gate = self._ridge(load_run(folder / seed_name))
+        record: dict[str, Any] = {"seed": {d: mixture.perplexity(scores(seed_name, d, "test")) for d in self.texts}}
+        for variant in self.own.variants:
+            record[variant] = {}
+            for iteration in range(1, self.own.iterations + 1):
+                forest = self.forest(variant, seed, iteration)
+                forest.save(folder / "forests" / f"{variant}-r{iteration}.json")
+                names = [member.name for member in forest.experts]
+                told = record[variant][f"r{iteration}"] = {}
+                for domain in self.texts:
+                    test, prior = of(names, domain, "test"), of(names, domain, "prior")
+                    told[domain] = judge(test, prior).as_json()
+                    chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
+                    one = test[torch.from_numpy(chosen), torch.arange(len(chosen))]
+                    told[domain]["perplexity"]["ridge"] = mixture.perplexity(one)
+                    told[domain]["with_seed"] = judge(
+                        of([*names, seed_name], domain, "test"), of([*names, seed_name], domain, "prior")
+                    ).perplexity["posterior"]
+                    if variant.startswith("m-ho"):
+                        weights = cached(prior, statistic="mean").exp().tolist()
+                        averaged = self._average([runs[name] for name in names], names, weights)
+                        rows = self.texts[domain].sequences("test", self.own.sequences)
+                        told[domain]["parameter_average"] = mixture.perplexity(score(averaged, rows))
+        return record
+
+    def _posterior_over_text(self) -> dict[str, Any]:
+        """How the posterior of the first forest moves over one test sequence of each trained domain."""
+        forest = self.forest(self.own.variants[0], self.own.seeds[0])
+        served = Served.load(forest.experts)
+        told = {}
+        for text in self.trained:
+            sequence = text.sequences("test", 1)
+            believed = mixture.posterior(served.scores(sequence), mixture.uniform(len(served))).exp()
+            told[text.domain.name] = {
+                "experts": list(TRAINED),
+                "values": believed[:, 0].tolist(),
+                "text": served.tokenizer.decode(sequence[0].numpy()),
+            }
+        return told
+
+    def _ridge(self, seed: SavedRun) -> RidgeGate:
+        """A gate over the difficulties, by the embeddings of the seed model and the text that is trained on."""
+        gate = RidgeGate(seed.model.embed.weight.detach().cpu().numpy())
+        for difficulty in TRAINED:
+            seen = of_difficulty(self.domains, difficulty)[: self.own.iterations]
+            gate.add(difficulty, np.concatenate([self.texts[d.name].training_rows()[:, :-1].ravel() for d in seen]))
+        return gate
+
+    def _average(self, runs: list[SavedRun], names: list[str], weights: list[float]) -> SavedRun:
+        """BTM's one model, its weights those of the cached prior."""
+        model = deepcopy(runs[0].model)
+        model.load_state_dict(Served(names, runs).average(weights))
+        return replace(runs[0], model=model)
+
+    def _bytes(self) -> Bytes:
+        shapes = [replace(self.base.model, ffn=ffn).shape() for ffn in self.own.ffn]
+        weights = [4 * parameters(shape) for shape in shapes]
+        return bytes_of(weights, weights, shapes[0].vocab, serving=3)

@@ -1,0 +1,148 @@
+"""One expert's training as an ordinary run: trained once, gone on with where it stopped, and described.
+
+Job -> training.launch (any replica method, any workers) -> FOLDER/NAME/ (a run directory) + expert.json
+
+A job's name says all that decides its weights within its folder, so two experts never share a run directory, and
+systems that need the same expert share the run. Nothing crosses between jobs but the weights that one starts from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from isles.models import flops_per_token, limits
+from isles.training.border import read_config
+from isles.training.checkpoint import Checkpoints
+from isles.training.config import Config
+from isles.training.launch import launch
+from isles.training.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
+
+CARD = "expert.json"
+# What may differ where a run was made on another machine: where things lie, and how its workers were run.
+_PLACES = {"data": ("path", "cache"), "run": ("start", "loggers")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """name: of the run directory. config: the whole run. role: "seed", "expert" or "dense". domains: what the weights
+    have seen since the seed, in order.
+    """
+
+    name: str
+    config: Config
+    role: str
+    domains: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> float | None:
+        """Training FLOPs by formula; None for a model of the user's own."""
+        model = self.config.model
+        return None if model.own is not None else float(flops_per_token(model.shape())) * self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it trains on."""
+        config, context = self.config, limits(self.config.model).context
+        sequences = config.data.batch_size_per_worker(config.world.workers) * config.world.workers
+        return config.run.steps * sequences * config.inner.accumulation * context
+
+
+class Progress:
+    """What a person is told while jobs run; the command line shows it. Every call may be ignored."""
+
+    def begin(self, name: str, workers: int, steps: int) -> None:
+        """A run begins."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """A line of its metrics."""
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """It ended."""
+
+    def notice(self, text: str) -> None:
+        """A remark."""
+
+
+def configured(base: Config, *, steps: int, path: str, **sections: dict[str, Any]) -> Config:
+    """`base` for a run of `steps` on the text of `path`, with other keys in some sections."""
+    changes = {"data": {"path": path}, "run": {"steps": steps}}
+    merged = {name: {**changes.get(name, {}), **sections.get(name, {})} for name in {*changes, *sections}}
+    return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in merged.items()})
+
+
+def train(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
+    """The job's summary: of the run that is there already, or that is trained (on) now. ValueError where the directory
+    holds a run of other settings. KeyboardInterrupt as in `launch`, with a checkpoint.
+    """
+    out = folder / job.name
+    if (out / SUMMARY).is_file():
+        _refuse_other(job, out)
+        return _carded(job, out)
+    steps = Checkpoints(out).steps()
+    if steps:
+        _refuse_other(job, out)
+    elif out.exists():
+        _clear(out)
+    progress.begin(job.name, job.config.world.workers, job.config.run.steps)
+    summary = launch(job.config, out, progress.line, progress.notice, steps[-1] if steps else None)
+    progress.end(summary)
+    return _carded(job, out)
+
+
+def state(job: Job, folder: Path) -> str:
+    """ "done", "stopped at step N" or "waiting"."""
+    out = folder / job.name
+    if (out / SUMMARY).is_file():
+        return "done"
+    steps = Checkpoints(out).steps()
+    return f"stopped at step {steps[-1]}" if steps else "waiting"
+
+
+def weights_sha256(run: Path) -> str:
+    """Of model.safetensors; equal for equal weights."""
+    with (run / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _carded(job: Job, out: Path) -> dict[str, Any]:
+    summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    start = job.config.run.start
+    card = {
+        "name": job.name,
+        "role": job.role,
+        "domains": list(job.domains),
+        "tokens": summary["tokens"],
+        "parameters": summary["parameters"],
+        "flops": job.flops,
+        "seed_sha256": weights_sha256(Path(start)) if start and (Path(start) / "model.safetensors").is_file() else None,
+        "sha256": weights_sha256(out),
+        "bytes_to_other_experts": 0,
+    }
+    if not (out / CARD).exists():
+        (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    return {**summary, **card}
+
+
+def _refuse_other(job: Job, out: Path) -> None:
+    there = read_config(str(out / CONFIG), {}, [])
+    if _essence(there) != _essence(job.config):
+        raise ValueError(f"{out}: holds a run of other settings; name another --out, or remove that directory")
+
+
+def _essence(config: Config) -> dict[str, Any]:
+    sections: dict[str, Any] = asdict(config)
+    return sections | {
+        section: {key: value for key, value in sections[section].items() if key not in keys}
+        for section, keys in _PLACES.items()
+    }
+
+
+def _clear(out: Path) -> None:
+    """What a run left that was cut off before its first checkpoint. ValueError while it still goes on."""
+    with held(out):
+        for name in (METRICS, TIMELINE, CONFIG):
+            (out / name).unlink(missing_ok=True)

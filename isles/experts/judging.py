@@ -1,0 +1,102 @@
+"""How well experts do on a text, in every way of joining them, from their scores alone.
+
+test_ENT, prior_ENT: scores on what is judged, and on validation text for the cached prior. Perplexities are per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.experts import mixture
+from isles.experts.priors import CACHED_SEQUENCES, cached, updating
+
+SURE = 0.99
+
+WAYS = {
+    "posterior": "posterior, uniform prior",
+    "cached": "posterior, cached prior (statistic: end of sequence)",
+    "cached_mean": "posterior, cached prior (statistic: mean over positions)",
+    "updating": "posterior, updating prior",
+    "top_1": "posterior of the likeliest expert of the cached prior alone",
+    "last_token": "weights from the last token alone, uniform prior",
+    "arithmetic": "arithmetic average",
+    "geometric": "geometric average (no distribution)",
+    "ridge": "one expert, which the ridge gate chooses from the first tokens (see hdee_run)",
+    "oracle": "best single expert of each sequence, known afterwards",
+}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """perplexity: by way (a key of WAYS). alone: each expert's. mean_posterior: by expert, over tokens. entropy: of the
+    posterior, nats, mean over tokens. sure_after: tokens until one expert has 99 %, mean over sequences (T where
+    never).
+    """
+
+    perplexity: dict[str, float]
+    alone: list[float]
+    mean_posterior: list[float]
+    entropy: float
+    sure_after: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For results.json."""
+        return dict(vars(self))
+
+
+def judge(test_ENT: Tensor, prior_ENT: Tensor) -> Judgement:
+    """All ways at once."""
+    uniform = mixture.uniform(len(test_ENT))
+    prior_ENT = prior_ENT[:, :CACHED_SEQUENCES]
+    kept = cached(prior_ENT)
+    bayes = mixture.posterior(test_ENT, uniform)
+    believed = bayes.exp()
+
+    def by(log_prior: Tensor) -> Tensor:
+        return mixture.mix(test_ENT, mixture.posterior(test_ENT, log_prior))
+
+    scored = {
+        "posterior": mixture.mix(test_ENT, bayes),
+        "cached": by(kept),
+        "cached_mean": by(cached(prior_ENT, statistic="mean")),
+        "updating": by(updating(test_ENT)),
+        "top_1": by(mixture.top_k(kept, 1)),
+        "last_token": mixture.mix(test_ENT, mixture.last_token(test_ENT, uniform)),
+        "arithmetic": mixture.mix(test_ENT, mixture.constant(test_ENT, uniform)),
+        "geometric": mixture.geometric(test_ENT),
+        "oracle": test_ENT.gather(0, _best(test_ENT))[0],
+    }
+    return Judgement(
+        perplexity={way: mixture.perplexity(scores) for way, scores in scored.items()},
+        alone=[mixture.perplexity(scores) for scores in test_ENT],
+        mean_posterior=believed.mean((1, 2)).tolist(),
+        entropy=float(-torch.xlogy(believed, believed).sum(0).mean()),
+        sure_after=_sure_after(believed),
+    )
+
+
+def _best(scores_ENT: Tensor) -> Tensor:
+    """(1, N, T) the expert that gives each whole sequence the most."""
+    return scores_ENT.sum(-1).argmax(0)[None, :, None].expand(1, *scores_ENT.shape[1:])
+
+
+def _sure_after(believed_ENT: Tensor) -> float:
+    sure_NT = believed_ENT.amax(0) > SURE
+    length = sure_NT.shape[1]
+    first_N = torch.where(sure_NT.any(1), sure_NT.double().argmax(1), torch.tensor(length))
+    return float(first_N.double().mean())
+
+
+def mean_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean of equal nested records of numbers (one a seed), number by number."""
+    first = records[0]
+    if isinstance(first, dict):
+        return {key: mean_of([record[key] for record in records]) for key in first}
+    if isinstance(first, list):
+        return [mean_of(list(column)) for column in zip(*records, strict=True)]  # type: ignore[return-value]
+    return sum(records) / len(records)  # type: ignore[return-value,arg-type]

@@ -1,0 +1,81 @@
+"""What a system will cost, before it is trained: budgets, FLOPs and bytes by formula. Reads and writes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from isles.experts import hdee, smalltalk
+from isles.experts.border import Asked
+from isles.experts.domains import TRAINED, Domain, read_domains
+from isles.experts.jobs import Job
+from isles.experts.meters import bytes_of, score_bytes
+from isles.experts.smalltalk import SmalltalkConfig
+from isles.models import flops_per_token, limits, parameters
+
+
+def planned(asked: Asked[Any]) -> dict[str, Any]:
+    """JSON-able: {"system", "runs", "flops", "bytes"}, of HDEE also "budget". ValueError for what would be refused."""
+    return _hdee(asked) if asked.system == "hdee" else _smalltalk(asked)
+
+
+def _hdee(asked: Asked[hdee.HdeeConfig]) -> dict[str, Any]:
+    own, base = asked.own, asked.base
+    if asked.domains:
+        domains = read_domains(asked.domains, Path(), 0)
+    else:
+        domains = [Domain(name=f"default-{d}", path="-", difficulty=d) for d in TRAINED]
+    made = hdee.plan(own, base, domains, own.seeds[0], Path(), "-")
+    cells = [hdee.cell(own, base, variant) for variant in own.variants]
+    weights = [4 * parameters(replace(base.model, ffn=ffn).shape()) for ffn in own.ffn]
+    crossing = bytes_of(weights, weights, base.model.shape().vocab, serving=len(TRAINED))
+    return {
+        "system": "hdee",
+        "runs": list(map(_told, made.jobs)),
+        "budget": {cell.variant: cell.ratio for cell in cells},
+        "flops": {"all runs of one seed": sum(job.flops or 0.0 for job in made.jobs)},
+        "bytes": {
+            "between experts in training": crossing.between_experts,
+            "seed to the medium expert's machine": crossing.start[1],
+            "medium expert back": crossing.result[1],
+            "a scored token, experts apart": crossing.scoring_per_token,
+            "a generated token, experts apart": crossing.generating_per_token,
+        },
+    }
+
+
+def _smalltalk(asked: Asked[SmalltalkConfig]) -> dict[str, Any]:
+    own, base = asked.own, asked.base
+    context = limits(base.model).context
+    smalltalk.check(own, base.model, context)
+    jobs = smalltalk.expert_jobs(own, base, Path("segments"), Path("pool"))
+    router = replace(base.model, **vars(own.router)).shape()
+    reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
+    length = own.prefix if own.router_length == "prefix" else context
+    drawn = own.experts * own.round_sequences * own.rounds
+    experts = [job for job in jobs if job.role == "expert"]
+    scores = score_bytes(own.experts * own.round_sequences, own.experts)
+    return {
+        "system": "smalltalk",
+        "runs": list(map(_told, jobs)),
+        "flops": {
+            "experts": sum(job.flops or 0.0 for job in experts),
+            "routers": float(drawn * (length - 1) * flops_per_token(router, sequence=length)),
+            "scoring in the rounds": float(drawn * reading),
+            "scoring a million sequences of the pool": float(1_000_000 * reading),
+            "a sequence at inference": float(context * flops_per_token(base.model.shape(), backward=False)),
+            "its routing": float(reading),
+        },
+        "bytes": {
+            "between experts in training": 0,
+            "scores a router sends in a round": scores["sent"],
+            "scores a router receives in a round": scores["received"],
+            "scores a router makes in a round (the paper's count)": scores["made"],
+            "an expert, at the end": 4 * parameters(base.model.shape()),
+        },
+    }
+
+
+def _told(job: Job) -> dict[str, Any]:
+    return {"name": job.name, "role": job.role, "steps": job.config.run.steps, "tokens": job.tokens, "flops": job.flops}

@@ -1,0 +1,91 @@
+"""Gates: which expert a sequence belongs to, from its first tokens alone.
+
+routers     one small model an expert; the score is the prefix's log-likelihood (SMALLTALK LM)
+clusters    the score is minus the squared distance to the expert's centre (c-BTM)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isles.data.tokenizer import Tokenizer
+from isles.experts.assignment import assign
+from isles.experts.clusters import TAU, Clusters, texts_of
+from isles.experts.registry import Forest
+from isles.experts.served import Served
+
+_STEP = 1 / 4096  # nats: a 16-bit score reaches 16 nats a token
+
+
+class Gate(Protocol):
+    """What decides. Higher scores are better."""
+
+    def scores(self, tokens: Tensor, prefix: int) -> Tensor:
+        """(E, N) float64 for sequences (N, T), of which the first `prefix` tokens are read; shorter ones whole."""
+        ...
+
+    def chances(self, scores_EN: Tensor) -> Tensor:
+        """(E, N): what the scores mean as probabilities."""
+        ...
+
+
+class Routers:
+    """A small model an expert."""
+
+    def __init__(self, models: Served) -> None:
+        self.models = models
+
+    def scores(self, tokens: Tensor, prefix: int) -> Tensor:
+        """Log-likelihood of the prefix behind its first token. ValueError where nothing is left to score."""
+        length = min(prefix, tokens.shape[1])
+        if length < 2:
+            raise ValueError("routing needs a prompt of at least 2 tokens: give a longer one")
+        return self.models.scores(tokens[:, :length]).sum(-1)
+
+    def chances(self, scores_EN: Tensor) -> Tensor:
+        """Bayes with a uniform prior."""
+        return scores_EN.softmax(0)
+
+
+class ByClusters:
+    """Centres over words."""
+
+    def __init__(self, clusters: Clusters, tokenizer: Tokenizer) -> None:
+        self.clusters, self.tokenizer = clusters, tokenizer
+
+    def scores(self, tokens: Tensor, prefix: int) -> Tensor:
+        """Minus the squared distance to each centre."""
+        texts = texts_of(tokens[:, :prefix].numpy(), self.tokenizer)
+        return torch.from_numpy(-self.clusters.distances(texts).T)
+
+    def chances(self, scores_EN: Tensor) -> Tensor:
+        """c-BTM's weights."""
+        return (scores_EN / TAU).softmax(0)
+
+
+def gate_of(forest: Forest, tokenizer: Tokenizer) -> Gate | None:
+    """The gate of a forest, its models loaded; None where all experts are mixed."""
+    if forest.clusters is not None:
+        return ByClusters(Clusters.load(Path(forest.clusters)), tokenizer)
+    return Routers(Served.load(forest.routers)) if forest.routers else None
+
+
+def route(gate: Gate, tokens: Tensor, prefix: int) -> Tensor:
+    """(N,) the expert of each sequence, the lower number where two score the same."""
+    return torch.from_numpy(assign(gate.scores(tokens, prefix).T.numpy(), "unbalanced"))
+
+
+def to_wire(mean_N: Tensor) -> Tensor:
+    """Mean log-probabilities a token (N,) as 16-bit fixed point, uint8 (2 N,): -score in steps of 1/4096 nat."""
+    steps = (-mean_N.double() / _STEP).round().clamp(0, 65535).to(torch.int64).numpy().astype("<u2")
+    return torch.from_numpy(steps.view(np.uint8).copy())
+
+
+def from_wire(wire: Tensor) -> np.ndarray:
+    """(N,) float64 of `to_wire`, the same on every machine."""
+    return -wire.numpy().view("<u2").astype(np.float64) * _STEP

@@ -1,0 +1,142 @@
+"""A forest with its models in memory: what its experts say of sequences, together and each.
+
+tokens (N, T + 1)  --every expert-->  scores (E, N, T)  --mixture-->  perplexity
+tokens (N, T)      --every expert, mixture-->  log-probabilities of the next token (N, V)  --models.generate-->  text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isles.experts import mixture
+from isles.experts.registry import Forest, Member
+from isles.models import limits
+from isles.training.saved import SavedRun, load_run
+
+BATCH = 32  # sequences a forward pass
+
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
+
+class Served:
+    """Experts of any sizes with one tokenizer. ValueError where their tokenizers or vocabularies differ.
+
+    context: the longest sequence that all of them can score, in tokens.
+    """
+
+    def __init__(self, names: Sequence[str], runs: Sequence[SavedRun]) -> None:
+        self.names, self.runs = list(names), list(runs)
+        first = self.runs[0]
+        for name, run in zip(self.names[1:], self.runs[1:], strict=True):
+            if run.tokenizer.fingerprint != first.tokenizer.fingerprint:
+                raise ValueError(
+                    f"experts {self.names[0]!r} ({first.tokenizer.name}) and {name!r} ({run.tokenizer.name}) have "
+                    "different tokenizers: probabilities can only be mixed token by token; train one of them again"
+                )
+            mine, theirs = limits(first.config.model).vocab, limits(run.config.model).vocab
+            if mine != theirs:
+                raise ValueError(
+                    f"experts {self.names[0]!r} and {name!r} have vocabularies of {mine} and {theirs} ids: set one "
+                    "model.vocab for all"
+                )
+        self.tokenizer = first.tokenizer
+        self.context = min(run.context for run in self.runs)
+
+    @classmethod
+    def load(cls, members: Sequence[Member]) -> Served:
+        """The models of `members`. ValueError where one is missing or damaged."""
+        return cls([member.name for member in members], [load_run(member.run) for member in members])
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def only(self, kept: Sequence[int]) -> Served:
+        """Some of the experts, in that order; the models are shared."""
+        return Served([self.names[place] for place in kept], [self.runs[place] for place in kept])
+
+    @torch.no_grad()
+    def scores(self, tokens: Tensor) -> Tensor:
+        """(E, N, T) float64 log-probabilities of each token of (N, T + 1) behind the first, given those before."""
+        self._check(tokens.shape[1] - 1)
+        return torch.stack([score(run, tokens) for run in self.runs])
+
+    @torch.no_grad()
+    def chosen_scores(self, tokens: Tensor, expert_of: Tensor) -> Tensor:
+        """(N, T): each sequence by the one expert that `expert_of` (N,) names; no other one runs."""
+        self._check(tokens.shape[1] - 1)
+        found = torch.empty(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.float64)
+        for expert in expert_of.unique().tolist():
+            rows = (expert_of == expert).nonzero()[:, 0]
+            found[rows] = score(self.runs[expert], tokens[rows])
+        return found
+
+    @torch.no_grad()
+    def next_token(self, tokens: Tensor, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Tensor:
+        """(N, V) float64: log of the mixed distribution of what follows (N, T). Experts at log 0 in the prior (E,) do
+        not run. weigh: `mixture.posterior`, `last_token` or `constant`.
+        """
+        self._check(tokens.shape[1])
+        kept = (log_prior > mixture.NEVER).nonzero()[:, 0].tolist()
+        logs_ENTV = torch.stack([F.log_softmax(_wide(self.runs[place].logits(tokens)), -1).cpu() for place in kept])
+        seen_ENT = logs_ENTV[:, :, :-1].gather(-1, tokens[None, :, 1:, None].expand(len(kept), -1, -1, 1))[..., 0]
+        # One column more, for the token that comes: its weights are what the tokens before it left.
+        weights_ENT = weigh(F.pad(seen_ENT.double(), (0, 1)), log_prior[kept])
+        return mixture.mix(logs_ENTV[:, :, -1].double(), weights_ENT[:, :, -1, None])
+
+    def logits(self, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Callable[[Tensor], Tensor]:
+        """`next_token` in the form that `isles.models.generate` calls: (1, T) to (1, 1, V)."""
+        return lambda tokens: self.next_token(tokens, log_prior, weigh)[:, None]
+
+    def average(self, weights: Sequence[float]) -> dict[str, Tensor]:
+        """One set of parameters, sum_j w_j theta_j (BTM's): for experts of one shape that come from one seed.
+
+        ValueError where the shapes differ, or the weights are not one each with sum 1.
+        """
+        if len(weights) != len(self) or abs(sum(weights) - 1) > 1e-6 or min(weights) < 0:
+            raise ValueError(f"weights {list(weights)}: give {len(self)} shares of at least 0 that sum to 1")
+        states: list[Mapping[str, Tensor]] = [run.model.state_dict() for run in self.runs]
+        shapes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
+        for name, shape in zip(self.names[1:], shapes[1:], strict=True):
+            if shape != shapes[0]:
+                raise ValueError(
+                    f"experts {self.names[0]!r} and {name!r} have different shapes: parameters can only be averaged "
+                    "between equal models; mix their probabilities instead"
+                )
+        return {
+            name: sum((w * state[name].double() for w, state in zip(weights, states, strict=True)), torch.zeros(())).to(
+                tensor.dtype
+            )
+            for name, tensor in states[0].items()
+        }
+
+    def _check(self, length: int) -> None:
+        if length > self.context:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the experts' shortest context of {self.context}; cut it"
+            )
+
+
+def load_forest(path: Path) -> tuple[Forest, Served]:
+    """A forest's file, and its models."""
+    forest = Forest.load(path)
+    return forest, Served.load(forest.experts)
+
+
+@torch.no_grad()
+def score(run: SavedRun, tokens: Tensor) -> Tensor:
+    """(N, T) float64 scores of (N, T + 1) by one model."""
+    found = []
+    for batch in tokens.split(BATCH):
+        logits = _wide(run.logits(batch[:, :-1]))
+        targets = batch[:, 1:].to(logits.device)
+        found.append(-F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape))
+    return torch.cat(found).double().cpu()
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

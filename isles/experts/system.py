@@ -1,0 +1,87 @@
+"""What HDEE and SMALLTALK share as programs: a directory, its texts, its jobs, going on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from isles.experts.border import Asked, keep
+from isles.experts.domains import Domain, DomainText, read_domains
+from isles.experts.jobs import Job, Progress, state, train
+from isles.models import limits
+
+RESULTS = "results.json"
+Own = TypeVar("Own")
+
+
+class System(Generic[Own]):
+    """One directory of experts. ValueError where the words cannot be met; nothing is trained before that is known."""
+
+    held_out: tuple[str, ...] = ()
+    """Default domains that are only judged."""
+
+    def __init__(self, asked: Asked[Own], out: Path) -> None:
+        self.asked, self.own, self.base, self.out = asked, asked.own, asked.base, out
+        self.context = limits(asked.base.model).context
+        self.check()
+        keep(asked, out)
+        characters: int = self.own.characters  # type: ignore[attr-defined]
+        self.domains: list[Domain] = read_domains(asked.domains, out / "domains", characters, self.held_out)
+
+    @cached_property
+    def texts(self) -> dict[str, DomainText]:
+        """The text of every domain, read when it is first asked for. ValueError where one is (nearly) empty."""
+        return {domain.name: DomainText(domain, self.base.data, self.context) for domain in self.domains}
+
+    @property
+    def trained(self) -> list[DomainText]:
+        """The texts that are trained on."""
+        return [text for text in self.texts.values() if text.domain.trained]
+
+    def check(self) -> None:
+        """ValueError where the settings cannot work; before the first file is written."""
+
+    def placed_jobs(self) -> list[tuple[str, Job]]:
+        """(folder below OUT, job) of every run, in an order in which each finds what it starts from."""
+        raise NotImplementedError
+
+    def prepare(self, progress: Progress) -> None:
+        """What must be there before the runs start."""
+
+    def evaluate(self, progress: Progress) -> dict[str, Any]:
+        """Judge what was trained, write forests and OUT/results.json."""
+        raise NotImplementedError
+
+    def jobs(self) -> dict[str, tuple[Job, str]]:
+        """(job, state) of every run by its path below OUT."""
+        return {f"{folder}/{job.name}": (job, state(job, self.out / folder)) for folder, job in self.placed_jobs()}
+
+    def train(self, progress: Progress, only: Sequence[str] = ()) -> bool:
+        """Train what is not done yet; with `only` these jobs alone (paths below OUT), for which no more has to be here
+        than what they read: their text, and the run that they start from. True when all are done.
+
+        ValueError: unknown job, an empty domain, or the run that a job starts from is not there.
+        """
+        jobs = self.jobs()
+        for name in only:
+            if name not in jobs:
+                raise ValueError(f"--job {name}: no such run; --jobs lists them")
+        if not only:
+            _ = self.texts  # an empty domain is found before hours are spent on the others
+        wanted = {name: job for name, (job, _) in jobs.items() if not only or name in only}
+        if not all(Path(job.config.data.path).exists() for job in wanted.values()):
+            self.prepare(progress)
+        for name, job in wanted.items():
+            start = job.config.run.start
+            if start and not (Path(start) / "model.safetensors").is_file():
+                raise ValueError(f"{name} starts from {start}, which is not there: train it, or copy it there, first")
+            train(job, (self.out / name).parent, progress)
+        return all(state == "done" for _, state in self.jobs().values())
+
+    def write_results(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Keep them, and give them back."""
+        (self.out / RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        return results

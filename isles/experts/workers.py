@@ -1,0 +1,39 @@
+"""Running one function on a group of workers, as [world] says: processes here, or the virtual backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from isles.comm.local import LocalWorkers, raise_first
+from isles.training.config import Config
+from isles.training.launch import deadlines, first_interrupt, on_virtual
+from isles.training.rundir import LOGS
+
+
+def run_workers(
+    worker: Callable[..., Any],
+    workers: int,
+    config: Config,
+    args: Sequence[Any],
+    on_event: Callable[[Any], None],
+    out: Path,
+) -> list[Any]:
+    """`worker(world, *args)` on `workers` workers; results in rank order. The first Ctrl-C makes `world.stop_here` true
+    on all of them at one step. Errors as in `run_local`.
+    """
+    if config.world.backend == "virtual":
+        return on_virtual(worker, workers, config, args, on_event)
+    pool = LocalWorkers(
+        worker,
+        workers,
+        args=args,
+        threads=config.world.threads,
+        deadlines=deadlines(config),
+        logs=out / LOGS,
+    )
+    with first_interrupt(pool.stop):
+        results = pool.join(on_event)
+    raise_first(results, pool.failures)
+    return results

@@ -1,0 +1,213 @@
+"""The page of `isles experts`: perplexities of every domain by every variant, way of joining and expert; the posterior
+over a text; what it cost.
+
+OUT/results.json -> tables (also for the terminal) -> OUT/report.html
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from isles.report.page import document, section, wide_table
+from isles.report.panels import Chart, Line, Panel, Table
+from isles.report.style import SERIES
+from isles.report.units import format_bytes
+
+RESULTS = "results.json"
+
+# Key of the results, head of the column.
+_WAYS = {
+    "posterior": "posterior",
+    "cached": "cached prior",
+    "updating": "updating prior",
+    "top_1": "top 1",
+    "ridge": "ridge gate",
+    "last_token": "last token",
+    "arithmetic": "arithmetic",
+    "geometric": "geometric",
+    "oracle": "best expert",
+}
+_DENSE = {"batch": "dense, E x batch", "steps": "dense, E x steps"}
+
+Titled = tuple[str, str, Table]
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """OUT/results.json. ValueError where it cannot be read."""
+    try:
+        return json.loads((out / RESULTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{out / RESULTS}: cannot be read ({error}); run isles experts eval {out}") from error
+
+
+def tables(results: dict[str, Any]) -> list[Titled]:
+    """(heading, what it holds, table) of each table."""
+    return _hdee(results) if results["system"] == "hdee" else _smalltalk(results)
+
+
+def title(results: dict[str, Any]) -> str:
+    """What was made."""
+    return "HDEE ensembles" if results["system"] == "hdee" else f"SMALLTALK LM, {results['experts']} experts"
+
+
+def render(results: dict[str, Any], name: str) -> str:
+    """The page as text."""
+    charts = "".join(map(section, posteriors(results)))
+    body = "".join(wide_table(*titled) for titled in tables(results)) + charts + _costs(results)
+    return document(title(results), f"perplexity per token on text that no model has seen · {name}", body)
+
+
+def _hdee(results: dict[str, Any]) -> list[Titled]:
+    mean, kinds = results["mean"], {d["name"]: d["difficulty"].replace("_", " ") for d in results["domains"]}
+    variants, last = list(results["cells"]), _last(results)
+    seeds = len(results["seeds"])
+    of = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+    first = Table(
+        heads=["domain", "difficulty", "seed model", *variants, f"{variants[0]} + seed"],
+        rows=[
+            [
+                name,
+                kinds[name],
+                _number(mean["seed"][name]),
+                *(_number(mean[v][last][name]["perplexity"]["posterior"]) for v in variants),
+                _number(mean[variants[0]][last][name]["with_seed"]),
+            ]
+            for name in kinds
+        ],
+        names=2,
+    )
+    made: list[Titled] = [
+        (
+            "Perplexity by domain and variant",
+            f"experts joined by their posterior, uniform prior; {of}; '+ seed': the seed model is one more expert",
+            first,
+        )
+    ]
+    for variant in variants:
+        cell = results["cells"][variant]
+        size = ", ".join(f"{f} x {t}" for f, t in zip(cell["ffn"], cell["steps"], strict=True))
+        rows = []
+        for name in kinds:
+            told = mean[variant][last][name]
+            rows.append(
+                [
+                    name,
+                    *map(_number, told["alone"]),
+                    *(_number(told["perplexity"][way]) for way in _WAYS),
+                    _number(told.get("parameter_average")),
+                ]
+            )
+        heads = ["domain", "easy", "medium", "difficult", *_WAYS.values(), "one averaged model"]
+        what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {cell['ratio']:.3f}; {of}"
+        made.append((f"{variant}: experts and ways of joining", what, Table(heads=heads, rows=rows)))
+    return made
+
+
+def _smalltalk(results: dict[str, Any]) -> list[Titled]:
+    kinds = {d["name"]: d["difficulty"] != "held_out" for d in results["domains"]}
+    dense = [form for form in _DENSE if form in results["trained"]["all"]]
+    ways = {**{form: _DENSE[form] for form in dense}, "mixture": "mixture", "oracle": "best expert"}
+    ways["weighted"] = "all, weighted"
+    ways["random"] = "random expert"
+
+    def row(label: str, judged: dict[str, Any]) -> list[str]:
+        behind = judged["after_prefix"] or {}
+        return [
+            label,
+            *(_number(judged["all"][way]) for way in ways),
+            *(_number(behind.get(way)) for way in [*dense, "mixture"]),
+        ]
+
+    first = Table(
+        heads=["text", *ways.values(), *(f"{ways[way]}, after the prefix" for way in [*dense, "mixture"])],
+        rows=[
+            row("all trained domains", results["trained"]),
+            *(
+                row(name if trained else f"{name} (held out)", results["by_domain"][name])
+                for name, trained in kinds.items()
+            ),
+        ],
+    )
+    lengths = [way for way in results["trained"]["all"] if way.startswith("prefix-")]
+    second = Table(
+        heads=["prefix, tokens", *(way.removeprefix("prefix-") for way in lengths)],
+        rows=[["perplexity, all trained domains", *(_number(results["trained"]["all"][way]) for way in lengths)]],
+    )
+    experts = range(results["experts"])
+    third = Table(
+        heads=["domain", *(f"expert {e}" for e in experts)],
+        rows=[[name, *map(_number, results["by_domain"][name]["alone"])] for name in kinds],
+    )
+    routing = results["routing"]
+    fourth = Table(
+        heads=["sequences", *(f"expert {e}" for e in experts), "purity"],
+        rows=[
+            ["training", *map(str, routing["loads_training"]), f"{routing['purity_training']:.3f}"],
+            ["test", *map(str, routing["loads_test"]), f"{routing['purity_test']:.3f}"],
+        ],
+    )
+    return [
+        (
+            "Perplexity by domain",
+            f"mixture: one expert a sequence, chosen from its first {results['prefix']} tokens; a dense model trains "
+            "with the FLOPs of all experts together and costs those of one in use; 'all, weighted' those of all",
+            first,
+        ),
+        ("Perplexity by the length of the prefix that is read", "routers are those trained on the longest", second),
+        ("Perplexity by domain and expert", "each expert alone", third),
+        (
+            "Loads",
+            "sequences of each expert; purity: share that is of the commonest domain of its expert",
+            fourth,
+        ),
+    ]
+
+
+def posteriors(results: dict[str, Any]) -> list[Panel]:
+    """How the posterior moves over a text, one picture a domain; none for SMALLTALK."""
+    panels = []
+    for domain, told in results.get("posterior_over_text", {}).items():
+        lines = [
+            Line(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
+            for css, name, values in zip(SERIES, told["experts"], told["values"], strict=False)
+        ]
+        chart = Chart(
+            title=f"Posterior over a text of {domain}",
+            x_label="token",
+            y_format=lambda value: f"{value:.2f}",
+            lines=lines,
+            whole_x=True,
+        )
+        keys = [(line.css, line.name) for line in lines]
+        panels.append(Panel(heading=chart.title, picture=chart, keys=keys, notes=[f"The text: {told['text']}"]))
+    return panels
+
+
+def _costs(results: dict[str, Any]) -> str:
+    rows = []
+    for key, value in {**results.get("flops", {}), **results["bytes"]}.items():
+        name = key.replace("_", " ")
+        if key in results.get("flops", {}):
+            rows.append((f"FLOPs, {name}", f"{value:.3g}"))
+        elif key == "rounds":
+            rows.append((name, str(value)))
+        elif isinstance(value, dict):
+            rows += [(f"bytes, {name}, {part}", format_bytes(number)) for part, number in value.items()]
+        elif isinstance(value, list):
+            rows.append((f"bytes, {name}, each", ", ".join(format_bytes(number) for number in value) or "-"))
+        else:
+            rows.append((f"bytes, {name}", format_bytes(value)))
+    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    return f"<section><h2>Costs</h2><table>{cells}</table></section>"
+
+
+def _last(results: dict[str, Any]) -> str:
+    variant = next(iter(results["cells"]))
+    return f"r{len(results['mean'][variant])}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,200 @@
+"""HDEE from end to end on four small languages, and what must not change between its variants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isles.experts import hdee, mixture
+from isles.experts.border import read
+from isles.experts.domains import read_domains
+from isles.experts.hdee import HdeeConfig, cell
+from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.registry import Forest
+from isles.experts.served import Served, score
+from isles.experts.system import System
+from isles.models.generate import generate
+from isles.report import write_report
+from isles.training.saved import load_run
+from tests.experts.small import HDEE, asked, made, write_domains
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_domains(tmp_path_factory.mktemp("domains"))
+
+
+@pytest.fixture(scope="module")
+def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[System[Any], dict[str, Any]]:
+    system = made("hdee", config, tmp_path_factory.mktemp("hdee"))
+    return system, system.evaluate(Progress())
+
+
+def test_each_expert_is_best_on_its_own_domain(built: tuple[System[Any], dict[str, Any]]) -> None:
+    mean = built[1]["mean"]
+    for variant in hdee.VARIANTS:
+        for place, domain in enumerate(("easy", "medium", "difficult")):
+            told = mean[variant]["r1"][domain]
+            assert min(range(3), key=told["alone"].__getitem__) == place
+            assert told["alone"][place] < mean["seed"][domain]
+            assert told["perplexity"]["posterior"] < told["perplexity"]["arithmetic"] < told["perplexity"]["geometric"]
+            assert told["perplexity"]["posterior"] <= told["perplexity"]["oracle"] * 3 ** (1 / 16) * (1 + 1e-9)
+
+
+def test_shared_experts_are_one_run_and_variants_change_the_others_alone(
+    built: tuple[System[Any], dict[str, Any]],
+) -> None:
+    system, _ = built
+    forests = {v: Forest.load(system.out / f"seed-0/forests/{v}-r1.json") for v in hdee.VARIANTS}
+    medium = {forest.experts[1].run.resolve() for forest in forests.values()}
+    assert len(medium) == 1
+    assert len({tuple(m.name for m in forest.experts) for forest in forests.values()}) == 4
+    for forest in forests.values():
+        for member in forest.experts:
+            card = json.loads((member.run / "expert.json").read_text())
+            summary = json.loads((member.run / "summary.json").read_text())
+            assert card["bytes_to_other_experts"] == 0 and summary["bytes_sent_per_worker"] == 0
+            seed = member.run.parent / f"seed-f{load_run(member.run).config.model.ffn}"
+            assert card["seed_sha256"] == weights_sha256(seed)
+            assert card["domains"] == list(member.domains) and len(member.domains) == 1
+    # In another directory, alone: the same bytes.
+    again = made("hdee", system_config(system), system.out.parent / "again", "hdee.variants=['m-ho-i-ho']")
+    there = again.out / "seed-0" / forests["m-ho-i-he"].experts[1].name
+    assert weights_sha256(there) == weights_sha256(medium.pop())
+
+
+def system_config(system: System[Any]) -> Path:
+    return Path(system.domains[0].path).parent / "domains.toml"
+
+
+def test_a_second_call_trains_nothing_and_other_settings_are_refused(
+    built: tuple[System[Any], dict[str, Any]],
+) -> None:
+    system, _ = built
+    marks = {path: path.stat().st_mtime_ns for path in system.out.rglob("model.safetensors")}
+    assert system.train(Progress())
+    assert marks == {path: path.stat().st_mtime_ns for path in system.out.rglob("model.safetensors")}
+    with pytest.raises(ValueError, match="experts of other settings"):
+        made("hdee", system_config(system), system.out, "hdee.seed_steps=7")
+
+
+def test_the_forest_served_is_a_distribution_and_speaks_the_same_however_it_is_batched(
+    built: tuple[System[Any], dict[str, Any]],
+) -> None:
+    system, _ = built
+    forest = Forest.load(system.out / "seed-0/forests/m-he-i-ho-r1.json")
+    served, uniform = Served.load(forest.experts), mixture.uniform(3)
+    tokens = system.texts["medium"].sequences("test", 6)
+    logs_NV = served.next_token(tokens[:, :-1], uniform)
+    torch.testing.assert_close(logs_NV.exp().sum(-1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-6)
+    scores_ENT = served.scores(tokens)
+    mixed = mixture.mix(scores_ENT, mixture.posterior(scores_ENT, uniform))
+    last = logs_NV.gather(1, tokens[:, -1:])[:, 0]
+    torch.testing.assert_close(mixed[:, -1], last, rtol=1e-6, atol=1e-6)
+
+    def spoken(these: Served) -> list[int]:
+        return list(generate(these.logits(uniform), tokens[0, :8], new_tokens=20, context=16, seed=3))
+
+    assert spoken(served) == spoken(served.only([2, 0, 1])) == spoken(Served.load(forest.experts))
+    # An expert that the prior leaves out does not run: with a broken one at log 0 nothing changes.
+    two = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
+    broken = served.only([0, 1, 2])
+    broken.runs[2] = replace(broken.runs[2], model=None)
+    torch.testing.assert_close(
+        broken.next_token(tokens[:, 1:], two), served.only([0, 1]).next_token(tokens[:, 1:], two[:2])
+    )
+
+
+def test_chosen_experts_alone_give_the_scores_of_all(built: tuple[System[Any], dict[str, Any]]) -> None:
+    system, _ = built
+    served = Served.load(Forest.load(system.out / "seed-0/forests/m-ho-i-ho-r1.json").experts)
+    tokens = system.texts["easy"].sequences("test", 7)
+    expert_of = torch.tensor([0, 2, 1, 0, 0, 2, 1])
+    every = served.scores(tokens)[expert_of, torch.arange(7)]
+    torch.testing.assert_close(served.chosen_scores(tokens, expert_of), every, rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_average_between_equal_shapes_only(built: tuple[System[Any], dict[str, Any]]) -> None:
+    system, _ = built
+    folder = system.out / "seed-0" / "forests"
+    equal = Served.load(Forest.load(folder / "m-ho-i-ho-r1.json").experts)
+    one = equal.average([0.0, 1.0, 0.0])
+    assert all(torch.equal(one[name], tensor) for name, tensor in equal.runs[1].model.state_dict().items())
+    with pytest.raises(ValueError, match="different shapes"):
+        Served.load(Forest.load(folder / "m-he-i-ho-r1.json").experts).average([0.2, 0.3, 0.5])
+    with pytest.raises(ValueError, match="3 shares"):
+        equal.average([1.0])
+
+
+def test_the_seed_starts_where_the_run_that_it_names_ended(built: tuple[System[Any], dict[str, Any]]) -> None:
+    """One step at a rate of (nearly) nothing leaves the seed's weights."""
+    system, _ = built
+    job = next(job for _, job in system.placed_jobs() if job.role == "expert")
+    still = replace(job, name="still", config=replace(job.config, inner=replace(job.config.inner, lr=1e-30)))
+    from isles.experts.jobs import train
+
+    train(still, system.out / "other", Progress())
+    tokens = system.texts["easy"].sequences("test", 4)
+    assert torch.equal(
+        score(load_run(system.out / "other" / "still"), tokens), score(load_run(Path(job.config.run.start)), tokens)
+    )
+
+
+def test_the_page_shows_domains_experts_and_the_posterior(built: tuple[System[Any], dict[str, Any]]) -> None:
+    page = write_report(built[0].out).read_text()
+    for words in ("Perplexity by domain and variant", "Posterior over a text of difficult", "m-he-i-he", "held out"):
+        assert words in page
+
+
+@pytest.mark.parametrize("variant", hdee.VARIANTS)
+def test_every_cell_keeps_the_budget(variant: str, config: Path) -> None:
+    paper = read("hdee", HdeeConfig, str(config), ["model.ffn=3072", "model.d_model=768", "model.heads=12"])
+    found = cell(paper.own, paper.base, variant)
+    assert found.ratio == pytest.approx(1, abs=0.01)
+    assert found.ffn[1] == 3072 and found.steps[1] == 400
+    if variant.endswith("i-ho"):
+        assert found.steps == (400, 400, 400)
+    if variant == "m-ho-i-he":
+        assert found.steps == (300, 400, 500)
+
+
+def test_iterations_chain_each_expert_through_the_domains_of_its_difficulty(config: Path, tmp_path: Path) -> None:
+    more = "".join(f'[domains.{d}-2]\npath = "{d}"\ndifficulty = "{d}"\n' for d in ("easy", "medium", "difficult"))
+    two = tmp_path / "two.toml"
+    two.write_text(config.read_text() + more)
+    request = asked("hdee", two, "hdee.iterations=2")
+    domains = read_domains(request.domains, tmp_path, 1)
+    made_of = hdee.plan(request.own, request.base, domains, 0, tmp_path, "seed.txt")  # type: ignore[arg-type]
+    by_name = {job.name: job for job in made_of.jobs}
+    first, second = made_of.forests["m-ho-i-he"]
+    for before, after, difficulty in zip(first, second, ("easy", "medium", "difficult"), strict=True):
+        assert by_name[before].domains == (difficulty,)
+        assert by_name[after].domains == (difficulty, f"{difficulty}-2")
+        assert by_name[after].config.run.start == str(tmp_path / before)
+        assert by_name[after].config.run.steps == by_name[before].config.run.steps
+    order = list(by_name)
+    assert all(
+        order.index(Path(job.config.run.start).name) < order.index(job.name)
+        for job in made_of.jobs
+        if job.config.run.start
+    )
+    assert made_of.forests["m-ho-i-ho"][1][1] == made_of.forests["m-he-i-he"][1][1]  # the medium one is shared
+
+
+def test_what_does_not_balance_or_is_missing_is_refused(config: Path, tmp_path: Path) -> None:
+    for words, match in (
+        (["hdee.steps=[12, 24, 60]"], r"^m-ho-i-he: the budget does not balance"),
+        (["hdee.iterations=2"], r"needs as many domains of difficulty \"easy\", there are 1"),
+        (["run.steps=5"], r"^run.steps: the steps of the runs stand in \[hdee\]"),
+        (["hdee.variants=['m-hu']"], "unknown hdee.variant 'm-hu'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            made("hdee", config, tmp_path / "new", *words)
+        assert not (tmp_path / "new").exists()
+    assert asked("hdee", config).own.seeds == (0,)  # type: ignore[attr-defined]
+    assert "hdee.seeds=[0]" in HDEE

@@ -1,0 +1,45 @@
+"""What the methods claim, on the default domains in the small form of the built-in runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import isles
+
+
+@pytest.mark.long
+def test_hdee_on_the_default_domains(tmp_path: Path) -> None:
+    code, out, error = isles("experts", "hdee", "--quick", "--out", "run", folder=tmp_path)
+    assert code == 0, error
+    assert "Perplexity by domain and variant" in out
+    mean = json.loads((tmp_path / "run" / "results.json").read_text())["mean"]
+    same, steps, sizes = (mean[variant]["r1"] for variant in ("m-ho-i-ho", "m-ho-i-he", "m-he-i-ho"))
+    for place, domain in enumerate(("tables", "english", "code")):
+        for told in (same[domain], steps[domain], sizes[domain]):
+            assert min(range(3), key=told["alone"].__getitem__) == place
+            assert told["perplexity"]["arithmetic"] > 1.03 * told["perplexity"]["posterior"]
+            assert told["perplexity"]["cached"] <= told["perplexity"]["posterior"]
+    code_of = [told["code"]["perplexity"]["posterior"] for told in (same, steps, sizes)]
+    assert code_of[1] < 0.99 * code_of[0] and code_of[2] < 0.997 * code_of[0]
+    assert same["english"]["alone"][1] == steps["english"]["alone"][1] == sizes["english"]["alone"][1]
+
+
+@pytest.mark.long
+def test_smalltalk_on_the_default_domains(tmp_path: Path) -> None:
+    words = ["smalltalk.steps=200", "smalltalk.rounds=12", "smalltalk.round_sequences=256"]
+    sets = [part for word in words for part in ("--set", word)]
+    code, out, error = isles("experts", "smalltalk", "--quick", *sets, "--out", "run", folder=tmp_path)
+    assert code == 0, error
+    assert "Loads" in out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    told = results["trained"]["all"]
+    assert told["mixture"] < 0.97 * told["batch"]
+    assert told["random"] > 1.3 * told["mixture"]
+    assert told["prefix-4"] > told["prefix-8"] > told["prefix-32"] >= told["oracle"]
+    assert results["routing"]["purity_training"] > 0.55
+    lines = [json.loads(line) for line in (tmp_path / "run/routers/rounds.jsonl").read_text().splitlines()]
+    first, last = (next(line["purity"] for line in lines if line["round"] == number) for number in (1, 12))
+    assert last > first + 0.1
