@@ -63,6 +63,7 @@ class OuterSync(ReplicaSync):
     @torch.no_grad()
     def after_inner_step(self) -> None:
         """See ReplicaSync.after_inner_step."""
+        self.courier.stepped(self.steps)
         self._exchange(self.cadence.sends(self.steps))
 
     def adapt(self) -> None:
@@ -156,6 +157,7 @@ class OuterSync(ReplicaSync):
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
+        self.courier = Courier(self.group, self.parts)
         self.courier.lost = set(state["lost"])
         self.skipped = state["skipped"]
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.codecs import codec
+from isles.comm.errors import DeadlinePassed
 from isles.comm.mesh import Mesh
+from isles.comm.transport import Deadlines
 from isles.replicas.eager import EagerDiLoCo
 from isles.replicas.fragmentation import cut
 from tests.replicas.workers import HALVES, LINKS, Net, bits, sgd, train_step, weights, wrap
@@ -224,6 +226,28 @@ def test_a_transfer_of_a_whole_round_is_hidden(name: str) -> None:
     waits = blocked("diloco")
     tau_1 = blocked("streaming-diloco", fragments="whole", codec="none")
     assert blocked(name) < 1e-9 < tau_1 < waits == pytest.approx(4 * 0.9 * EVERY * 0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "delay"), [("delayed", 1), ("eager", 2)])
+def test_a_worker_may_be_ahead_by_what_it_computes_meanwhile(name: str, delay: int) -> None:
+    """Rounds of 30 s, a worker that takes 3 s longer for each, and a deadline of 10 s: the other one comes to be ahead
+    by all that is under way, and still nobody is called late, at the end neither; one who does not come at all is.
+    """
+
+    def worker(world: Mesh, pause: float) -> float:
+        optimizer = wrap(world, name, Net(), sync_every=EVERY, outer_delay=delay)
+        for step in range(1, EVERY * 40 + 1):
+            if step == EVERY * 39 and world.rank:
+                world.transport.compute(pause)
+            train_step(optimizer, world.rank, step)
+        optimizer.finish()
+        return world.transport.now()
+
+    slow = {"step_seconds": 10.0, "speeds": [1.0, 1.1], "deadlines": Deadlines(outer=10.0, control=1e6)}
+    ended = run(worker, 2, 0.0, **slow)
+    assert max(ended) == pytest.approx(EVERY * 40 * 11.0, abs=1.0)
+    with pytest.raises(DeadlinePassed, match="worker 1"):
+        run(worker, 2, 1000.0, **slow)
 
 
 # Fragments.
