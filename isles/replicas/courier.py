@@ -63,6 +63,7 @@ class Courier:
             usable = fragment.compensate(payload)
             if not usable:
                 payload.zero_()
+                fragment.skip()  # what is broken is not trained on until the round lands
         elif parts.rule.keeps_left and fragment.residual is not None:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):

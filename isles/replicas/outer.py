@@ -231,8 +231,10 @@ class OuterSync(ReplicaSync):
             self.flights.remove(flight)
         if not flight.payload.whole:
             self.skipped += 1
-            fragment.skip()
-            return
+            if not self.parts.reading.needs_own:
+                fragment.skip()
+                return
+            flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
         fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
