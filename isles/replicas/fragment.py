@@ -158,6 +158,7 @@ class Fragment:
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
         self.progress, self.left_ratio = state["progress"], state["left_ratio"]
         self.averaging.load_state_dict(state["averaging"])
+        self.latest = None
         self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
 
     def restored(self, state: dict[str, Any]) -> Exchange:
