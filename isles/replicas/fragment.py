@@ -173,3 +173,14 @@ class Fragment:
             state["whole"],
             state["balanced"],
         )
+
+
+def without_partners(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a fragment (`Fragment.state_dict`) whose anchor is now equal on all workers of another world. Anchors
+    sent ahead went to partners that are no more; the next group's mean of them is known without a message.
+    """
+    ahead, anchor = state["ahead"], state["anchor"]
+    if ahead is None:
+        return state
+    own = None if ahead["own"] is None else anchor
+    return {**state, "ahead": {**ahead, "buffer": anchor, "own": own, "failed": False}}

@@ -292,6 +292,23 @@ def test_fragments_that_do_not_fit(fragments: Any, told: str) -> None:
         cut(Blocks(), fragments, 1)
 
 
+def test_fragments_are_numbered_in_a_byte() -> None:
+    with pytest.raises(ValueError, match="301 are more than 256"):
+        cut(Blocks(300), "strided", 1)
+
+
+def test_eager_tells_many_workers_to_go_slowly() -> None:
+    """The method and the same reading in a composition of one's own; not two workers, nor a low rate."""
+
+    def worker(world: Mesh, name: str, rate: float) -> list[str]:
+        options = {"reading": "eager", "outer_delay": 1} if name == "custom" else {}
+        optimizer = wrap(world, name, Net(), sync_every=EVERY, outer_lr=rate, outer_momentum=0.0, **options)
+        return [notice for notice in optimizer.advise(100) if "fresh by" in notice]
+
+    for name in ("eager", "custom"):
+        assert run(worker, 3, name, 0.4)[0] and not run(worker, 3, name, 0.2)[0] and not run(worker, 2, name, 0.4)[0]
+
+
 def test_a_model_without_blocks_has_no_pattern() -> None:
     with pytest.raises(ValueError, match=r"nn\.ModuleList"):
         cut(Net(), "strided", 3)
