@@ -176,7 +176,7 @@ class Fragment:
 
 
 def without_partners(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a fragment (`Fragment.state_dict`) whose anchor is now equal on all workers of another world. Anchors
+    """The state of a fragment (`Fragment.state_dict`) whose anchor is now equal on all of other workers. Anchors
     sent ahead went to partners that are no more; the next group's mean of them is known without a message.
     """
     ahead, anchor = state["ahead"], state["anchor"]
