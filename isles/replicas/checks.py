@@ -11,6 +11,8 @@ from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
 from isles.errors import unknown_name
 
+_MANY_LR = 0.2  # of eager methods, for more than two workers
+
 
 def at_least(key: str, value: float, least: float) -> None:
     """value >= least."""
@@ -19,8 +21,8 @@ def at_least(key: str, value: float, least: float) -> None:
 
 
 def positive_rate(outer_lr: float) -> None:
-    """outer_lr > 0."""
-    if not outer_lr > 0:
+    """0 < outer_lr < infinity."""
+    if not 0 < outer_lr < math.inf:
         raise ValueError(f"outer_lr = {outer_lr}: choose a positive rate, such as 0.7")
 
 
@@ -52,6 +54,16 @@ def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
         return []
     mend = "lower outer_momentum (0.5 suits short runs) or sync_every" if momentum > 0.5 else "lower sync_every"
     return [f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: {mend}"]
+
+
+def eager_rate(outer_lr: float, workers: int) -> list[str]:
+    """A warning where an eager reading slides towards plain delay."""
+    if workers <= 2 or outer_lr <= _MANY_LR:
+        return []
+    return [
+        f"outer_lr = {outer_lr:g} with {workers} workers: an eager step is fresh by 1/{workers} only; choose "
+        f"outer_lr <= {_MANY_LR:g}, or streaming-diloco"
+    ]
 
 
 def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:

@@ -17,14 +17,25 @@ from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Composition
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+_SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
 
 
 class Courier:
-    """`lost`: positions whose connection broke; rounds with them are done alone."""
+    """`lost`: positions whose connection broke; rounds with them are done alone.
+
+    Where answers land later a worker may be ahead of another by all that is computed meanwhile, so such an exchange has
+    that much more time than the group's deadline.
+    """
 
     def __init__(self, group: Group, parts: Composition) -> None:
         self.group, self.parts = group, parts
         self.lost: set[int] = set()
+        self._began: tuple[int, float] | None = None
+
+    def stepped(self, step: int) -> None:
+        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here."""
+        if self._began is None:
+            self._began = step, self.group.transport.now()
 
     def members(self, round: int) -> tuple[int, ...]:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
@@ -52,6 +63,7 @@ class Courier:
             usable = fragment.compensate(payload)
             if not usable:
                 payload.zero_()
+                fragment.skip()  # what is broken is not trained on until the round lands
         elif parts.rule.keeps_left and fragment.residual is not None:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
@@ -137,7 +149,15 @@ class Courier:
         call = group.call(round=round, fragment=fragment.index)
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
-        return Exchange(buffer, group.start(steps, nbytes=nbytes), own, group.size)
+        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
+        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size)
+
+    def _meanwhile(self, step: int) -> float:
+        """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""
+        if self._began is None or step <= self._began[0]:
+            return 0.0
+        pace = (self.group.transport.now() - self._began[1]) / (step - self._began[0])
+        return _SLOWER * pace * (self.parts.cadence.lands(step) - step)
 
     def _present(self, round: int) -> tuple[int, ...]:
         """The members of a round, or this worker alone where one of them is lost."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from isles.comm.codecs import codec, form
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import group_fits, uneven_fragments
+from isles.replicas.checks import eager_rate, group_fits, uneven_fragments
 from isles.replicas.custom_config import CustomConfig
 from isles.replicas.diloco import Nesterov
 from isles.replicas.fedavg import Descent
@@ -59,7 +59,10 @@ class Custom(OuterSync):
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
-        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))
+        config, notices = self.config, super().advise(steps)
+        if config.reading == "eager":
+            notices += eager_rate(config.rate, self.group.size)
+        return notices + uneven_fragments(config.sync_every, len(self.fragments))
 
     def _mixing(self) -> Mixing:
         config = self.config

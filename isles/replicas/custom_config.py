@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.feedback import Feedback, check_feedback
-from isles.replicas.fragmentation import Fragments, check_fragments
+from isles.replicas.fragmentation import FirstSync, Fragments, check_fragments
 from isles.replicas.legal import AXES, refuse
 from isles.replicas.sync import MethodConfig
 
@@ -48,7 +47,7 @@ class CustomConfig(MethodConfig):
     layers_per_fragment: int | None = None
     overlap_steps: int = 0
     outer_delay: int = 0
-    first_sync: Literal["full_window", "offset"] = "full_window"
+    first_sync: FirstSync = "full_window"
     every_step_until: int = 0
     mixing: str = "all"
     group_size: int | None = None
@@ -70,8 +69,7 @@ class CustomConfig(MethodConfig):
             one_of(axis, getattr(self, axis), AXES[axis])
         form(self.codec)  # refuses an unknown one
         check_feedback(self.error_feedback, self.feedback_decay)
-        check_fragments(self.fragments, self.layers_per_fragment)
-        one_of("first_sync", self.first_sync, ("full_window", "offset"))
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
         refuse(self.choice)
         for setting, (axis, members) in ACTS_ON.items():
             given, member = getattr(self, setting), getattr(self, axis)

@@ -51,7 +51,7 @@ class DiLoCoX(OuterSync):
                 first_rank=form.rank,
                 first_every=config.sync_every,
                 window=config.rounds_averaged,
-                energy=config.energy,
+                energy=config.held,
                 last=form.rank,
             )
         return Composition(

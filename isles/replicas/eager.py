@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isles.replicas.checks import eager_rate
 from isles.replicas.delayed import DelayedConfig, DelayedDiLoCo
 from isles.replicas.parts import Reading
 from isles.replicas.reading import Eager
-
-_MANY_LR = 0.2  # from here on more than two workers slide towards plain delay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,4 @@ class EagerDiLoCo(DelayedDiLoCo):
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
-        notices = super().advise(steps)
-        if self.group.size > 2 and self.config.outer_lr > _MANY_LR:
-            notices.append(
-                f"outer_lr = {self.config.outer_lr:g} with {self.group.size} workers: an eager step is fresh by "
-                f"1/{self.group.size} only; choose outer_lr <= {_MANY_LR:g}, or streaming-diloco"
-            )
-        return notices
+        return super().advise(steps) + eager_rate(self.config.outer_lr, self.group.size)

@@ -16,7 +16,9 @@ def check_feedback(form: str, decay: float) -> None:
     if not 0 <= decay <= 1:
         raise ValueError(f"feedback_decay = {decay}: choose 0 to 1, such as 0.95")
     if form == "none" and decay != 1:
-        raise ValueError(f'feedback_decay = {decay} has no error feedback to act on: set error_feedback = "local"')
+        raise ValueError(
+            f'feedback_decay = {decay} has no error feedback to act on: set error_feedback = "local", or this to 1'
+        )
 
 
 def feedback(form: Feedback, decay: float) -> ErrorFeedback | None:

@@ -158,6 +158,7 @@ class Fragment:
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
         self.progress, self.left_ratio = state["progress"], state["left_ratio"]
         self.averaging.load_state_dict(state["averaging"])
+        self.latest = None
         self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
 
     def restored(self, state: dict[str, Any]) -> Exchange:
@@ -172,3 +173,14 @@ class Fragment:
             state["whole"],
             state["balanced"],
         )
+
+
+def without_partners(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a fragment (`Fragment.state_dict`) whose anchor is now equal on all of other workers. Anchors
+    sent ahead went to partners that are no more; the next group's mean of them is known without a message.
+    """
+    ahead, anchor = state["ahead"], state["anchor"]
+    if ahead is None:
+        return state
+    own = None if ahead["own"] is None else anchor
+    return {**state, "ahead": {**ahead, "buffer": anchor, "own": own, "failed": False}}

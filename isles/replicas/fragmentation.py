@@ -12,18 +12,26 @@ exactly one fragment, a tied one to that of its first name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from torch import nn
 
+from isles.comm.tags import MAX_FRAGMENTS
 from isles.replicas.checks import at_least, one_of
 
 Fragments = str | tuple[tuple[str, ...], ...]
+FirstSync = Literal["full_window", "offset"]
 _LAYERS = 3  # the paper's; a model of fewer than five blocks is cut in two nevertheless
 PATTERNS = ("whole", "sequential", "strided")
 
 
-def check_fragments(fragments: Fragments, layers_per_fragment: int | None) -> None:
+def check_fragments(
+    fragments: Fragments, layers_per_fragment: int | None, first_sync: FirstSync = "full_window"
+) -> None:
     """What can be said without a model. ValueError for what fits none."""
+    one_of("first_sync", first_sync, get_args(FirstSync))
+    if first_sync == "offset" and fragments == "whole":
+        raise ValueError('first_sync = "offset" acts on several fragments only: leave it out, or cut the model')
     if isinstance(fragments, str):
         one_of("fragments", fragments, PATTERNS)
     elif not fragments:
@@ -53,6 +61,8 @@ def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None 
     cut = [[named[name] for name in named if owners[name] == index] for index in range(len(own))]
     if lost:
         cut.append([named[name] for name in lost])
+    if len(cut) > MAX_FRAGMENTS:
+        raise ValueError(f"fragments: {len(cut)} are more than {MAX_FRAGMENTS}; choose a larger layers_per_fragment")
     empty = [index for index, parameters in enumerate(cut) if not parameters]
     if empty:
         raise ValueError(f"fragments: number {empty[0]} holds no trainable parameter of the model; take it out")

@@ -144,6 +144,18 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "warned",
+        {"error_feedback": ("local",), "cadence": ("more_rounds",)},
+        "a round waits for what the last one left over, so no more than one round of a transfer is hidden",
+        "outer_delay = 1",
+    ),
+    Row(
+        "warned",
+        {"codec": ("powersgd",), "cadence": ("more_rounds",)},
+        "a round waits for the last one's basis, so no more than one round of a transfer is hidden",
+        "outer_delay = 1",
+    ),
+    Row(
+        "warned",
         {"mixing": ("all",), "rule": ("noloco",)},
         "all anchors are equal, so they are sent for nothing",
         'rule = "heavy_ball"',

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from isles.comm.group import Group
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum
 from isles.replicas.courier import Courier
-from isles.replicas.fragment import Exchange, Flight, Fragment
+from isles.replicas.fragment import Exchange, Flight, Fragment, without_partners
 from isles.replicas.legal import warnings
 from isles.replicas.parts import Composition
 from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
@@ -63,6 +63,7 @@ class OuterSync(ReplicaSync):
     @torch.no_grad()
     def after_inner_step(self) -> None:
         """See ReplicaSync.after_inner_step."""
+        self.courier.stepped(self.steps)
         self._exchange(self.cadence.sends(self.steps))
 
     def adapt(self) -> None:
@@ -115,7 +116,9 @@ class OuterSync(ReplicaSync):
 
     def gauges(self) -> dict[str, float]:
         """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
-        return {"feedback_ratio": max(f.left_ratio for f in self.fragments)} if self.parts.feedback is not None else {}
+        if self.parts.feedback is None:
+            return {}
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments), "skipped_rounds": self.skipped}
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
@@ -156,21 +159,16 @@ class OuterSync(ReplicaSync):
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
+        self.courier = Courier(self.group, self.parts)
         self.courier.lost = set(state["lost"])
         self.skipped = state["skipped"]
 
     @classmethod
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
         """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
-        being the state of their mean: a round that has been sent lands with the new workers. Anchors sent ahead went to
-        partners that are no more; all anchors are equal now, so the next group's mean is known without a message.
+        being the state of their mean: a round that has been sent lands with the new workers.
         """
-        for fragment in outer["fragments"]:
-            ahead, anchor = fragment["ahead"], fragment["anchor"]
-            if ahead is not None:
-                own = None if ahead["own"] is None else anchor
-                fragment["ahead"] = {**ahead, "buffer": anchor, "own": own, "failed": False}
-        return {**outer, "lost": []}
+        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "lost": []}
 
     # One step of the loop.
 
@@ -229,8 +227,10 @@ class OuterSync(ReplicaSync):
             self.flights.remove(flight)
         if not flight.payload.whole:
             self.skipped += 1
-            fragment.skip()
-            return
+            if not self.parts.reading.needs_own:
+                fragment.skip()
+                return
+            flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
         fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end

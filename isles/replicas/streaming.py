@@ -16,14 +16,13 @@ neither mu nor alpha of its main runs: 0.9 and 0.5 (its ablation's) are the defa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from isles.comm.codecs import form
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import one_of, uneven_fragments
+from isles.replicas.checks import uneven_fragments
 from isles.replicas.diloco import DiLoCoConfig, Nesterov
 from isles.replicas.feedback import feedback
-from isles.replicas.fragmentation import Fragments, check_fragments, cut
+from isles.replicas.fragmentation import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.landing import Blend
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
@@ -46,12 +45,11 @@ class StreamingConfig(DiLoCoConfig):
     layers_per_fragment: int | None = None
     overlap_steps: int | tuple[int, ...] = 1
     merge_alpha: float = 0.5
-    first_sync: Literal["full_window", "offset"] = "full_window"
+    first_sync: FirstSync = "full_window"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fragments(self.fragments, self.layers_per_fragment)
-        one_of("first_sync", self.first_sync, ("full_window", "offset"))
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
         steps = (self.overlap_steps,) if isinstance(self.overlap_steps, int) else self.overlap_steps
         if not steps or not all(0 <= tau < self.sync_every for tau in steps):
             raise ValueError(

@@ -13,11 +13,10 @@ one partner: the least peak traffic of all methods here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from isles.replicas.cadence import EveryH
-from isles.replicas.checks import one_of, uneven_fragments
-from isles.replicas.fragmentation import Fragments, check_fragments, cut
+from isles.replicas.checks import uneven_fragments
+from isles.replicas.fragmentation import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.landing import Blend
 from isles.replicas.noloco import NoLoCo
 from isles.replicas.noloco_config import NoLoCoConfig
@@ -36,12 +35,11 @@ class StreamingNoLoCoConfig(NoLoCoConfig):
     layers_per_fragment: int | None = None
     overlap_steps: int = 1
     merge_alpha: float = 0.5
-    first_sync: Literal["full_window", "offset"] = "full_window"
+    first_sync: FirstSync = "full_window"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fragments(self.fragments, self.layers_per_fragment)
-        one_of("first_sync", self.first_sync, ("full_window", "offset"))
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
         if not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
         if not 0 <= self.merge_alpha <= 1:

@@ -94,6 +94,7 @@ def test_what_is_warned_about() -> None:
         ({"error_feedback": "global"}, "for nothing"),
         ({"rule": "noloco"}, "all anchors are equal"),
         ({"mixing": "groups", "rule": "noloco", "cadence": "one_round"}, "a round old"),
+        ({"codec": "int4", "error_feedback": "local", "cadence": "more_rounds"}, "no more than one round"),
     ):
         (line,) = warnings(plain | risky)
         assert word in line and "; choose " in line and refusal(plain | risky) is None
@@ -113,7 +114,10 @@ def test_what_is_warned_about() -> None:
         ({"rule": "noloco", "anchor_codec": "int4"}, "anchor_codec"),
         ({"rule": "nesterof"}, "nesterov"),
         ({"mixing": "pairs"}, "mixing"),
-        ({"codec": "powersgd:0"}, "rank of at least 1"),
+        ({"codec": "powersgd:0"}, "codec = powersgd:0: choose a rank of at least 1"),
+        ({"codec": "powersgd"}, "did you mean 'powersgd:16'"),
+        ({"first_sync": "offset"}, "several fragments only"),
+        ({"rule": "sgd", "outer_lr": float("inf")}, "outer_lr = inf"),
         ({"codec": "powersgd:x"}, "a number behind the colon"),
         ({"layers_per_fragment": 1}, "layers_per_fragment = 1"),
     ],

@@ -223,7 +223,10 @@ def test_the_rank_left_out_is_an_eighth_of_the_usual_width() -> None:
         ({"rank": 0, "window": 3}, "window = 3 has no low rank"),
         ({"rank": 0, "start_compress": 3}, "start_compress = 3 has no low rank"),
         ({"codec": "powersgd:4"}, "unknown codec"),
-        ({"energy": 0}, "energy = 0"),
+        ({"energy": 0.0}, "energy = 0"),
+        ({"energy": 0.9, "window": 0}, "energy = 0.9 is of a rank that adapts"),
+        ({"rank": 0, "min_compression_rate": 4.0}, "min_compression_rate = 4.0 has no low rank"),
+        ({"codec": "topk:64"}, "leaves out entries of factors"),
         ({"error_feedback": "none", "feedback_decay": 0.9}, "feedback_decay"),
     ],
 )

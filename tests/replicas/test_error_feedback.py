@@ -109,6 +109,37 @@ def test_a_share_that_is_not_finite_is_skipped_by_all(options: dict[str, Any], b
         assert skipped == 1 and anchor.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("eager", {"outer_momentum": 0.0}),
+        ("eager", {"outer_momentum": 0.0, "outer_delay": 2}),
+        ("dilocox", {"rank": 0, "start_compress": 0}),
+        ("streaming-diloco", {"fragments": "whole", "overlap_steps": 2}),
+    ],
+)
+def test_a_skipped_round_of_late_answers_leaves_nothing_behind(name: str, options: dict[str, Any]) -> None:
+    """Worker 1's weights break once: they are whole again at the sending, not at the landing; one round is skipped;
+    drained, all workers hold the same (eager: shares of that round that counted as fresh are taken back).
+    """
+
+    def worker(world: Mesh) -> Tensor:
+        model = Net(dtype=torch.float64)
+        given = {"codec": "none", "error_feedback": "local", **options}
+        optimizer: Any = wrap(world, name, model, sgd, **given, sync_every=3)
+        for step in range(1, 19):
+            if step == 6 and world.rank == 1:
+                model.bias.data[3] = float("nan")
+            train_step(optimizer, world.rank, step)
+            assert step < 6 or weights(model).isfinite().all()
+        optimizer.finish()
+        assert optimizer.skipped == 1
+        return weights(model)
+
+    one, other = isles.run_virtual(worker, 2, links=LINKS)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["diloco", "streaming-diloco", "delayed", "eager"])
 def test_a_lossless_codec_leaves_feedback_nothing(name: str) -> None:
     """With codec none the residual is zero after every landing and the run is the one without feedback, to the bit."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.codecs import codec
+from isles.comm.errors import DeadlinePassed
 from isles.comm.mesh import Mesh
+from isles.comm.transport import Deadlines
 from isles.replicas.eager import EagerDiLoCo
 from isles.replicas.fragmentation import cut
 from tests.replicas.workers import HALVES, LINKS, Net, bits, sgd, train_step, weights, wrap
@@ -226,6 +228,28 @@ def test_a_transfer_of_a_whole_round_is_hidden(name: str) -> None:
     assert blocked(name) < 1e-9 < tau_1 < waits == pytest.approx(4 * 0.9 * EVERY * 0.1, rel=1e-6)
 
 
+@pytest.mark.parametrize(("name", "delay"), [("delayed", 1), ("eager", 2)])
+def test_a_worker_may_be_ahead_by_what_it_computes_meanwhile(name: str, delay: int) -> None:
+    """Rounds of 30 s, a worker that takes 3 s longer for each, and a deadline of 10 s: the other one comes to be ahead
+    by all that is under way, and still nobody is called late, at the end neither; one who does not come at all is.
+    """
+
+    def worker(world: Mesh, pause: float) -> float:
+        optimizer = wrap(world, name, Net(), sync_every=EVERY, outer_delay=delay)
+        for step in range(1, EVERY * 40 + 1):
+            if step == EVERY * 39 and world.rank:
+                world.transport.compute(pause)
+            train_step(optimizer, world.rank, step)
+        optimizer.finish()
+        return world.transport.now()
+
+    slow = {"step_seconds": 10.0, "speeds": [1.0, 1.1], "deadlines": Deadlines(outer=10.0, control=1e6)}
+    ended = run(worker, 2, 0.0, **slow)
+    assert max(ended) == pytest.approx(EVERY * 40 * 11.0, abs=1.0)
+    with pytest.raises(DeadlinePassed, match="worker 1"):
+        run(worker, 2, 1000.0, **slow)
+
+
 # Fragments.
 
 
@@ -266,6 +290,23 @@ def test_fragments_by_blocks() -> None:
 def test_fragments_that_do_not_fit(fragments: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         cut(Blocks(), fragments, 1)
+
+
+def test_fragments_are_numbered_in_a_byte() -> None:
+    with pytest.raises(ValueError, match="301 are more than 256"):
+        cut(Blocks(300), "strided", 1)
+
+
+def test_eager_tells_many_workers_to_go_slowly() -> None:
+    """The method and the same reading in a composition of one's own; not two workers, nor a low rate."""
+
+    def worker(world: Mesh, name: str, rate: float) -> list[str]:
+        options = {"reading": "eager", "outer_delay": 1} if name == "custom" else {}
+        optimizer = wrap(world, name, Net(), sync_every=EVERY, outer_lr=rate, outer_momentum=0.0, **options)
+        return [notice for notice in optimizer.advise(100) if "fresh by" in notice]
+
+    for name in ("eager", "custom"):
+        assert run(worker, 3, name, 0.4)[0] and not run(worker, 3, name, 0.2)[0] and not run(worker, 2, name, 0.4)[0]
 
 
 def test_a_model_without_blocks_has_no_pattern() -> None:

@@ -197,6 +197,32 @@ def test_a_failed_prefetch_stays_failed_after_a_checkpoint() -> None:
         assert clock == clock_again and torch.equal(ended, ended_again)
 
 
+def test_a_run_may_be_taken_back_while_something_is_in_flight() -> None:
+    """Loading an earlier state into an optimizer whose round is under way: the run from there again, to the bit; what
+    error feedback was about to do for that round is forgotten.
+    """
+
+    def worker(world: Mesh) -> None:
+        options = {"fragments": "whole", "error_feedback": "local", "feedback_decay": 0.5}
+        optimizer = wrap(world, "streaming-diloco", Net(), sgd, **options)
+        logs: list[list[float]] = []
+        for steps in (range(1, 13), range(9, 13)):
+            logs.append([])
+            for step in steps:
+                logs[-1].append(train_step(optimizer, world.rank, step))
+                if step == 8 and len(logs) == 1:
+                    saved, weights_then = optimizer.state_dict(), weights(optimizer.model)
+            if len(logs) == 1:
+                assert optimizer.flights  # type: ignore[attr-defined]  # sent at 12, lands at 13
+                torch.nn.utils.vector_to_parameters(weights_then, optimizer.model.parameters())
+                optimizer.settle()
+                saved["transport"] = world.transport.state_dict()  # a virtual clock does not go back
+                optimizer.load_state_dict(saved)
+        assert logs[1] == logs[0][8:]
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
 def test_the_start_is_a_checkpoint_too() -> None:
     """A state taken before the first step: the run from it is the run."""
 

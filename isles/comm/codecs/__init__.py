@@ -33,6 +33,7 @@ CODECS: dict[str, type[Codec]] = {
 }
 SPARSE: dict[str, type[TopK]] = {"topk": TopK, "dct_topk": DCTTopK}
 NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")
+FORMS = (*NAMES, "powersgd:16")
 Form = Codec | LowRank
 """In what form a vector whose tensors' shapes are known may be averaged."""
 
@@ -52,7 +53,9 @@ def form(name: str) -> Form:
     """The codec, or the low-rank form, called `name`, see the module. ValueError for any other."""
     kind, number, values = _taken_apart(name)
     if kind != "powersgd":
-        return codec(name)
+        if kind or name in CODECS:
+            return codec(name)
+        raise ValueError(unknown_name("codec", name, FORMS))
     with _told(kind, name):
         return LowRank(rank=int(number), values=values or Identity())
 
@@ -68,12 +71,12 @@ def _taken_apart(name: str) -> tuple[str, str, Codec | None]:
 
 @contextmanager
 def _told(kind: str, name: str) -> Iterator[None]:
-    """Python's complaint about a number, in the user's words; the codecs' own pass through."""
+    """Complaints about a number, with the name in front: the codecs' own, and Python's in the user's words."""
     try:
         yield
     except ValueError as error:
         own = str(error).startswith(kind)
-        raise ValueError(str(error) if own else f"codec {name!r}: write a number behind the colon") from None
+        raise ValueError(f"codec = {str(error) if own else f'{name}: write a number behind the colon'}") from None
 
 
 __all__ = ["CODECS", "NAMES", "Codec", "Form", "codec", "form"]
