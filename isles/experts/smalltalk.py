@@ -24,6 +24,7 @@ from typing import Literal, get_args
 from isles.experts.assignment import Rule
 from isles.experts.jobs import Job, configured
 from isles.models.config import ModelConfig
+from isles.replicas import method
 from isles.training.config import Config
 
 Dense = Literal["batch", "steps"]
@@ -92,10 +93,11 @@ class SmalltalkConfig:
 
 
 def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:
-    """A router's run: its model, a constant rate after the warm-up, and as many steps as all rounds take."""
+    """A router's run: its model, one worker, a constant rate after the warm-up, as many steps as all rounds take."""
     steps = own.rounds * -(-own.round_sequences // own.router_batch)
+    alone = replace(base, method="none", replicas=method("none").Config())
     return configured(
-        base,
+        alone,
         steps=steps,
         path=str(pool),
         model=vars(own.router),
