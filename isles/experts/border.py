@@ -21,6 +21,7 @@ from isles.errors import unknown_name
 from isles.tables import read_toml, typed
 from isles.training.border import SECTIONS, Tables, over, resolve, words
 from isles.training.config import Config
+from isles.training.template import commented
 
 KEPT = "experts.toml"
 Own = TypeVar("Own")
@@ -77,6 +78,22 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
         if not isinstance(table, dict):
             raise ValueError(f"domains.{name}: write [domains.{name}] with a path below it")
     return Asked(system, own, domains, resolve(runs), tables)
+
+
+def template(system: str, cls: type) -> str:
+    """A commented CONFIG.toml for a system: its own section with the defaults of a file, domains to be filled in, and the
+    sections of every run by name.
+    """
+    lines = [
+        f"# isles experts {system} THIS.toml",
+        "",
+        *commented(system, cls),
+        "",
+        "# One for each kind of text; none: those",
+    ]
+    lines += ["# that come with Python.", "# [domains.NAME]", '# path = "FOLDER"', '# difficulty = "easy"']
+    lines += ["", "# [model] [data] [inner] [replicas] [world] [run]: as isles config prints them, for every run."]
+    return "\n".join(lines) + "\n"
 
 
 def keep(asked: Asked[Any], out: Path) -> None:

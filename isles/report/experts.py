@@ -56,7 +56,7 @@ def title(results: dict[str, Any]) -> str:
 def render(results: dict[str, Any], name: str) -> str:
     """The page as text."""
     charts = "".join(map(section, pictures(results)))
-    body = "".join(wide_table(*titled) for titled in tables(results)) + charts + _costs(results)
+    body = "".join(wide_table(*titled) for titled in tables(results)) + _meanings(results) + charts + _costs(results)
     return document(title(results), f"perplexity per token on text that no model has seen · {name}", body)
 
 
@@ -162,6 +162,18 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     ]
 
 
+def _meanings(results: dict[str, Any]) -> str:
+    """What the columns are, where they have names alone."""
+    said = results.get("ways", {})
+    rows = [(head, said[way]) for way, head in _WAYS.items() if way in said]
+    return _two_columns("Ways of joining experts", rows) if rows else ""
+
+
+def _two_columns(heading: str, rows: list[tuple[str, str]]) -> str:
+    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    return f"<section><h2>{escape(heading)}</h2><table>{cells}</table></section>"
+
+
 def pictures(results: dict[str, Any]) -> list[Panel]:
     """How the posterior moves over a text, one a domain; of SMALLTALK, the routers' rounds and the prefix."""
     if results["system"] == "hdee":
@@ -209,8 +221,7 @@ def _costs(results: dict[str, Any]) -> str:
             rows.append((f"bytes, {name}, each", ", ".join(format_bytes(number) for number in value) or "-"))
         else:
             rows.append((f"bytes, {name}", format_bytes(value)))
-    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
-    return f"<section><h2>Costs</h2><table>{cells}</table></section>"
+    return _two_columns("Costs", rows)
 
 
 def _last(results: dict[str, Any]) -> str:

@@ -73,6 +73,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["smalltalk", *NEW, *sets(*SMALLTALK, "smalltalk.experts=0")], ["smalltalk.experts = 0"]),
     (["smalltalk", *NEW, *sets(*SMALLTALK, "smalltalk.prefix=99")], ["prefix = 99", "model.context = 16"]),
     (["smalltalk", *NEW, *sets("model.factory=a:b", "model.context=16")], ["model.factory", "take it out"]),
+    (["config", "hdeee"], ["unknown system 'hdeee'"]),
     (["plan", "hdeee"], ["unknown system 'hdeee'", "did you mean 'hdee'"]),
     (["plan", "hdee", *sets("hdee.ffn=[1, 192, 193]")], ["budget does not balance"]),
     (["eval", "nothing"], ["nothing", "--data"]),
