@@ -81,17 +81,10 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
 
 
 def template(system: str, cls: type) -> str:
-    """A commented CONFIG.toml for a system: its own section with the defaults of a file, domains to be filled in, and the
-    sections of every run by name.
-    """
-    lines = [
-        f"# isles experts {system} THIS.toml",
-        "",
-        *commented(system, cls),
-        "",
-        "# One for each kind of text; none: those",
-    ]
-    lines += ["# that come with Python.", "# [domains.NAME]", '# path = "FOLDER"', '# difficulty = "easy"']
+    """A commented CONFIG.toml for a system: its own section with its defaults; domains and other sections by name."""
+    lines = [f"# isles experts {system} THIS.toml", "", *commented(system, cls), ""]
+    lines += ["# One for each kind of text; without any, those that come with Python."]
+    lines += ["# [domains.NAME]", '# path = "FOLDER"', '# difficulty = "easy"']
     lines += ["", "# [model] [data] [inner] [replicas] [world] [run]: as isles config prints them, for every run."]
     return "\n".join(lines) + "\n"
 

@@ -48,11 +48,11 @@ class SmalltalkConfig:
     that routers read in training and at inference. prefixes: lengths that routing is judged with, none longer than
     prefix. router: their shape; the vocabulary and context are the experts'. rounds: of training and assigning.
     round_sequences: new sequences of a round, a router. router_batch: sequences of a router's step. router_lr,
-    router_warmup: linear warm-up steps to a constant rate. router_length: what routers train on, "prefix" or "full"
-    sequences. assignment: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for comparison. chunk:
-    sequences that are assigned together when the pool is parted (0: all). dense: models to compare with, trained on the
-    whole pool with E times the "batch" or E times the "steps". characters: of each default domain. sequences: so many
-    of each domain are judged.
+    router_warmup: a constant rate, after so many steps of linear warm-up. router_length: what routers train on,
+    "prefix" or "full" sequences. assignment: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for
+    comparison. chunk: sequences that are assigned together when the pool is parted (0: all). dense: models to compare
+    with, trained on the whole pool with E times the "batch" or E times the "steps". characters: of each default domain.
+    sequences: so many of each domain are judged.
     """
 
     experts: int = 4

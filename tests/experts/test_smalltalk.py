@@ -70,6 +70,23 @@ def test_routers_exchange_scores_alone_and_experts_nothing(built: Built) -> None
     assert all(line["load"] == 16 for line in lines)
 
 
+def test_shares_at_random_lose_the_gain(built: Built, config: Path, tmp_path: Path) -> None:
+    """Experts of a shuffled assignment are alike, so it hardly matters who answers."""
+    for name in ("pool", "routers"):
+        shutil.copytree(built[0].out / name, tmp_path / name)
+    shutil.copy(built[0].out / "routers.json", tmp_path)
+    real = Assignment.load(built[0].out / "assignment.npy")
+    order = np.random.default_rng(0).permutation(len(real.expert_of))
+    Assignment(real.expert_of[order], 2).save(tmp_path / "assignment.npy")
+    words = ["smalltalk.dense=[]", "smalltalk.steps=60"]
+    system = made("smalltalk", config, tmp_path, *words)
+    told = system.evaluate(Progress())["trained"]["all"]
+    by_routers = made("smalltalk", config, tmp_path / "real", *words).evaluate(Progress())["trained"]["all"]
+    assert told["random"] < 1.1 * told["oracle"]
+    assert by_routers["random"] > 1.2 * by_routers["oracle"]
+    assert by_routers["mixture"] < told["mixture"]
+
+
 def test_a_route_depends_on_the_prefix_alone(built: Built) -> None:
     system, _ = built
     routers = Routers(Served.load(Forest.load(system.out / "forests" / "smalltalk.json").routers))
