@@ -7,6 +7,7 @@
 #   make bench        every benchmark
 #   make clean        remove caches and build products; `make distclean` also .venv and runs/demo
 #
+#   JOBS=4                    test files at a time (2); JOBS=0 runs them one after the other in one process
 #   PYTHON=python3.12         another interpreter
 #   VENV=/path                another place for the environment
 #   TORCH_INDEX=URL           another build of torch, e.g. https://download.pytorch.org/whl/cpu (small, no CUDA);
@@ -15,6 +16,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.isles-installed
@@ -54,8 +56,9 @@ demo: $(STAMP)
 	@rm -rf runs/demo
 	$(BIN)/isles train --out runs/demo
 
+# By file: what the tests of a file share is made once. In the order of the files: xdist would leave the slow ones to the end.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # pytest answers 5 when no test carries the mark; that is no failure.
 test-long: $(STAMP)

@@ -1,4 +1,4 @@
-"""Seconds of the vectorised simulators of `isles.network`: rounds of 100,000 workers, and the papers' tables.
+"""Speed of the simulators of `isles.network`: rounds of 100,000 workers at once, events one by one, the papers' tables.
 
     python -m benchmarks.simulator [--workers 100000] [--rounds 100] [--json]
 
@@ -11,11 +11,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from benchmarks._measure import Row, report
 from isles.network.barrier import Steps, waiting
 from isles.network.eager_tables import long_run, table5
+from isles.network.fleet import Fleet, run
 from isles.network.latency import tree_seconds
+from isles.network.pauses import Pauses
 from isles.network.quadratic import Quadratic, simulate
 
 
@@ -24,6 +27,29 @@ def seconds(work: Callable[[], object]) -> float:
     begun = time.process_time()
     work()
     return time.process_time() - begun
+
+
+def rate(workers: int, rounds: int) -> Callable[[str], float]:
+    """Events a CPU second of `workers` that pause for ten minutes every few hours, 50 steps a round."""
+    steps, pauses = Steps(count=50), Pauses(every=20_000.0, seconds=600.0)
+    fleet = Fleet(workers=workers, steps=steps, message=10.0, message_variance=0.5, pauses=pauses)
+
+    def measured(mixing: Literal["pairs", "all"]) -> float:
+        begun = time.process_time()
+        return run(fleet, mixing, rounds).events / (time.process_time() - begun)
+
+    return measured
+
+
+def event_rows() -> list[Row]:
+    """Events a second, of pairs and of a mean over all."""
+    rows = []
+    for workers, rounds, bound in ((10_000, 30, 200_000.0), (100_000, 5, 100_000.0)):
+        measured = rate(workers, rounds)
+        for mixing, words in (("pairs", "pairs"), ("all", "a mean over all")):
+            note = f"{workers:,} workers x {rounds} rounds, pausing"
+            rows.append(Row(f"events of {words}", measured(mixing), "1/s", (">=", bound), note))
+    return rows
 
 
 def table(workers: int, rounds: int) -> list[Row]:
@@ -44,6 +70,7 @@ def table(workers: int, rounds: int) -> list[Row]:
         Row("NoLoCo on a quadratic", seconds(lambda: simulate(setting, rounds, copies=1)), "s", bound, what),
         Row("eager-table5", seconds(table5), "s", ("<=", 1.0), "24 rows x 50 bandwidths"),
         Row("eager-long-run", seconds(long_run), "s", None, "24 rows x 5 targets"),
+        *event_rows(),
     ]
 
 

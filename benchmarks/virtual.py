@@ -1,6 +1,8 @@
-"""256 virtual workers of the 0.13M model in one process: CPU seconds of a step against a plain loop, and memory.
+"""256 virtual workers of the 0.13M model in one process: CPU seconds of a step against a plain loop, and memory; and
+what `isles simulate` takes for a whole run of them.
 
     python -m benchmarks.virtual [--workers 256] [--json]                        the table
+    python -m benchmarks.virtual --simulate METHOD,... [--workers 256] [--json]  that of `isles simulate`
     python -m benchmarks.virtual part WORKERS SLOTS STEPS EVERY TOKENS [plain]   one run, as a line of JSON
 
 Each part runs in a process of its own, on one thread. A step: two sequences of `TOKENS` bytes, forward, backward,
@@ -13,8 +15,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from statistics import median
@@ -107,6 +111,28 @@ def table(workers: int, tokens: int = 128) -> list[Row]:
     ]
 
 
+def simulated(workers: int, methods: str) -> list[Row]:
+    """`isles simulate`: 60 steps of batches of 4 x 32 tokens on home-fibre, start, report and a validation of every
+    worker's weights (16 sequences) included.
+    """
+    rows, seconds = [], 0.0
+    for method in methods.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["simulate", "--methods", method, "--workers", str(workers), "--steps", "60"]
+            words += ["--links", "home-fibre", "--out", f"{folder}/run", "--json"]
+            settings = ("model.size=0.13M", "model.context=32", "data.batch_size=4", "data.validation_sequences=16")
+            words += [word for setting in settings for word in ("--set", setting)]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-m", "isles", *words], check=True, capture_output=True, timeout=3600)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        rows.append(Row(f"simulate {method}", cpu, "CPU s", None, f"{workers} workers, 60 steps of 4 x 32 tokens"))
+        seconds += cpu
+    rows.append(Row("simulate, all of them", seconds, "CPU s", ("<=", 360.0), "home-fibre"))
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # KiB
+    return [*rows, Row("simulate, peak memory", peak, "GiB", ("<=", 6.0))]
+
+
 def main() -> int:
     """Run what was asked for."""
     if sys.argv[1:2] == ["part"]:
@@ -115,9 +141,11 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description="Many virtual workers in one process.")
     parser.add_argument("--workers", type=int, default=256)
+    parser.add_argument("--simulate", metavar="METHOD,...", help="measure `isles simulate` with these instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    return report(table(options.workers), options.json)
+    rows = simulated(options.workers, options.simulate) if options.simulate else table(options.workers)
+    return report(rows, options.json)
 
 
 if __name__ == "__main__":

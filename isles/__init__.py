@@ -20,6 +20,7 @@ _NAMES = {
     "run_local": "isles.comm.local",
     "run_virtual": "isles.comm.simulated",
     "Links": "isles.network.links",
+    "Pauses": "isles.network.pauses",
     "Deadlines": "isles.comm.transport",
     "Group": "isles.comm.group",
     "PeerLost": "isles.comm.errors",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from isles.comm.simulated import run_virtual
     from isles.comm.transport import Deadlines
     from isles.network.links import Links
+    from isles.network.pauses import Pauses
     from isles.replicas import METHODS, method
     from isles.replicas.custom import Custom
     from isles.replicas.ddp import DDP

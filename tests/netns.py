@@ -26,6 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from benchmarks._wire import HEADERS, wire_of
+
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")
 
@@ -87,11 +89,10 @@ class Wire(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """The bytes without the headers of Ethernet (14), IPv4 (20) and TCP with time stamps (32).
-
-        A kernel under load cuts a stream into more packets and acknowledges more often; this does not depend on it.
+        """The bytes without headers: a kernel under load cuts a stream into more packets and acknowledges more often;
+        this does not depend on it.
         """
-        return self.bytes - 66 * self.packets
+        return self.bytes - HEADERS * self.packets
 
     def agrees_with(self, counted: int, share: float = 0.02) -> bool:
         """Whether the payload is within `share` of the bytes that somebody counted, but for the kernel's repeats."""
@@ -103,13 +104,8 @@ def counted_so_far() -> Wire:
     names, values = [
         line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"
     ]
-    repeats = int(values[names.index("RetransSegs")])
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "lo":
-            numbers = counts.split()
-            return Wire(int(numbers[8]), int(numbers[9]), repeats)
-    raise RuntimeError("this network namespace has no loopback interface")
+    seen = wire_of("lo")
+    return Wire(seen.bytes_sent, seen.packets_sent, int(values[names.index("RetransSegs")]))
 
 
 def on_the_wire(action: Callable[[], T]) -> tuple[T, Wire]:

@@ -20,6 +20,7 @@ from isles.cli import (
     plan,
     report,
     resume,
+    simulate,
     torchrun,
     train,
 )
@@ -39,6 +40,7 @@ app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("config")(config.config)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 app.add_typer(experts.app, name="experts")

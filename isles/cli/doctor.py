@@ -11,7 +11,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +20,7 @@ import typer
 if TYPE_CHECKING:
     from isles.comm.examine import Findings
 
-_LISTEN_FOR = 600.0  # seconds until a listening doctor gives up
+LISTEN_FOR = 600.0  # seconds until a listening doctor gives up
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,14 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
+    from isles.comm.line import checked_port, parse_address
     from isles.comm.line import listen as open_port
-    from isles.comm.line import parse_address
 
     if peer is not None and listen is not None:
         raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
-    if listen is not None and not 1 <= listen <= 65535:
-        raise ValueError(f"--listen {listen}: choose a port from 1 to 65535")
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
-    door = None if listen is None else open_port(listen)
+    door = None if listen is None else open_port(checked_port(listen))
     good = [_show(check) for check in machine()]
     if target is not None:
         good += [_show(check) for check in call(*target)]
@@ -118,55 +115,35 @@ def _directory(free: str) -> Check:
 
 def call(host: str, port: int) -> Iterator[Check]:
     """The checks with a doctor that listens at `host`:`port`."""
-    from isles.comm.examine import examine
-    from isles.comm.line import LineLost, connect
-    from isles.comm.reach import PATIENCE
+    from isles.comm import examine
+    from isles.comm.line import LineLost
 
-    where = f"{host}:{port}"
     try:
-        line = connect(host, port, PATIENCE)
+        findings = examine.call(host, port)
     except LineLost as error:
-        mend = {
-            "connection refused": f"nothing listens there; start `isles doctor --listen {port}` there",
-            "no such host name": "mend the name, or give the address",
-        }.get(str(error), f"the address is wrong, or a firewall drops it; let TCP port {port} in there")
-        yield Check("peer", False, f"{where}: {error}: {mend}")
+        yield Check("peer", False, f"{host}:{port}: {error}")
         return
-    try:
-        findings = examine(line, calls=True)
-    except LineLost as error:
-        yield Check("peer", False, f"{where}: {error}")
-        return
-    finally:
-        line.close()
     yield from findings_in_words(findings)
 
 
 def wait_for_call(door: socket.socket) -> Iterator[Check]:
     """The checks with the first doctor that calls at the listening socket `door`."""
-    from isles.comm.examine import examine
-    from isles.comm.line import Line, LineLost
+    from isles.comm import examine
+    from isles.comm.line import LineLost
 
-    port = door.getsockname()[1]
-    print(f"waiting {_LISTEN_FOR / 60:g} minutes; on the other machine: isles doctor --peer THIS-MACHINE:{port}",
-          file=sys.stderr, flush=True)  # fmt: skip
-    ends_at = time.monotonic() + _LISTEN_FOR
-    while (left := ends_at - time.monotonic()) > 0:
-        door.settimeout(left)
-        try:
-            line = Line(door.accept()[0])
-        except TimeoutError:
-            break
-        try:
-            findings = examine(line, calls=False)
-        except LineLost as error:
-            print(f"{line.there} called, but: {error}", file=sys.stderr, flush=True)
-            continue
-        finally:
-            line.close()
-        yield from findings_in_words(findings)
+    say_waiting(f"isles doctor --peer THIS-MACHINE:{door.getsockname()[1]}")
+    try:
+        findings = examine.wait_for_call(door, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
+    except LineLost as error:
+        yield Check("peer", False, str(error))
         return
-    yield Check("peer", False, f"nobody called within {_LISTEN_FOR:g} s")
+    yield from findings_in_words(findings)
+
+
+def say_waiting(command: str) -> None:
+    """For whom this machine waits."""
+    minutes = f"waiting {LISTEN_FOR / 60:g} minutes"
+    print(f"{minutes}; on the other machine: {command}", file=sys.stderr, flush=True)
 
 
 def findings_in_words(found: Findings) -> Iterator[Check]:
@@ -181,8 +158,13 @@ def findings_in_words(found: Findings) -> Iterator[Check]:
     yield _direction("out", found.here, found.there, found.port_out, found.out, found.ports_there, "there")
     yield _direction("back", found.there, found.here, found.port_back, found.back, port_range(), "here")
     yield Check("round trip", True, f"{format_seconds(found.round_trip)} (median)")
+    yield Check("rate", True, rates_in_words(found))
+
+
+def rates_in_words(found: Findings) -> str:
+    """Both directions."""
     rates = ((found.rate_out, "out"), (found.rate_back, "back"))
-    yield Check("rate", True, ", ".join(f"{_three(rate / 1e6)} Mbit/s {way}" for rate, way in rates))
+    return ", ".join(f"{_three(rate / 1e6)} Mbit/s {way}" for rate, way in rates)
 
 
 def _direction(name: str, source: str, target: str, port: int, why: str, ports: str, where: str) -> Check:

@@ -24,6 +24,12 @@ def plan(
     links: Annotated[str | None, typer.Option(help="Network between them: a preset, or a .toml file.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Instead of --links: upload of a worker, as 200Mbit/s.")] = None,
     latency: Annotated[str | None, typer.Option(help="With --bandwidth: one way, such as 40ms. Default 0.")] = None,
+    probe: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Instead: measure the line to a machine that --listens.")
+    ] = None,
+    listen: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Only answer another machine's --probe, for ten minutes.")
+    ] = None,
     sync_every: Annotated[int | None, typer.Option(help="H for all methods. Default: the least that will do.")] = None,
     targets: Annotated[str, typer.Option(help="Wanted shares of computing in percent, the decisive one first.")] = "90",
     tokens: Annotated[str | None, typer.Option(help="Tokens of the run, for hours; with --step-tokens.")] = None,
@@ -50,10 +56,16 @@ def plan(
         links=links,
         bandwidth=bandwidth,
         latency=latency,
+        probe=probe,
         sync_every=sync_every,
         tokens=tokens,
         step_tokens=step_tokens,
     )
+    if listen is not None:
+        if asked.given or preset is not None or presets or json or out is not None or write is not None:
+            raise ValueError("--listen answers another machine, which does the planning: give it alone")
+        _answer(listen)
+        return
     if presets:
         if asked.given or preset is not None or json or out is not None or write is not None:
             raise ValueError("--presets lists what --preset takes: give it alone")
@@ -75,10 +87,10 @@ def _plan(asked: Asked, targets: str, json: bool, out: Path | None, write: Path 
     from isles.network import planner
     from isles.report.plan_sheet import plan_sheet
 
-    job, network = job_of(asked)
     if write is not None and write.exists():
         raise ValueError(f"--write {write}: exists already; name a new file")
     shares = _shares(targets)
+    job, network = job_of(asked)  # after all that can be refused at once: it may measure
     plans = planner.plan(job, targets=shares, every=asked.sync_every)
     _show(plan_sheet(job, plans, network, targets=shares), json, out)
     if write is not None:
@@ -87,6 +99,19 @@ def _plan(asked: Asked, targets: str, json: bool, out: Path | None, write: Path 
         except OSError as error:
             raise ValueError(f"--write {write}: cannot be written ({error.strerror}); name another file") from error
         print(write, file=sys.stderr if json else sys.stdout)
+
+
+def _answer(port: int) -> None:
+    """The other end of --probe."""
+    from isles.cli.doctor import LISTEN_FOR, rates_in_words, say_waiting
+    from isles.comm.examine import wait_for_call
+    from isles.comm.line import checked_port
+    from isles.comm.line import listen as open_port
+
+    with open_port(checked_port(port)) as door:
+        say_waiting(f"isles plan --probe THIS-MACHINE:{port} ...")
+        found = wait_for_call(door, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
+    print(f"measured with {found.there}: {rates_in_words(found)}")
 
 
 def _shares(text: str) -> list[float]:

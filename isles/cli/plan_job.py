@@ -28,6 +28,7 @@ class Asked:
     links: str | None = None
     bandwidth: str | None = None
     latency: str | None = None
+    probe: str | None = None
     sync_every: int | None = None
     tokens: str | None = None
     step_tokens: str | None = None
@@ -62,7 +63,8 @@ def job_of(asked: Asked) -> tuple[Job, str]:
     elif asked.mfu is not None:
         raise ValueError("--mfu is the share of a GPU's peak: give --gpu NAME with it")
     missing = [name for name in ("--params", "--layers", "--step-time", "--workers") if name not in known]
-    missing += ["--links or --bandwidth"] if asked.links is None and asked.bandwidth is None else []
+    known_network = (asked.links, asked.bandwidth, asked.probe) != (None, None, None)
+    missing += [] if known_network else ["--links, --bandwidth or --probe"]
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}; or give --preset NAME (isles plan --presets lists them)")
     network, name = _network(asked)
@@ -91,13 +93,18 @@ def config_of(job: Job, plan: Plan, network: str) -> str:
         "[replicas]",
         f'method = "{plan.way.method}"',
         *([f"sync_every = {plan.every}"] if plan.way.kind else []),
-        *(f'{key} = "{value}"' for key, value in settings),
+        *(f"{key} = {_toml(value)}" for key, value in settings),
         "",
         "[world]",
         f"workers = {job.workers}",
         f"slowest_link = {slowest:.0f}.0  # bits per second; deadlines follow it",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: str) -> str:
+    """A number as it is, a word in quotes."""
+    return value if value.replace(".", "", 1).isdigit() else f'"{value}"'
 
 
 def _of_run(folder: str) -> dict[str, float]:
@@ -146,10 +153,36 @@ def _network(asked: Asked) -> tuple[Links, str]:
     from isles.network.units import parse_rate, parse_seconds
 
     if asked.links is not None:
+        if asked.probe is not None:
+            raise ValueError("--links and --probe both say what the network is: give one of them")
         if asked.bandwidth is not None or asked.latency is not None:
             raise ValueError("--links says bandwidth and latency: leave out --bandwidth and --latency")
         return named(asked.links), asked.links
+    if asked.probe is not None:
+        if asked.bandwidth is not None or asked.latency is not None:
+            raise ValueError("--probe measures bandwidth and latency: leave out --bandwidth and --latency")
+        return _measured(asked.probe)
     assert asked.bandwidth is not None
     seconds = parse_seconds("--latency", asked.latency or 0.0)
     words = f"{asked.bandwidth} up" + (f", {asked.latency} one way" if asked.latency else "")
     return Links(bandwidth=parse_rate("--bandwidth", asked.bandwidth), latency=seconds), words
+
+
+def _measured(peer: str) -> tuple[Links, str]:
+    """A network whose lines all carry what the slower direction to `peer` (HOST:PORT) carries now. LineLost where
+    nobody answers there.
+    """
+    from isles.cli.doctor import rates_in_words
+    from isles.comm import examine
+    from isles.comm.line import LineLost, parse_address
+    from isles.network.links import Links
+    from isles.report.units import format_seconds
+
+    host, port = parse_address(peer, "--probe")
+    try:
+        found = examine.call(host, port)
+    except LineLost as error:
+        raise LineLost(f"--probe {peer}: {error}") from error
+    latency = found.round_trip / 2
+    words = f"measured to {host}: {rates_in_words(found)}, {format_seconds(latency)} one way"
+    return Links(bandwidth=min(found.rate_out, found.rate_back), latency=latency), words

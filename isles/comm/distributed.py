@@ -36,6 +36,7 @@ class DistributedTransport:
     """One process of a torch.distributed world; with size 1 it needs no process group."""
 
     step_seconds = 0.0
+    away_seconds = 0.0
     native = True
 
     def __init__(self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None) -> None:

@@ -1,6 +1,7 @@
-"""What `isles doctor` asks another machine: is each direction open, how long is the way, how wide.
+"""What `isles doctor` and `isles plan --probe` ask another machine: is each direction open, how long is the way, how
+wide.
 
-caller (--peer)                                    host (--listen)
+caller (--peer, --probe)                           host (--listen)
 {"doctor": version, "port": door}        ------>
                                          <------   {"doctor": version, "port": door, "ports": range}
 knocks there, sends {"knocked": reason}  <----->   knocks here, sends {"knocked": reason}
@@ -10,13 +11,15 @@ bursts, then absorbs                     <----->   absorbs, then bursts
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from isles import __version__
-from isles.comm.line import Line, LineLost
+from isles.comm.line import Line, LineLost, connect
 from isles.comm.reach import PATIENCE, Door, knock, port_range
 
 _PINGS = 20
@@ -45,6 +48,42 @@ class Findings:
     round_trip: float
     rate_out: float
     rate_back: float
+
+
+def call(host: str, port: int) -> Findings:
+    """The checks with whoever listens there. LineLost with the reason, and the mend where it cannot be reached."""
+    try:
+        line = connect(host, port, PATIENCE)
+    except LineLost as error:
+        mend = {
+            "connection refused": f"nothing listens there; start `isles doctor --listen {port}` there",
+            "no such host name": "mend the name, or give the address",
+        }.get(str(error), f"the address is wrong, or a firewall drops it; let TCP port {port} in there")
+        raise LineLost(f"{error}: {mend}") from error
+    try:
+        return examine(line, calls=True)
+    finally:
+        line.close()
+
+
+def wait_for_call(door: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
+    """The checks with the first that calls at the listening socket `door`. on_failure: is told of calls that led to
+    nothing. LineLost where nobody called within `seconds`.
+    """
+    ends_at = time.monotonic() + seconds
+    while (left := ends_at - time.monotonic()) > 0:
+        door.settimeout(left)
+        try:
+            line = Line(door.accept()[0])
+        except TimeoutError:
+            break
+        try:
+            return examine(line, calls=False)
+        except LineLost as error:
+            on_failure(f"{line.there} called, but: {error}")
+        finally:
+            line.close()
+    raise LineLost(f"nobody called within {seconds:g} s")
 
 
 def examine(line: Line, *, calls: bool) -> Findings:
@@ -123,5 +162,5 @@ def _absorb(line: Line) -> Any:
 def _field(message: Any, key: str, kind: type) -> dict[str, Any]:
     """The message, once it is known to be one with that key. LineLost where the other side says something else."""
     if not isinstance(message, dict) or not isinstance(message.get(key), kind):
-        raise LineLost("what answers there is no `isles doctor`")
+        raise LineLost("what answers there is no `isles doctor` or `isles plan`")
     return message

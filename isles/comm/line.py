@@ -158,6 +158,13 @@ def listen(port: int, host: str = "") -> socket.socket:
         raise ValueError(f"port {port} cannot be listened on ({error.strerror}): choose another one") from error
 
 
+def checked_port(port: int) -> int:
+    """A port that --listen may name."""
+    if not 1 <= port <= 65535:
+        raise ValueError(f"--listen {port}: choose a port from 1 to 65535")
+    return port
+
+
 def parse_address(text: str, option: str) -> tuple[str, int]:
     """HOST:PORT; [::1]:PORT for IPv6. ValueError names the option."""
     host, colon, port = text.rpartition(":")

@@ -15,6 +15,7 @@ from isles.comm.transport import Deadlines
 from isles.comm.virtual import VirtualCluster
 from isles.comm.virtual_transport import VirtualTransport
 from isles.network.links import Links
+from isles.network.pauses import Pauses
 
 
 def run_virtual(
@@ -27,6 +28,7 @@ def run_virtual(
     step_seconds: float = 0.1,
     speeds: Sequence[float] | None = None,
     compute_jitter: float = 0.0,
+    pauses: Pauses | None = None,
     slots: int = 1,
     seed: int = 0,
     deadlines: Deadlines | None = None,
@@ -38,9 +40,11 @@ def run_virtual(
 
     threads: torch threads of this process meanwhile; 1 keeps results equal to the bit on any machine.
     links: what a message costs; a `Links`, a preset's name or a .toml file. step_seconds: what one inner step costs
-    on a worker of speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter: sigma of
-    a log-normal factor on each step. slots: workers that compute at once; results do not depend on it. Losses, weights
-    and bytes equal those of `run_local`. Errors as there. orders: through which the run may be asked to stop.
+    on a worker of speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter:
+    sigma of a log-normal factor on each step. pauses: when workers are away for a while; `deadlines` of those that
+    wait for them should be longer. slots: workers that compute at once; results do not depend on it. Losses,
+    weights and bytes equal those of `run_local`. Errors as there. orders: through which the run may be asked to
+    stop.
     """
     cluster = VirtualCluster(
         workers,
@@ -48,6 +52,7 @@ def run_virtual(
         step_seconds=step_seconds,
         speeds=speeds,
         compute_jitter=compute_jitter,
+        pauses=pauses,
         slots=slots,
         seed=seed,
     )

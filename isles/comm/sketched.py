@@ -24,6 +24,7 @@ class SketchedTransport:
 
     rank = 0
     step_seconds = 0.0
+    away_seconds = 0.0
 
     def __init__(self, size: int, native: bool) -> None:
         self.size, self.native, self.traffic = size, native, Traffic()

@@ -1,6 +1,6 @@
 """Counts of what crosses the network, taken where a buffer is handed to the transport, and when it did.
 
-transports call `transfer` and `waited`  ->  totals by channel, for good
+transports call `transfer`, `waited` and `paused`  ->  totals by channel, for good
                                          ->  spans, the newest `MAX_SPANS`, until somebody takes them
 """
 
@@ -19,10 +19,11 @@ class Span(NamedTuple):
     """Something that went on from `start` to `end`, in seconds of the worker's clock (`Transport.now`).
 
     transfer: an exchange was under way, behind the computation or not. blocked: the computation stood still for it.
+    away: it stood still because the worker was paused; of no channel.
     """
 
-    kind: Literal["transfer", "blocked"]
-    channel: Channel
+    kind: Literal["transfer", "blocked", "away"]
+    channel: Channel | Literal[""]
     start: float
     end: float
 
@@ -71,6 +72,10 @@ class Traffic:
         """Count the time for which the computation stood still."""
         self.channels[channel].blocked_seconds += end - start
         self.spans.append(Span("blocked", channel, start, end))
+
+    def paused(self, start: float, end: float) -> None:
+        """Note that the worker stood still by itself."""
+        self.spans.append(Span("away", "", start, end))
 
     def take_spans(self) -> list[Span]:
         """The spans since the last call, at most the newest `MAX_SPANS`; they are forgotten here."""

@@ -101,6 +101,11 @@ class Transport(Protocol):
         """Seconds one inner step is charged with (virtual); 0.0 where the host's clock measures (distributed)."""
         ...
 
+    @property
+    def away_seconds(self) -> float:
+        """Seconds for which computing stood still because this worker was paused (virtual); 0.0 where nobody is."""
+        ...
+
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
         """Start sending `data`; returns at once and holds the data until it is gone. Do not write to it before."""
         ...

@@ -20,6 +20,7 @@ from isles.comm.virtual_transport import VirtualTransport
 from isles.comm.virtual_wire import Wire
 from isles.network.links import Links
 from isles.network.links import links as preset
+from isles.network.pauses import Pauses
 
 
 class VirtualCluster:
@@ -28,6 +29,8 @@ class VirtualCluster:
     step_seconds:   what one inner step is charged with (`Transport.step_seconds`).
     speeds:         factor on the seconds of each worker's computing; 2.0 takes twice as long.
     compute_jitter: sigma of a log-normal factor of mean 1 on each charge, a function of (seed, rank, its number).
+    pauses:         when workers are away for a while (`isles.network.pauses`): a paused worker neither computes nor
+                    notices what arrives, nor that a deadline passes, until it is back. None: never.
     slots:          how many threads may compute at once. With 1, torch's global CPU generator is kept apart for each
                     worker, so that dropout behaves as in processes of their own. With more, all share it in no fixed
                     order, and a program that draws from it is not reproducible. Other global generators (Python's,
@@ -44,6 +47,7 @@ class VirtualCluster:
         step_seconds: float = 0.0,
         speeds: Sequence[float] | None = None,
         compute_jitter: float = 0.0,
+        pauses: Pauses | None = None,
         slots: int = 1,
         seed: int = 0,
     ) -> None:
@@ -60,6 +64,7 @@ class VirtualCluster:
         if len(self.speeds) != workers or not all(speed > 0 for speed in self.speeds):
             raise ValueError(f"speeds needs one factor above 0 for each of {workers} workers, got {self.speeds}")
         self.compute_jitter = compute_jitter
+        self.pauses = pauses
         self.slots = slots
         self.seed = seed
 
@@ -78,7 +83,9 @@ class _Run:
 
     def __init__(self, cluster: VirtualCluster, fn: Callable[[VirtualTransport], Any]) -> None:
         self._fn = fn
-        self._scheduler = Scheduler(cluster.workers, cluster.slots)
+        pauses = cluster.pauses
+        absences = [None if pauses is None else pauses.of(rank, cluster.seed) for rank in range(cluster.workers)]
+        self._scheduler = Scheduler(absences, cluster.slots)
         self._wire = Wire(cluster.workers, cluster.links, cluster.seed, self._scheduler.timeline)
         self._transports = [
             VirtualTransport(

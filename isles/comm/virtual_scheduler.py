@@ -23,6 +23,7 @@ from __future__ import annotations
 import heapq
 import math
 import threading
+from collections.abc import Sequence
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,7 @@ import torch
 
 from isles.comm.errors import CommError
 from isles.comm.virtual_events import Timeline
+from isles.network.pauses import Absences
 
 if TYPE_CHECKING:
     from isles.comm.virtual_transfer import VirtualTransfer
@@ -51,32 +53,37 @@ class Awaited(Protocol):
 class Worker:
     """One worker's place in virtual time. As a context manager: its turn (free inside a protocol's step)."""
 
-    __slots__ = ("_scheduler", "awaits", "clock", "gate", "rank")
+    __slots__ = ("absences", "awaits", "clock", "gate", "rank", "scheduler")
 
-    def __init__(self, scheduler: Scheduler, rank: int) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, rank: int, absences: Absences | None) -> None:
+        self.scheduler = scheduler
         self.rank = rank
+        self.absences = absences  # None: never paused
         self.clock = 0.0
         self.awaits: Awaited | None = None
         self.gate = threading.Lock()  # released by whoever lets this worker go on
         self.gate.acquire()
 
     def __enter__(self) -> Worker:
-        if self._scheduler.stepper != get_ident():
-            self._scheduler.take_turn(self)
+        if self.scheduler.stepper != get_ident():
+            self.scheduler.take_turn(self)
         return self
 
+    def back(self, time: float) -> float:
+        """`time` if the worker is not paused then, else when it is back."""
+        return time if self.absences is None else self.absences.back(time)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._scheduler.stepper != get_ident():
-            self._scheduler.end_turn()
+        if self.scheduler.stepper != get_ident():
+            self.scheduler.end_turn()
 
 
 class Scheduler:
     """Hands the turn round. All state is guarded by one lock, held during a turn and while events are acted out."""
 
-    def __init__(self, workers: int, slots: int) -> None:
+    def __init__(self, absences: Sequence[Absences | None], slots: int) -> None:
         self.timeline = Timeline()
-        self.workers = [Worker(self, rank) for rank in range(workers)]
+        self.workers = [Worker(self, rank, away) for rank, away in enumerate(absences)]
         self.stepper = 0
         """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
         self.stepping: VirtualTransfer | None = None
@@ -85,7 +92,7 @@ class Scheduler:
         self._mutex = threading.Lock()
         self._running: list[Worker] = []
         self._ready: list[Place] = []
-        self._resuming: list[Place] = [(0.0, rank) for rank in range(workers)]
+        self._resuming: list[Place] = [(0.0, rank) for rank in range(len(self.workers))]
         self._blocked = 0
         self._stopped = False
 

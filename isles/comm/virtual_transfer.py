@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -18,7 +19,7 @@ from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.virtual_events import DEADLINE, Event
+from isles.comm.virtual_events import ARRIVED, DEADLINE, Event
 from isles.comm.virtual_scheduler import Scheduler, Worker
 
 
@@ -46,7 +47,15 @@ class VirtualWork:
         return self._transfer is not None and self._transfer.error is not None
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is gone, has arrived, or has failed, now."""
+        """It is gone, has arrived, or has failed, now; a paused owner hears of it when it is back."""
+        timeline = self._owner.scheduler.timeline
+        back = self._owner.back(timeline.now)
+        if back > timeline.now:
+            timeline.at(back, ARRIVED, self._owner.rank, partial(self._finish, error))
+        else:
+            self._finish(error)
+
+    def _finish(self, error: Exception | None) -> None:
         self.finished, self.error, self.out = True, error, None
         if self.waiter is not None:
             waiter, self.waiter = self.waiter, None
@@ -124,6 +133,11 @@ class VirtualTransfer:
                     error.add_note(f"and closing the protocol raised {failure!r}")
 
     def _late(self) -> None:
+        timeline = self._scheduler.timeline
+        back = self._owner.back(timeline.now)
+        if back > timeline.now:  # what came in its absence is looked at before the clock
+            self._deadline = timeline.at(back, DEADLINE, self._owner.rank, self._late)
+            return
         peer = next((work.peer for work in self._pending), None)
         self.fail(DeadlinePassed(-1 if peer is None else peer, self._channel, self._seconds))
 

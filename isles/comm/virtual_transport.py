@@ -42,6 +42,8 @@ class VirtualTransport:
         self.step_seconds = step_seconds
         self.compute_seconds = 0.0
         """Seconds of computation charged so far, factors included."""
+        self.away_seconds = 0.0
+        """See Transport.away_seconds; those since this transport was made."""
         self._scheduler, self._wire = scheduler, wire
         self._worker: Worker = scheduler.workers[rank]
         self._speed, self._jitter, self._seed = speed, compute_jitter, seed
@@ -94,14 +96,24 @@ class VirtualTransport:
         return self._worker.clock
 
     def compute(self, seconds: float) -> None:
-        """Move this worker's clock by `seconds` x its speed factor x its jitter. ValueError for less than 0 s."""
+        """Move this worker's clock by `seconds` x its speed factor x its jitter, and by the pauses that begin
+        meanwhile. ValueError for less than 0 s.
+        """
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"computing takes 0 s or more, got {seconds}")
         assert self._scheduler.stepper != get_ident(), "protocols take no time: charge in the worker"
         charged = seconds * self._speed * lognormal(self._jitter, self._seed, self.rank, self._computed)
         self._computed += 1
         self.compute_seconds += charged
-        self._scheduler.advance(self._worker, self._worker.clock + charged)
+        worker = self._worker
+        begun = worker.clock
+        if worker.absences is None:
+            self._scheduler.advance(worker, begun + charged)
+            return
+        self._scheduler.advance(worker, worker.absences.after(begun, charged))
+        for leaves, back in worker.absences.between(begun, worker.clock):
+            self.away_seconds += back - leaves
+            self._traffic.paused(leaves, back)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way.

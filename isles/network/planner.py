@@ -10,7 +10,12 @@ c: seconds of a step of computing; H: steps a round; t(b): seconds of the mean o
 | diloco           | t |
 | streaming-diloco | F fragments in turns: max(F max(0, t/F - tau c), F t/F - Hc), tau = 1 |
 | noloco           | p(payload) + max(0, p(anchors) - Hc); with exchange = "single_vector" p(32) |
-| eager            | max(0, t - Hc) |
+| streaming-noloco | F fragments in turns: max(F max(0, p/F - tau c), 2p - Hc), tau = 1 |
+| eager, dilocox   | max(0, t - Hc) |
+| sparseloco       | t, of the largest entries only |
+| sparta           | H = 1: t, of a random part |
+
+localsgd, fedavg, postlocal-sgd (in the end) and slowmo cost what diloco does, delayed what eager does.
 
     utilisation = Hc / (Hc + waits)
 
@@ -18,9 +23,9 @@ Left out: jitter, headers, the time to encode, workers of unequal speed. Memory:
 parameter, float32) and the vectors that the method keeps while a round is under way.
 
 Rank: a plan that reaches the wanted utilisation comes before one that does not; then what changes training less:
-gradients every step (ddp), answers of the same round, answers a round late (eager); then the smaller H; then the order
-of `WAYS`. That is a judgement from the papers' losses, not a measurement of yours. Of those that do not reach it, the
-one that computes most of the time is first.
+gradients every step (ddp); answers of the same round; answers a round late (eager, dilocox) or of a part of the
+entries (sparseloco, sparta); then the smaller H; then the order of `WAYS`. That is a judgement from the papers'
+losses, not a measurement of yours. Of those that do not reach it, the one that computes most of the time is first.
 """
 
 from __future__ import annotations
@@ -49,12 +54,15 @@ class Form:
     back: float = 1.0
 
 
+_SPARSE = 64 / 4096 * (12 + 2 + 32 / 64)  # a place, a value, its share of a scale
 FORMS = {
     "none": Form(bits=32),
     "bf16": Form(bits=16),
     "int8": Form(bits=8 + 32 / 256),
     "int4": Form(bits=4 + 32 / 64),
     "fp4": Form(bits=4 + 32 / 256, back=16 / (4 + 32 / 256)),
+    "topk:64+int2": Form(bits=_SPARSE, back=32 / _SPARSE),
+    "randk:0.005": Form(bits=round(0.005 * 4096) / 4096 * 32),
 }
 
 
@@ -89,7 +97,8 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A method with its settings. vectors: float32 copies of the model that it keeps. kind: 0 gradients every step, 1
-    answers of the same round, 2 a round late. why: what speaks for it.
+    answers of the same round, 2 a round late or of some entries. why: what speaks for it. every: the H that it is made
+    for; None: any.
     """
 
     method: str
@@ -100,6 +109,7 @@ class Way:
     waits: Callable[[Job, Lines, Form, int], float]
     payloads: Callable[[int, Form], float]
     why: str
+    every: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +162,7 @@ def curve(job: Job, one: Plan, factors: Sequence[float]) -> list[float]:
 
 
 def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tried: list[int]) -> Plan:
-    tried = [1] if way.kind == 0 else tried
+    tried = [way.every] if way.every else tried
     shares = {every: utilisation(job, way, every, lines) for every in tried}
     every = next((every for every in tried if shares[every] >= targets[0]), tried[-1])
     form, share = FORMS[way.codec], shares[every]
@@ -199,8 +209,12 @@ def _diloco(job: Job, lines: Lines, form: Form, every: int) -> float:
     return _all(job, lines, form)
 
 
+def _fragments(job: Job) -> int:
+    return -(-job.layers // min(3, -(-job.layers // 2)))  # the methods' default
+
+
 def _streaming(job: Job, lines: Lines, form: Form, every: int) -> float:
-    fragments = -(-job.layers // 3)
+    fragments = _fragments(job)
     one = _all(job, lines, form, 1 / fragments)
     return fragments * max(0.0, one - _OVERLAP * job.step_seconds, one - every / fragments * job.step_seconds)
 
@@ -208,6 +222,13 @@ def _streaming(job: Job, lines: Lines, form: Form, every: int) -> float:
 def _noloco(job: Job, lines: Lines, form: Form, every: int) -> float:
     swap = partner_seconds(lines, form.bits * job.parameters)  # anchors travel in the same form
     return swap + max(0.0, swap - every * job.step_seconds)
+
+
+def _streaming_pairs(job: Job, lines: Lines, form: Form, every: int) -> float:
+    swap, fragments = partner_seconds(lines, form.bits * job.parameters), _fragments(job)
+    one = partner_seconds(lines, form.bits * job.parameters / fragments)  # the anchors left a round before
+    late = fragments * max(0.0, one - _OVERLAP * job.step_seconds)
+    return max(late, 2 * swap - every * job.step_seconds, 0.0)
 
 
 def _single_vector(job: Job, lines: Lines, form: Form, every: int) -> float:
@@ -228,12 +249,24 @@ def _ways() -> tuple[Way, ...]:
     pairs = "nobody waits for more than one other worker"
     late = "the exchange has a whole round to arrive"
 
-    def over_all(method: str, codec: str, kind: int, vectors: int, waits: Callable[..., float], why: str) -> Way:
-        settings = "" if codec == "none" else f"codec = {codec}"
+    part = "little is sent, and what is left out is not lost"
+
+    def over_all(
+        method: str,
+        codec: str,
+        kind: int,
+        vectors: int,
+        waits: Callable[..., float],
+        why: str,
+        settings: str | None = None,
+        every: int | None = None,
+    ) -> Way:
+        spoken = "" if codec == "none" else f"codec = {codec}"
         return Way(
             method=method,
             codec=codec,
-            settings=settings,
+            settings=spoken if settings is None else settings,
+            every=every,
             kind=kind,
             vectors=vectors,
             waits=waits,
@@ -241,9 +274,16 @@ def _ways() -> tuple[Way, ...]:
             why=why,
         )
 
-    def in_pairs(codec: str, settings: str, vectors: int, waits: Callable[..., float], payloads: int) -> Way:
+    def in_pairs(
+        codec: str,
+        settings: str,
+        vectors: int,
+        waits: Callable[..., float],
+        payloads: int,
+        method: str = "noloco",
+    ) -> Way:
         return Way(
-            method="noloco",
+            method=method,
             codec=codec,
             settings=settings,
             kind=1,
@@ -254,17 +294,22 @@ def _ways() -> tuple[Way, ...]:
         )
 
     return (
-        over_all("ddp", "none", 0, 1, _ddp, every_step),
-        over_all("ddp", "bf16", 0, 1, _ddp, every_step),
-        over_all("ddp", "int8", 0, 1, _ddp, every_step),
+        over_all("ddp", "none", 0, 1, _ddp, every_step, every=1),
+        over_all("ddp", "bf16", 0, 1, _ddp, every_step, every=1),
+        over_all("ddp", "int8", 0, 1, _ddp, every_step, every=1),
         over_all("diloco", "none", 1, 3, _diloco, same_round),
         over_all("diloco", "int8", 1, 3, _diloco, same_round),
         over_all("streaming-diloco", "fp4", 1, 3, _streaming, "a fragment at a time travels behind the computation"),
         in_pairs("none", "", 4, _noloco, 2),
         in_pairs("none", "exchange = single_vector", 3, _single_vector, 1),
         in_pairs("int8", "codec = int8, anchor_codec = int8", 5, _noloco, 2),
+        in_pairs("none", "", 4, _streaming_pairs, 2, method="streaming-noloco"),
+        in_pairs("int8", "codec = int8, anchor_codec = int8", 5, _streaming_pairs, 2, method="streaming-noloco"),
+        over_all("sparseloco", "topk:64+int2", 2, 3, _diloco, part),
         over_all("eager", "none", 2, 6, _eager, late),
         over_all("eager", "fp4", 2, 6, _eager, late),
+        over_all("dilocox", "int4", 2, 6, _eager, late, settings="codec = int4, rank = 0"),
+        over_all("sparta", "randk:0.005", 2, 3, _diloco, part, settings="fraction = 0.005", every=1),
     )
 
 

@@ -30,6 +30,8 @@ class Adaptive:
     first_every: int
     window: int
     energy: float
+    last: int
+    """Rank of the last round."""
     seen: list[float] = field(default_factory=list)
     """u_t of the last rounds."""
 

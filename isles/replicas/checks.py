@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from torch import Tensor
+
+from isles.comm.codecs import Form
+from isles.comm.codecs.lowrank import LowRank
 from isles.errors import unknown_name
 
 
@@ -48,6 +52,16 @@ def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
         return []
     mend = "lower outer_momentum (0.5 suits short runs) or sync_every" if momentum > 0.5 else "lower sync_every"
     return [f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: {mend}"]
+
+
+def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:
+    """A warning where low rank compresses nothing of a model."""
+    if not isinstance(form, LowRank) or form.compresses(parameters):
+        return []
+    return [
+        f"rank {form.rank} makes no matrix of the model smaller by {form.min_compression_rate:g} times, so all of it "
+        "travels dense: lower the rank"
+    ]
 
 
 def uneven_fragments(sync_every: int, fragments: int) -> list[str]:

@@ -119,6 +119,7 @@ class Courier:
         if feedback.form == "global":
             residual.sub_(payload.buffer)
         residual.mul_(feedback.decay)
+        fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
 
     def _start(
         self,

@@ -44,6 +44,10 @@ class DDPConfig(MethodConfig):
     def __post_init__(self) -> None:
         if not self.bucket_megabytes > 0:
             raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
+        if self.codec.startswith("powersgd"):
+            raise ValueError(
+                f"codec = {self.codec!r}: low rank is for outer methods, such as diloco; choose bf16 or int8"
+            )
         codec(self.codec)  # refuses an unknown one
         one_of("reduction", self.reduction, ("two_shot", "native"))
         if self.reduction == "native" and self.codec != "none":

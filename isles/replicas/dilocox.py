@@ -46,12 +46,13 @@ class DiLoCoX(OuterSync):
         config = self.config
         form = config.form([parameter.shape for parameter in self.parameters])
         self.adaptive = None
-        if isinstance(form, LowRank) and config.rounds_averaged:
+        if isinstance(form, LowRank) and config.rounds_averaged and form.compresses(self.parameters):
             self.adaptive = Adaptive(
                 first_rank=form.rank,
                 first_every=config.sync_every,
                 window=config.rounds_averaged,
                 energy=config.energy,
+                last=form.rank,
             )
         return Composition(
             cadence=EveryH(config.sync_every, rounds_late=0 if config.delay == "none" else 1),
@@ -68,14 +69,22 @@ class DiLoCoX(OuterSync):
         means = fragment.averaging
         if adaptive is None or not isinstance(means, Factors) or fragment.rounds <= means.form.start:
             return
+        if not all(basis.isfinite().all() for basis in means.bases):
+            return  # without error feedback to notice it; the run's loss will tell
         adaptive.observe(means.bases, [matrix.rows * matrix.columns for matrix in means.matrices])
         round = fragment.rounds + 1
-        rank = adaptive.rank(round)
+        adaptive.last = rank = adaptive.rank(round)
         means.bases = [
             resized(basis, min(rank, matrix.rows), round)
             for basis, matrix in zip(means.bases, means.matrices, strict=True)
         ]
         self.cadence = replace(self.cadence, sync_every=adaptive.every(rank), origin=self.steps)
+
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: also the rank of the last round, and the inner steps of this one."""
+        if self.adaptive is None:
+            return super().gauges()
+        return {**super().gauges(), "rank": self.adaptive.last, "sync_every": self.cadence.sync_every}
 
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
@@ -88,11 +97,12 @@ class DiLoCoX(OuterSync):
         """See ReplicaSync.outer_state."""
         seen: Sequence[float] = () if self.adaptive is None else self.adaptive.seen
         cadence = {"sync_every": self.cadence.sync_every, "origin": self.cadence.origin}
-        return {**super().outer_state(), "seen": list(seen), "cadence": cadence}
+        last = 0 if self.adaptive is None else self.adaptive.last
+        return {**super().outer_state(), "seen": list(seen), "rank": last, "cadence": cadence}
 
     def load_outer_state(self, state: dict[str, Any]) -> None:
         """See ReplicaSync.load_outer_state."""
         super().load_outer_state(state)
         self.cadence = replace(self.cadence, **state["cadence"])
         if self.adaptive is not None:
-            self.adaptive.seen = list(state["seen"])
+            self.adaptive.seen, self.adaptive.last = list(state["seen"]), state["rank"]

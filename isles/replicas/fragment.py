@@ -93,6 +93,10 @@ class Fragment:
         """The exchange of anchors for the next round, started before it."""
         self.latest: Exchange | None = None
         """The exchange of the last round's payload."""
+        self.progress = 0.0
+        """2-norm of what the last round had to send, before error feedback."""
+        self.left_ratio = 0.0
+        """2-norm of the residual after the last round that is final, per that."""
         self._spare: list[Tensor] = []
 
     def staging(self) -> Tensor:
@@ -107,10 +111,12 @@ class Fragment:
     def compensate(self, payload: Tensor) -> bool:
         """payload <- payload + residual, residual <- the same. False if the sum is not finite."""
         assert self.residual is not None
-        sums = []
+        sums, squares = [], []
         for part, rest in zip(self.flat.parts(payload), self.flat.parts(self.residual), strict=True):
+            squares.append(part.dot(part))
             rest.copy_(part.add_(rest))
             sums.append(part.sum())  # not finite if an entry is not
+        self.progress = float(torch.stack(squares).sum().sqrt())
         return bool(torch.stack(sums).isfinite().all())
 
     def skip(self) -> None:
@@ -129,6 +135,8 @@ class Fragment:
             "rounds": self.rounds,
             "sent": self.sent,
             "digest": self.digest,
+            "progress": self.progress,
+            "left_ratio": self.left_ratio,
             "averaging": self.averaging.state_dict(),
             "ahead": None if self.ahead is None else self.ahead.state_dict(),
         }
@@ -148,6 +156,7 @@ class Fragment:
         if self.reference is not self.anchor:
             self.reference.copy_(state["reference"])
         self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
+        self.progress, self.left_ratio = state["progress"], state["left_ratio"]
         self.averaging.load_state_dict(state["averaging"])
         self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
 

@@ -25,6 +25,8 @@ AXES: dict[str, tuple[str, ...]] = {
 sent; when its fragment is sent next; later.
 """
 
+PLAIN = {axis: members[0] for axis, members in AXES.items()}
+"""The first member of each: parameters averaged by all at once."""
 BIASED = ("int2", "sign", "topk", "dct_topk", "randk", "powersgd")  # they shrink, or leave out, what they send
 LOSSY = tuple(name for name in AXES["codec"] if name != "none")
 AT_ONCE = ("every_h", "fragments")
@@ -168,7 +170,7 @@ BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
 
 def refusal(choice: Mapping[str, str]) -> str | None:
     """Why the choice makes no sense, with the mend, in one line; None where it does."""
-    return next((_line(row) for row in TABLE if row.verdict == "refused" and row.meets(choice)), None)
+    return next((_line(row, choice) for row in TABLE if row.verdict == "refused" and row.meets(choice)), None)
 
 
 def refuse(choice: Mapping[str, str]) -> None:
@@ -180,8 +182,9 @@ def refuse(choice: Mapping[str, str]) -> None:
 
 def warnings(choice: Mapping[str, str]) -> list[str]:
     """What is to be said of a choice that is not refused, a line each."""
-    return [_line(row) for row in TABLE if row.verdict == "warned" and row.meets(choice)]
+    return [_line(row, choice) for row in TABLE if row.verdict == "warned" and row.meets(choice)]
 
 
-def _line(row: Row) -> str:
-    return f"{row.title}: {row.because}; choose {row.instead}"
+def _line(row: Row, choice: Mapping[str, str]) -> str:
+    met = " x ".join(f"{axis} {choice[axis]}" for axis in row.when)
+    return f"{met}: {row.because}; choose {row.instead}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import codec, form
 from isles.replicas.cadence import EveryH
 from isles.replicas.checks import group_fits
 from isles.replicas.landing import Replace
@@ -77,7 +77,7 @@ class NoLoCo(OuterSync):
         return Composition(
             cadence=EveryH(config.sync_every),
             mixing=RandomGroups(config.group_size, config.seed),
-            codec=codec(config.codec),
+            codec=form(config.codec),
             anchor_codec=codec(config.anchor_codec),
             rule=RULES[config.exchange](beta=config.outer_lr, momentum=config.outer_momentum, gamma=config.pull),
             landing=Replace(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from isles.comm.codecs import codec
+from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
+from isles.replicas.legal import PLAIN, refuse
 from isles.replicas.sync import MethodConfig
 
 Exchange = Literal["delta+phi", "single_vector", "theta_only"]
@@ -37,7 +38,7 @@ class NoLoCoConfig(MethodConfig):
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        codec(self.codec)  # refuses an unknown one
+        refuse(PLAIN | {"mixing": "groups", "rule": "noloco", "codec": form(self.codec).name.partition(":")[0]})
         one_of("anchor_codec", self.anchor_codec, ("none", "bf16", "int8"))
         at_least("group_size", self.group_size, 2)
         at_least("gamma", self.pull, 0)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.group import Group
-from isles.replicas.checks import rounds_for_momentum
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum
 from isles.replicas.courier import Courier
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.legal import warnings
@@ -113,12 +113,16 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.memory."""
         return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments)} if self.parts.feedback is not None else {}
+
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        notices = super().advise(steps) + warnings(self.parts.choice)
+        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.parameters)
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
@@ -157,14 +161,16 @@ class OuterSync(ReplicaSync):
 
     @classmethod
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: anchors and momenta as they are, the mean of linear rules' states being the state
-        of their mean. Anchors sent ahead went to partners that are no more; all anchors are equal now, so the next
-        group's mean is known without a message. What is in flight between the old workers is dropped.
+        """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
+        being the state of their mean: a round that has been sent lands with the new workers. Anchors sent ahead went to
+        partners that are no more; all anchors are equal now, so the next group's mean is known without a message.
         """
         for fragment in outer["fragments"]:
-            ahead = fragment["ahead"]
-            fragment["ahead"] = None if ahead is None else {**ahead, "buffer": fragment["anchor"], "own": None}
-        return {**outer, "flights": [], "lost": []}
+            ahead, anchor = fragment["ahead"], fragment["anchor"]
+            if ahead is not None:
+                own = None if ahead["own"] is None else anchor
+                fragment["ahead"] = {**ahead, "buffer": anchor, "own": own, "failed": False}
+        return {**outer, "lost": []}
 
     # One step of the loop.
 

@@ -210,6 +210,10 @@ class ReplicaSync(Optimizer):
         flat = FlatParameters(self.parameters)
         return [Held("weights and their mean", 2 * flat.numel * flat.dtype.itemsize, "end")]
 
+    def gauges(self) -> dict[str, float]:
+        """Numbers of the method's own that go into each line of metrics: feedback_ratio, rank, ..."""
+        return {}
+
     def advise(self, steps: int) -> list[str]:
         """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""
         return []

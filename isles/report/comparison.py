@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from isles.report.panels import Chart, Line, Panel, Table, plain
 from isles.report.rundir import Run, read_run
 from isles.report.series import Point, average
 from isles.report.style import SERIES
+from isles.report.time_charts import lanes_panel
 from isles.report.units import format_bytes, format_number, format_percent, format_seconds, time_unit
 
+LANES = 4
+"""Workers of each method whose time is drawn."""
 INDEX = "compare.json"
 """In the folder of a comparison: {method: [summary of each seed]}."""
 
@@ -87,7 +91,9 @@ def render_comparison(runs: Runs) -> str:
 
 
 def comparison_panels(runs: Runs) -> list[Panel]:
-    """Training loss of the first seed of each method against steps, bytes and time; one axis for all."""
+    """Training loss of the first seed of each method against steps, bytes and time, one axis for all; and for virtual
+    runs, whose clocks can be compared, when the workers of each computed, waited and exchanged.
+    """
     first = {label: group[0] for label, group in runs.items() if group}
     clocks = [value for run in first.values() for log in run.workers.values() for value in log.clock.values()]
     unit = time_unit(max(clocks, default=0.0))
@@ -96,7 +102,13 @@ def comparison_panels(runs: Runs) -> list[Panel]:
         _panel(first, by_bytes, log_x=True),
         _panel(first, lambda run: by_clock(run, unit)),
     ]
+    made += [_lanes(label, run) for label, run in first.items() if run.setting("world", "backend") == "virtual"]
     return [panel for panel in made if panel is not None]
+
+
+def _lanes(label: str, run: Run) -> Panel | None:
+    panel = lanes_panel(run, LANES)
+    return None if panel is None else replace(panel, heading=f"Timeline of {label}")
 
 
 def _panel(

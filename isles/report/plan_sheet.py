@@ -115,6 +115,8 @@ def _panel(job: Job, plans: Sequence[Plan], slowest: float) -> Panel:
         lines.append(Line(points=points, css=css, name=_named(one)))
         keys.append((css, " ".join(word for word in (one.way.method, _codec(one), f"H = {one.every}") if word)))
         dots.append((slowest / 1e6, one.utilisation))
+    left_out = list(best)[len(SERIES) :]
+    notes = ["Each at its H.", *([f"Without {', '.join(left_out)}, last in the table."] if left_out else [])]
     chart = Chart(
         title="Share of the time spent computing",
         x_label="Mbit/s of the slowest worker, the others in proportion",
@@ -124,7 +126,7 @@ def _panel(job: Job, plans: Sequence[Plan], slowest: float) -> Panel:
         dots=dots,
         log_x=True,
     )
-    return Panel(heading=chart.title, picture=chart, keys=[*keys, ("dot", "as it is")], notes=["Each at its H."])
+    return Panel(heading=chart.title, picture=chart, keys=[*keys, ("dot", "as it is")], notes=notes)
 
 
 def _codec(one: Plan) -> str:

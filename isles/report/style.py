@@ -20,6 +20,7 @@ _COLOURS = {
     "rate": ("#c8501e", "#ff9466"),
     "compute": ("#2b8a66", "#4fb58e"),
     "blocked": ("#e09a2b", "#e5a94a"),
+    "away": ("#d3d8dd", "#343c44"),
     "transfer": ("#1b5fae", "#7db8f5"),
     "other": ("#9aa5b1", "#5b6570"),
     "series0": ("#1b5fae", "#7db8f5"),
@@ -41,7 +42,7 @@ LINES: dict[str, tuple[float, tuple[int, ...]]] = {
     "rate": (1.6, (3, 3)),
     **dict.fromkeys(SERIES, (2.0, ())),
 }
-BOXES = ("compute", "blocked", "transfer", "other")
+BOXES = ("compute", "blocked", "away", "transfer", "other")
 
 
 def _variables(which: int) -> str:

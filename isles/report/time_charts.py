@@ -33,14 +33,14 @@ def time_panel(run: Run) -> Panel | None:
     return Panel(heading=title, picture=Bars(title=title, bars=bars), keys=keys)
 
 
-def lanes_panel(run: Run) -> Panel | None:
-    """The last exchanges of the record on one clock, a lane a worker; None without a record."""
+def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
+    """The last exchanges of the record on one clock, a lane for each of the first `workers`; None without a record."""
     window = _window(run)
     if window is None:
         return None
     start, end = window
     lanes = []
-    for worker, spans in list(run.spans.items())[:LANES]:
+    for worker, spans in list(run.spans.items())[:workers]:
         inside = [_stretch(span) for span in spans if span.end > start and span.start < end]
         inside.sort(key=lambda piece: piece.css != "compute")  # below what it includes
         lanes.append(Lane(label=f"worker {worker}", stretches=inside))
@@ -57,11 +57,13 @@ def lanes_panel(run: Run) -> Panel | None:
         ("blocked", "blocked"),
         ("transfer", "exchange under way, also behind the computation"),
     ]
+    if any(span.kind == "away" for spans in run.spans.values() for span in spans):
+        keys.insert(2, ("away", "paused"))
     notes = ["Blank: validation, logging, saving. Nothing is drawn thinner than half a pixel."]
     if any(_exchanges(spans) for spans in run.spans.values()):
         notes.insert(0, f"A close look: the last {EXCHANGES} exchanges or so on record.")
-    if len(run.spans) > LANES:
-        notes.append(f"The first {LANES} of {len(run.spans)} workers.")
+    if len(run.spans) > workers:
+        notes.append(f"The first {workers} of {len(run.spans)} workers.")
     return Panel(heading="Timeline of the workers", picture=picture, keys=keys, notes=notes)
 
 
@@ -88,5 +90,5 @@ def _stretch(span: Span) -> Stretch:
     if span.kind == "transfer":
         css = "transfer" if span.channel in _TRAINING else "other"
         return Stretch(start=span.start, end=span.end, css=css, row=1, hint=f"{span.channel} exchange,")
-    hint = "computing," if span.kind == "compute" else f"blocked on {span.channel},"
+    hint = {"compute": "computing,", "away": "paused,"}.get(span.kind, f"blocked on {span.channel},")
     return Stretch(start=span.start, end=span.end, css=span.kind, row=0, hint=hint)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Literal
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.models.config import ModelConfig
 from isles.network.links import links
+from isles.network.pauses import Pauses
 from isles.training.inner import InnerConfig
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
 
+_MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behind the names
 
 
@@ -26,14 +29,19 @@ _LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behi
 class WorldConfig:
     """Who trains, and over what.
 
-    workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers
-    in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results
-    equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a
-    file of your own (`isles.network.own`). step_seconds: virtual only:
-    what an inner step is charged with. outer_deadline: longest wait for a peer's part of a round, seconds; raise it if
-    workers differ much in speed. meeting_deadline: longest wait for the other machines at the start, seconds; raise it
-    if they are started at different times. slowest_link: bits per second; long transfers get five times what such a
-    link would need; lower it if a big model's peers are called late on slower links.
+    workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all
+    workers in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps
+    results equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a file of
+    your own (`isles.network.own`). step_seconds: virtual only: what an inner step is charged with. step_factors:
+    virtual only: factor on the step of worker r, the list repeated over all workers; [1.0, 1.0, 1.0, 2.0] makes
+    every fourth half as fast; empty: all alike. step_jitter: virtual only: sigma of a log-normal factor (mean 1) on
+    every step. pause_every: virtual only: mean seconds from a worker's return to its next pause, exponential; 0:
+    nobody pauses. pause_seconds: virtual only: mean length of a pause, exponential; NoLoCo with on_peer_failure =
+    "solo" goes on without a paused partner after outer_deadline, all other methods wait. outer_deadline: longest
+    wait for a peer's part of a round, seconds; raise it if workers differ much in speed. meeting_deadline: longest
+    wait for the other machines at the start, seconds; raise it if they are started at different times.
+    slowest_link: bits per second; long transfers get five times what such a link would need; lower it if a big
+    model's peers are called late on slower links.
     """
 
     workers: int = 4
@@ -41,6 +49,10 @@ class WorldConfig:
     threads: int = 1
     links: str = "home-fibre"
     step_seconds: float = 0.1
+    step_factors: tuple[float, ...] = ()
+    step_jitter: float = 0.0
+    pause_every: float = 0.0
+    pause_seconds: float = 60.0
     outer_deadline: float = 60.0
     meeting_deadline: float = 300.0
     slowest_link: float = 10e6
@@ -58,9 +70,35 @@ class WorldConfig:
         for key in ("outer_deadline", "meeting_deadline"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
+        for factor in self.step_factors:
+            if not 0 < factor < math.inf:
+                raise ValueError(f"step_factors: {factor}: choose positive factors, such as [1.0, 1.0, 2.0]")
+        if not 0 <= self.step_jitter <= _MOST_JITTER:
+            raise ValueError(f"step_jitter = {self.step_jitter}: choose 0 to {_MOST_JITTER:g}, such as 0.2")
+        for key in ("pause_every", "pause_seconds"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more seconds")
+        if self.pause_every and not self.pause_seconds:
+            raise ValueError("pause_seconds = 0.0: choose how long a pause is, or pause_every = 0 for none")
+        uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
+        if uneven and self.backend != "virtual":
+            raise ValueError(
+                f"{uneven[0]} is of the virtual clock; on real workers speeds and pauses are as they are: take it out, "
+                'or set world.backend = "virtual"'
+            )
         network = links(self.links)  # refuses an unknown name
         if self.backend == "virtual":
             network.check(self.workers)
+
+    @property
+    def pauses(self) -> Pauses | None:
+        """When workers of a virtual run are away."""
+        return Pauses(every=self.pause_every, seconds=self.pause_seconds) if self.pause_every else None
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Of every worker's step."""
+        return tuple(islice(cycle(self.step_factors or (1.0,)), self.workers))
 
 
 @dataclass(frozen=True, kw_only=True)

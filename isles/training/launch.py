@@ -23,6 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from isles.comm.orders import SharedOrders
 from isles.comm.party import HERE, Party, Place
 from isles.comm.simulated import run_virtual
 from isles.comm.transport import Deadlines
+from isles.data import load_corpus
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.gathering import met
@@ -42,6 +44,8 @@ from isles.training.records import Records, as_json
 from isles.training.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
+
+_PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
 
 Summary = dict[str, Any]
 Hire = Callable[[Config, Path, int | None, Party], Workers]
@@ -138,8 +142,9 @@ def _start(
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
     if world.backend == "virtual":
+        corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
         with _warnings_told(on_event):
-            return on_virtual(train_worker, world.workers, config, args, on_event)
+            return on_virtual(train_worker, world.workers, config, (*args, corpus), on_event)
     pool = hire(config, out, resume, party)
 
     def tell(rank: int, error: Exception) -> None:
@@ -166,6 +171,9 @@ def on_virtual(
             links=world.links,
             threads=world.threads,
             step_seconds=world.step_seconds,
+            speeds=replace(world, workers=workers).factors,
+            compute_jitter=world.step_jitter,
+            pauses=world.pauses,
             seed=config.run.seed,
             deadlines=deadlines(config),
             on_event=on_event,
@@ -188,8 +196,17 @@ def processes(config: Config, out: Path, resume: int | None, party: Party) -> Wo
 
 
 def deadlines(config: Config) -> Deadlines:
-    """The waits that [world] asks for."""
-    return Deadlines(outer=config.world.outer_deadline, slowest_link=config.world.slowest_link)
+    """The waits that [world] asks for. A deadline tells a lost worker from a slow one; one that pauses comes back, so
+    who cannot go on alone waits for it however long it stays away.
+    """
+    world = config.world
+    own = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
+    if world.pauses is None:
+        return own
+    patience = {
+        name: max(_PAUSES * world.pause_seconds, own.of(name)) for name in ("control", "inner", "outer", "eval")
+    }
+    return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
 
 
 @contextlib.contextmanager

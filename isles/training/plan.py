@@ -125,6 +125,10 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if world.backend == "virtual":
         seconds: float | None = world.step_seconds
+        if world.step_factors or world.step_jitter or world.pauses:
+            notices.append(
+                "times are of workers that all take step_seconds and never pause; isles simulate counts more"
+            )
     else:
         seconds = measured_step(config, sequences, context) if probe else None
     dtype = optimizer.parameters[0].dtype

@@ -5,8 +5,8 @@
                                -> an ordinary resume
 
 Weights in the middle of a round are averaged too: against the anchor they hold the mean of the steps since the last
-exchange, so none of those is lost. Totals are conserved: those of workers that leave are added to those that stay, new
-workers begin at zero. Clocks go on from the latest.
+exchange, so none of those is lost. What is under way lands when it is due, in the mean. Totals are conserved: those of
+workers that leave are added to those that stay, new workers begin at zero. Clocks go on from the latest.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
     ".inner": "the inner optimizer's state",
     ".outer": "anchors and outer momenta",
 }
-_OWN = {  # what is each worker's own even where anchors agree, by the end of the path
+_OWN = {  # what is each worker's own even where anchors agree, by a part of the path
     ".residual": "error feedback",
     ".reference": "weights",
+    ".flights.": "what is under way",
 }
 
 
@@ -114,8 +115,8 @@ def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -
     }
     equal: dict[str, bool] = {}
     for path, is_same in same.items():
-        if not path.split(".")[-1].startswith("ahead"):
-            own_part = next((part for end, part in _OWN.items() if path.endswith(end)), None)
+        if ".ahead." not in path:  # of the old groups, and not gone on with
+            own_part = next((part for name, part in _OWN.items() if name in path), None)
             part = own_part or _PARTS["." + path.split(".")[1]]
             equal[part] = equal.get(part, True) and is_same
     large = join_state(structure, means)

@@ -5,9 +5,9 @@
       -> `rest` when the worker stops: what came since, at most the newest `KEPT`
       -> RUN/timeline.jsonl, one span a line: {"step", "worker", "kind", "channel", "start", "end"}
 
-kind: compute (channel ""), blocked or transfer. Steps that follow each other at once are one span of computing, waits
-inside them included, so a lane is: computing, and over it what was blocked. Seconds of the same clock as
-`clock_seconds`. Memory: about `KEPT` spans a worker; time: one comparison a step.
+kind: compute or away (channel ""), blocked or transfer. Steps that follow each other at once are one span of
+computing, waits and pauses inside them included, so a lane is: computing, and over it what was not. Seconds of the
+same clock as `clock_seconds`. Memory: about `KEPT` spans a worker; time: one comparison a step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from isles.comm.codecs import codec
 from isles.comm.errors import WorkerFailed
 from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
-from isles.data import Loader, load_corpus
+from isles.data import Corpus, Loader, load_corpus
 from isles.data.tokenizer import Tokenizer
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
@@ -59,11 +59,11 @@ class Metrics:
 
 
 class Trainer:
-    """One worker of a run."""
+    """One worker of a run. corpus: that of `config.data`, where it was loaded already."""
 
-    def __init__(self, config: Config, world: Mesh) -> None:
+    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
         self.config, self.world = config, world
-        corpus = load_corpus(config.data)
+        corpus = corpus or load_corpus(config.data)
         context, vocab = limits(config.model)
         check_vocabulary(vocab, corpus.tokenizer)
         if world.local_rank == 0:  # every machine has files of its own
@@ -166,7 +166,8 @@ class Trainer:
 
     def step(self) -> None:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
-        before = self.world.transport.now()
+        transport = self.world.transport
+        before, away = transport.now(), transport.away_seconds
         batches = self.config.inner.accumulation
         total = torch.zeros((), device=self.device)
         for index in range(batches):
@@ -183,8 +184,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses.append(total)
-        after = self.world.transport.now()
-        self.training_seconds += after - before
+        after = transport.now()
+        self.training_seconds += after - before - (transport.away_seconds - away)
         self.timeline.step(before, after)
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
@@ -212,7 +213,7 @@ class Trainer:
     def report(self, val_loss: float | None) -> None:
         """Tell the launcher how far this worker is."""
         step, rank = self.optimizer.steps, self.world.rank
-        self.world.report(asdict(self.metrics(val_loss)))
+        self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
         if self.sample is not None:
             self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
@@ -316,13 +317,13 @@ def draws_seed(seed: int, rank: int) -> int:
 
 
 def train_worker(
-    world: Mesh, config: Config, out: Path | None = None, resume: int | None = None
+    world: Mesh, config: Config, out: Path | None = None, resume: int | None = None, corpus: Corpus | None = None
 ) -> dict[str, Any] | None:
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
-    from.
+    from. corpus: see `Trainer`.
     """
     torch.manual_seed(draws_seed(config.run.seed, world.rank))
-    trainer = Trainer(config, world)
+    trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None
         trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))

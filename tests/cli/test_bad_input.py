@@ -147,6 +147,11 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--set", "run.stepz=5"], ["unknown key 'run.stepz'", "did you mean 'run.steps'"]),
     (["train", "--set", "ruin.steps=5"], ["unknown section 'ruin'", "did you mean 'run'"]),
     (["train", "--set", "replicas.sync_evry=5"], ["did you mean 'replicas.sync_every'"]),
+    (train("--method", "custom", "replicas.landing=carry"), ["replicas.landing carry", "choose outer_delay = 1"]),
+    (train("--method", "custom", "replicas.group_size=2"), ["replicas.group_size = 2 has nothing to act on"]),
+    (train("--method", "eager", "replicas.codec=powersgd:2", "replicas.sync_every=2"), ["codec powersgd x reading"]),
+    (train("--method", "noloco", "replicas.codec=powersgd:2"), ["mixing groups", 'mixing = "all"']),
+    (train("--method", "ddp", "replicas.codec=powersgd:2"), ["outer methods, such as diloco"]),
     (
         ["train", "--method", "ddp", "--set", "replicas.gamma=1"],
         ["replicas.gamma is a setting of noloco, streaming-noloco, custom, not of ddp"],

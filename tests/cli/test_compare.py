@@ -35,7 +35,9 @@ def test_all_methods_and_seeds_at_equal_tokens(tmp_path: Path) -> None:
     table = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in METHODS]
     assert [row[0] for row in table] == METHODS and all("±" in row for row in table)
     page = (out / "report.html").read_text()
-    assert "://" not in page.replace("http://www.w3.org/2000/svg", "") and page.count("<svg") == 3
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "") and page.count("<svg") == 3 + len(
+        METHODS
+    )  # and a timeline each
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     # The page can be written again from the folder alone.
     (out / "report.html").unlink()

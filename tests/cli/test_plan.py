@@ -73,7 +73,7 @@ def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
     )
     head, first, *_ = csv.reader(io.StringIO((tmp_path / "plan.csv").read_text()))
     assert dict(zip(head, first, strict=True))["computing %"] == "90.8"
-    assert (tmp_path / "plan.html").read_text().count("<polyline") == 5
+    assert (tmp_path / "plan.html").read_text().count("<polyline") == 8  # as many as there are colours
     code, out, _ = plan(*RUN, "--bandwidth", "inf", "--json")
     assert code == 0 and json.loads(out)["rows"][0]["method"] == "ddp"
 
@@ -142,7 +142,7 @@ def test_list_of_presets(plan):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "missing: --params, --layers, --step-time, --workers, --links or --bandwidth"),
+        ([], "missing: --params, --layers, --step-time, --workers, --links, --bandwidth or --probe"),
         ([*RUN, "--bandwidth", "-3Mbps"], "--bandwidth = -3Mbps: a rate must be above 0"),
         ([*RUN, "--bandwidth", "3MB/s"], "such as 200Mbit/s"),
         ([*RUN, "--links", "lam"], "did you mean 'lan'"),

@@ -58,7 +58,7 @@ def lines(run: Path) -> list[str]:
 
 def test_they_train_together_to_the_same_bits(folder: Path, machines: tuple[Machine, Machine]) -> None:
     """As three workers of one machine: metrics, model. Over 50 Mbit/s. Node 0 has the results, each its own shards."""
-    machines[0].limit("50mbit")
+    machines[0].limit(50e6)
     more = ["--steps", "8", "--set", "run.checkpoint_every=4", "--out"]
     both = [start(folder, machines, node, *more, f"node{node}") for node in (0, 1)]
     alone = read_config(str(folder / "tiny.toml"), {"world.workers": 3, "run.steps": 8}, [

@@ -40,7 +40,7 @@ def test_bytes_and_memory_are_those_of_the_library(one):
     from isles.training.border import read_config
     from isles.training.plan import plan as dry_run
 
-    steps, every = (4, 1) if one.kind == 0 else (80, 20)
+    steps, every = (4, 1) if one.every else (80, 20)
     settings = [f"replicas.{word.replace(' ', '')}" for word in one.settings.split(", ") if word]
     settings += [] if one.kind == 0 else [f"replicas.sync_every={every}"]
     flags = {"replicas.method": one.method, "world.workers": 8, "run.steps": steps}
@@ -48,7 +48,8 @@ def test_bytes_and_memory_are_those_of_the_library(one):
     job = replace(JOB, parameters=counted.parameters, links=Links(bandwidth=1e9))
     planned = next(made for made in plan(job, every=every) if made.way is one)
     sent = sum(counted.outline.sent) / 8 / steps
-    assert planned.bytes_a_step == pytest.approx(sent, rel=0.03)
+    # So small a model has 30.1 chunks of 4096 entries: what 8 workers add in headers and whole chunks shows.
+    assert planned.bytes_a_step == pytest.approx(sent, rel=0.08 if ":" in one.codec else 0.03)
     passing = ("scratch", "messages under way", "weights and their mean")  # bounded, or at the end
     vectors = sum(held.nbytes for held in counted.held if held.what not in passing)
     assert planned.memory == pytest.approx(counted.weights + counted.gradients + counted.inner + vectors, rel=0.02)

@@ -116,6 +116,23 @@ def test_it_starts_from_the_means(stopped: Any) -> None:
         assert fragment["rounds"] == AT // 3
 
 
+@pytest.mark.parametrize("name", ["delayed", "eager", "dilocox"])
+def test_what_is_under_way_lands_with_the_new_workers(stopped: Any, name: str) -> None:
+    """A round was sent at step 18 and lands at 21: its mean and the mean of the own shares are kept, so no round of
+    progress is lost; where the mean is equal on all, to the bit.
+    """
+    path = stopped(name, 2)
+    old = [shard["optimizer"]["outer"]["flights"] for shard in shards(path, 2)]
+    notes = prepare(path, 3).notes
+    for new in (shard["optimizer"]["outer"]["flights"] for shard in shards(path, 3)):
+        assert [flight["lands"] for flight in new] == [flight["lands"] for flight in old[0]] == [21]
+        payload, before = new[0]["payload"], [flights[0]["payload"] for flights in old]
+        assert torch.equal(payload["buffer"], before[0]["buffer"]) and payload["participants"] == 2
+        if name == "eager":
+            torch.testing.assert_close(payload["own"], (before[0]["own"] + before[1]["own"]) / 2)
+    assert ("what is under way" in "\n".join(notes[2:])) == (name == "eager")
+
+
 @pytest.mark.parametrize("name", ["ddp", "diloco"])
 def test_what_is_equal_on_all_keeps_its_bits(stopped: Any, name: str) -> None:
     """A mean of three equal numbers may be rounded; the anchor's hash must go on holding."""

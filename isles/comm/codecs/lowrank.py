@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar
+
+from torch import Tensor
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import Identity
@@ -42,6 +44,10 @@ class LowRank:
     def dense(self) -> Codec:
         """The form of what is not compressed."""
         return self.values if self.values.name in ("none", "bf16", "fp16") else Int8()
+
+    def compresses(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether any of the tensors is compressed."""
+        return any(self.matrix(tensor.shape) is not None for tensor in tensors)
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Rows and columns of a tensor of `shape` that is compressed; None for one that travels dense."""

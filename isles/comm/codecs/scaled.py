@@ -58,7 +58,7 @@ class ScaledBlocks(Codec):
                 room, y_KB = self._room(part.shape)
             x_KB = part.to(torch.float32)
             self.scale(torch.abs(x_KB, out=y_KB), out=scale_K1)
-            torch.div(x_KB, scale_K1, out=y_KB)
+            torch.mul(x_KB, scale_K1.reciprocal(), out=y_KB)  # twice as fast as a division
             self.pack(room, codes)
         return wire
 

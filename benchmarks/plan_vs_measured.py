@@ -1,0 +1,111 @@
+"""`isles plan` against reality: utilisations that the planner says, and those of real workers on lines of four rates.
+
+    python -m benchmarks.plan_vs_measured [--workers 4] [--turns 3] [--json]       Linux, root, iproute2
+
+Workers in network namespaces as in `benchmarks.netns`, a 0.5M-parameter model, steps paced at 150 ms; H = 5 for
+methods that have it. Measured: wall of `none` / wall of the method, same turn, slowest worker, median of the turns.
+The planner is told the rate without the packets' headers (as `isles plan --probe` would measure it), no latency, and
+how long a step of `none` took; the rest it knows: nothing is fitted. Rates are such that every method has two
+measured utilisations between 0.2 and 0.8. Exit code 1 if the median error is above 5 points of utilisation, the worst
+above 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from benchmarks._machines import machines, unavailable
+from benchmarks._measure import Row, report
+from benchmarks._stage import play
+from benchmarks.netns import SEGMENT, Case, on_the_line, run
+from isles.network.costs import Lines
+from isles.network.links import Links
+from isles.network.planner import WAYS, Job, utilisation
+
+PACE = 0.150  # seconds that the computation of a step takes
+H = 5
+RATES = (12e6, 20e6, 60e6, 160e6)  # bits per second, packets' headers included
+PATIENCE = 900.0  # seconds for a rate
+
+CASES: dict[str, Case] = {
+    "none": Case("none", steps=4 * H, warm_up=H),
+    "ddp": Case("ddp", steps=8, warm_up=2),
+    "diloco": Case("diloco", {"sync_every": H}, steps=4 * H, warm_up=H),
+    "noloco": Case("noloco", {"sync_every": H}, steps=4 * H, warm_up=2 * H),
+    "eager": Case("eager", {"sync_every": H}, steps=4 * H, warm_up=2 * H),
+}
+
+
+def worker(world: Any, cases: dict[str, dict[str, Any]], turns: int) -> dict[str, list[float]]:
+    """Seconds of a step of every case, one entry a turn."""
+    told: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(turns):
+        names = list(cases)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            case = Case(**cases[name])
+            told[name].append(run(world, case, PACE)["wall"] / case.steps)
+    return told
+
+
+def planned(method: str, parameters: int, layers: int, step: float, workers: int, rate: float) -> float:
+    """What the planner says."""
+    links = Links(bandwidth=rate, downlink=rate)
+    job = Job(parameters=parameters, layers=layers, step_seconds=step, workers=workers, links=links)
+    way = next(way for way in WAYS if way.method == method and way.codec == "none")
+    return utilisation(job, way, way.every or H, Lines.of(links, range(workers)))
+
+
+def table(workers: int, turns: int) -> list[Row]:
+    """Measure at every rate, and put it beside what was planned."""
+    from isles.models import ModelConfig
+    from isles.models import parameters as counted
+
+    shape = ModelConfig(size="0.5M").shape()
+    arguments = {"cases": {name: asdict(case) for name, case in CASES.items()}, "turns": turns}
+    rows, errors = [], []
+    between = dict.fromkeys([name for name in CASES if name != "none"], 0)
+    with machines(workers) as cast:
+        for rate in RATES:
+            for machine in cast:
+                machine.limit(rate)
+            told = play(cast, "benchmarks.plan_vs_measured:worker", arguments, PATIENCE)
+            # By turn, of the slowest worker.
+            steps = {name: [max(ranks) for ranks in zip(*(one[name] for one in told), strict=True)] for name in CASES}
+            step = median(steps["none"])
+            for name in between:
+                real = median(bare / one for bare, one in zip(steps["none"], steps[name], strict=True))
+                said = planned(name, counted(shape), shape.layers, step, workers, rate * SEGMENT / on_the_line(SEGMENT))
+                errors.append(abs(real - said))
+                between[name] += 0.2 <= real <= 0.8
+                note = f"{100 * real:.1f} % measured, {100 * said:.1f} % planned; a step of none {1e3 * step:.0f} ms"
+                rows.append(Row(f"{name:<7} {rate / 1e6:4.0f} Mbit/s", 100 * errors[-1], "points off", None, note))
+    rows.append(Row("median error", 100 * median(errors), "points off", ("<=", 5.0)))
+    rows.append(Row("worst error", 100 * max(errors), "points off", ("<=", 10.0)))
+    rows.append(Row("between 0.2 and 0.8, a method", min(between.values()), "of 4 rates", (">=", 2.0), "the fewest"))
+    return rows
+
+
+def main() -> int:
+    """Run it where it can run."""
+    parser = argparse.ArgumentParser(description="The planner against real workers on slow lines.")
+    parser.add_argument("--workers", type=int, default=4, help="an even number (default: 4)")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    if options.workers < 2 or options.workers % 2:
+        parser.error(f"--workers {options.workers}: choose an even number")
+    if reason := unavailable():
+        print(f"plan_vs_measured: skipped, {reason}", file=sys.stderr)
+        return 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the namespaces go
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    return report(table(options.workers, options.turns), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

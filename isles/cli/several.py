@@ -1,0 +1,95 @@
+"""Several runs one after another, as `isles compare` and `isles simulate` make them: one folder each, one table, one
+page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.training.config import Config
+
+Configs = dict[tuple[str, int], "Config"]
+"""By method and seed."""
+
+
+def read_all(
+    config: str | None,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    flags: Mapping[str, Any],
+    assignments: Sequence[str],
+) -> Configs:
+    """All configurations, before the first is run: a slip in the last should not cost the hours of the others."""
+    from isles.training.border import read_config
+
+    return {
+        (name, seed): read_config(
+            config, {**flags, "replicas.method": name, "run.seed": seed}, assignments, shared=True
+        )
+        for name in methods
+        for seed in seeds
+    }
+
+
+def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """Train them into `out` (runs/VERB-DATE-TIME where that is None) and write the page and the picture; the folder,
+    and the summaries by method. typer.Exit(130) where that is interrupted. ValueError: `out` is in use.
+    """
+    from isles.cli.progress import Progress
+    from isles.report import write_picture, write_report
+    from isles.report.comparison import INDEX, run_folder
+    from isles.training.launch import Interrupted, launch
+
+    out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {out}: is not empty; name another directory")
+    summaries: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in configs}
+    try:
+        for (name, seed), one in configs.items():
+            folder = out / run_folder(name, seed)
+            with Progress(f"{name}, seed {seed}:", one.world.workers, one.run.steps) as progress:
+                summaries[name].append(launch(one, folder, progress.line, progress.notice))
+            write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
+    except Interrupted as stop:
+        print(f"isles: {stop}; the runs after it were not begun", file=sys.stderr)
+        raise typer.Exit(130) from None
+    (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
+    write_report(out)
+    write_picture(out)
+    return out, summaries
+
+
+def show(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
+    """Print the table and where the page is."""
+    from isles.cli.table import print_table
+    from isles.report.comparison import comparison_rows
+    from isles.report.panels import Table
+
+    heads, rows = comparison_rows(summaries)
+    print_table(Table(heads=heads, rows=rows))
+    print(f"report  {out / 'report.html'}")
+
+
+def names(text: str, option: str) -> list[str]:
+    """What stands between the commas; ValueError for nothing, or for one twice."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"{option} {text}: name each one once, separated by commas")
+    return found
+
+
+def seeds_of(text: str) -> list[int]:
+    """The numbers of --seeds."""
+    found = names(text, "--seeds")
+    for word in found:
+        if not word.isdigit():
+            raise ValueError(f"--seeds: {word!r} is no seed; write whole numbers such as 0,1,2")
+    return [int(word) for word in found]
