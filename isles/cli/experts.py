@@ -105,6 +105,15 @@ def generate(
     print(voice.note, file=sys.stderr)
 
 
+@app.command("config")
+def config(system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")]) -> None:
+    """Print every setting of a system with its default and what it means, to start a CONFIG.toml from."""
+    from isles.experts.border import template
+    from isles.experts.systems import settings
+
+    print(template(system, settings(system)), end="")
+
+
 @app.command("plan")
 def plan(
     system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")],

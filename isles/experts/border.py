@@ -21,6 +21,7 @@ from isles.errors import unknown_name
 from isles.tables import read_toml, typed
 from isles.training.border import SECTIONS, Tables, over, resolve, words
 from isles.training.config import Config
+from isles.training.template import commented
 
 KEPT = "experts.toml"
 Own = TypeVar("Own")
@@ -67,8 +68,9 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
         ("data", "path", "the text of experts is that of the domains: list them as [domains.NAME]"),
         ("run", "start", "each run starts from the seed that the system chooses"),
         ("run", "steps", f"the steps of the runs stand in [{system}]"),
+        ("run", "seed", "hdee.seeds says which"),
     ):
-        if key in runs.get(section, {}):
+        if key in runs.get(section, {}) and not (key == "seed" and system != "hdee"):
             raise ValueError(f"{section}.{key}: {why}: take it out")
     own = typed(system, cls, tables.get(system, {}))
     domains = tables.get("domains", {})
@@ -76,6 +78,15 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
         if not isinstance(table, dict):
             raise ValueError(f"domains.{name}: write [domains.{name}] with a path below it")
     return Asked(system, own, domains, resolve(runs), tables)
+
+
+def template(system: str, cls: type) -> str:
+    """A commented CONFIG.toml for a system: its own section with its defaults; domains and other sections by name."""
+    lines = [f"# isles experts {system} THIS.toml", "", *commented(system, cls), ""]
+    lines += ["# One for each kind of text; without any, those that come with Python."]
+    lines += ["# [domains.NAME]", '# path = "FOLDER"', '# difficulty = "easy"']
+    lines += ["", "# [model] [data] [inner] [replicas] [world] [run]: as isles config prints them, for every run."]
+    return "\n".join(lines) + "\n"
 
 
 def keep(asked: Asked[Any], out: Path) -> None:

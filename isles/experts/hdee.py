@@ -92,7 +92,12 @@ class Cell:
 
 
 def cell(own: HdeeConfig, base: Config, variant: str) -> Cell:
-    """The sizes and steps of a variant. ValueError where its budget does not balance."""
+    """The sizes and steps of a variant. ValueError where its budget does not balance, or [model] says another size."""
+    if base.model.ffn not in (None, own.ffn[1]):
+        raise ValueError(
+            f"model.ffn = {base.model.ffn}: the medium model's width is hdee.ffn's second, {own.ffn[1]}; make them "
+            "equal, or take model.ffn out"
+        )
     sizes, lengths = variant.split("-i-")
     ffn = own.ffn if sizes == "m-he" else (own.ffn[1],) * 3
     steps = own.steps if lengths == "he" else (own.steps[1],) * 3

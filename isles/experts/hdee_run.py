@@ -26,7 +26,7 @@ from isles.experts import hdee, mixture
 from isles.experts.domains import TRAINED, Part, of_difficulty, pooled, read_domains
 from isles.experts.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import Job, Progress
-from isles.experts.judging import judge, mean_of
+from isles.experts.judging import WAYS, judge, mean_of
 from isles.experts.meters import Bytes, bytes_of
 from isles.experts.priors import cached
 from isles.experts.registry import Forest, Member
@@ -83,6 +83,7 @@ class Hdee(System[HdeeConfig]):
             "mean": mean_of(records),
             "by_seed": records,
             "bytes": asdict(self._bytes()),
+            "ways": WAYS,
             "posterior_over_text": self._posterior_over_text(),
             "sequences": self.own.sequences,
         }

@@ -71,6 +71,8 @@ def configured(base: Config, *, steps: int, path: str, **sections: dict[str, Any
     """`base` for a run of `steps` on the text of `path`, with other keys in some sections."""
     changes = {"data": {"path": path}, "run": {"steps": steps}}
     merged = {name: {**changes.get(name, {}), **sections.get(name, {})} for name in {*changes, *sections}}
+    if getattr(base.replicas, "seed", None) == base.run.seed and "seed" in merged["run"]:
+        merged["replicas"] = {"seed": merged["run"]["seed"]}  # it was not given apart, so it follows
     return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in merged.items()})
 
 

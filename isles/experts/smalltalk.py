@@ -24,6 +24,7 @@ from typing import Literal, get_args
 from isles.experts.assignment import Rule
 from isles.experts.jobs import Job, configured
 from isles.models.config import ModelConfig
+from isles.replicas import method
 from isles.training.config import Config
 
 Dense = Literal["batch", "steps"]
@@ -47,11 +48,11 @@ class SmalltalkConfig:
     that routers read in training and at inference. prefixes: lengths that routing is judged with, none longer than
     prefix. router: their shape; the vocabulary and context are the experts'. rounds: of training and assigning.
     round_sequences: new sequences of a round, a router. router_batch: sequences of a router's step. router_lr,
-    router_warmup: linear warm-up steps to a constant rate. router_length: what routers train on, "prefix" or "full"
-    sequences. assignment: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for comparison. chunk:
-    sequences that are assigned together when the pool is parted (0: all). dense: models to compare with, trained on the
-    whole pool with E times the "batch" or E times the "steps". characters: of each default domain. sequences: so many
-    of each domain are judged.
+    router_warmup: a constant rate, after so many steps of linear warm-up. router_length: what routers train on,
+    "prefix" or "full" sequences. assignment: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for
+    comparison. chunk: sequences that are assigned together when the pool is parted (0: all). dense: models to compare
+    with, trained on the whole pool with E times the "batch" or E times the "steps". characters: of each default domain.
+    sequences: so many of each domain are judged.
     """
 
     experts: int = 4
@@ -92,10 +93,11 @@ class SmalltalkConfig:
 
 
 def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:
-    """A router's run: its model, a constant rate after the warm-up, and as many steps as all rounds take."""
+    """A router's run: its model, one worker, a constant rate after the warm-up, as many steps as all rounds take."""
     steps = own.rounds * -(-own.round_sequences // own.router_batch)
+    alone = replace(base, method="none", replicas=method("none").Config())
     return configured(
-        base,
+        alone,
         steps=steps,
         path=str(pool),
         model=vars(own.router),

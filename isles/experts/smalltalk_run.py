@@ -45,7 +45,7 @@ from isles.training.launch import Interrupted
 from isles.training.records import write_config
 from isles.training.saved import load_run
 
-ROUTED, CLUSTERS = "routers.json", "clusters.safetensors"
+ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
 
 
 class Smalltalk(System[SmalltalkConfig]):
@@ -118,7 +118,7 @@ class Smalltalk(System[SmalltalkConfig]):
         checkpoints, written = Checkpoints(folder), [0]
         resume = max(checkpoints.steps(), default=None)
         progress.begin("routers", self.own.experts, self.own.rounds)
-        lines = folder / "rounds.jsonl"
+        lines = folder / ROUNDS
         if resume is None:
             lines.unlink(missing_ok=True)
 
@@ -198,6 +198,7 @@ class Smalltalk(System[SmalltalkConfig]):
                 "loads_test": np.bincount(routed_N, minlength=self.own.experts).tolist(),
                 "assignment_sha256": assignment.sha256,
             },
+            "purity_by_round": self._purity_by_round(),
             "flops": self._flops(len(pool.rows)),
             "bytes": self._bytes(pool),
             "steps": self.own.steps,
@@ -205,6 +206,12 @@ class Smalltalk(System[SmalltalkConfig]):
             "prefix": self.own.prefix,
         }
         return self.write_results(results)
+
+    def _purity_by_round(self) -> list[float]:
+        path = self.out / "routers" / ROUNDS
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        # A round that was done again after a stop has lines of both times, which are equal.
+        return list({line["round"]: line["purity"] for line in lines}.values())
 
     def _judged(self, parts: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Perplexities over the sequences of `parts`: on all tokens, and on those after the prefix."""

@@ -9,7 +9,7 @@ from typing import Any
 from isles.comm.local import LocalWorkers, raise_first
 from isles.training.config import Config
 from isles.training.launch import deadlines, first_interrupt, on_virtual
-from isles.training.rundir import LOGS
+from isles.training.rundir import LOGS, clear_logs
 
 
 def run_workers(
@@ -36,4 +36,5 @@ def run_workers(
     with first_interrupt(pool.stop):
         results = pool.join(on_event)
     raise_first(results, pool.failures)
+    clear_logs(out)
     return results

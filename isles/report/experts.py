@@ -55,8 +55,8 @@ def title(results: dict[str, Any]) -> str:
 
 def render(results: dict[str, Any], name: str) -> str:
     """The page as text."""
-    charts = "".join(map(section, posteriors(results)))
-    body = "".join(wide_table(*titled) for titled in tables(results)) + charts + _costs(results)
+    charts = "".join(map(section, pictures(results)))
+    body = "".join(wide_table(*titled) for titled in tables(results)) + _meanings(results) + charts + _costs(results)
     return document(title(results), f"perplexity per token on text that no model has seen · {name}", body)
 
 
@@ -113,24 +113,15 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     ways["weighted"] = "all, weighted"
     ways["random"] = "random expert"
 
-    def row(label: str, judged: dict[str, Any]) -> list[str]:
-        behind = judged["after_prefix"] or {}
-        return [
-            label,
-            *(_number(judged["all"][way]) for way in ways),
-            *(_number(behind.get(way)) for way in [*dense, "mixture"]),
-        ]
+    def by_text(part: str, columns: dict[str, str]) -> Table:
+        rows: list[tuple[str, dict[str, Any]]] = [("all trained domains", results["trained"][part] or {})]
+        for name, trained in kinds.items():
+            rows.append((name if trained else f"{name} (held out)", results["by_domain"][name][part] or {}))
+        return Table(
+            heads=["text", *columns.values()],
+            rows=[[label, *(_number(told.get(way)) for way in columns)] for label, told in rows],
+        )
 
-    first = Table(
-        heads=["text", *ways.values(), *(f"{ways[way]}, after the prefix" for way in [*dense, "mixture"])],
-        rows=[
-            row("all trained domains", results["trained"]),
-            *(
-                row(name if trained else f"{name} (held out)", results["by_domain"][name])
-                for name, trained in kinds.items()
-            ),
-        ],
-    )
     lengths = [way for way in results["trained"]["all"] if way.startswith("prefix-")]
     second = Table(
         heads=["prefix, tokens", *(way.removeprefix("prefix-") for way in lengths)],
@@ -152,9 +143,14 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     return [
         (
             "Perplexity by domain",
-            f"mixture: one expert a sequence, chosen from its first {results['prefix']} tokens; a dense model trains "
-            "with the FLOPs of all experts together and costs those of one in use; 'all, weighted' those of all",
-            first,
+            f"mixture: one expert a sequence, chosen from its first {results['prefix']} tokens; dense: the FLOPs of "
+            "all experts' training, of one in use; 'all, weighted': of all in use",
+            by_text("all", ways),
+        ),
+        (
+            "Perplexity by domain, without the tokens of the prefix",
+            "the choice was made with knowledge of those",
+            by_text("after_prefix", ways),
         ),
         ("Perplexity by the length of the prefix that is read", "routers are those trained on the longest", second),
         ("Perplexity by domain and expert", "each expert alone", third),
@@ -166,24 +162,49 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     ]
 
 
-def posteriors(results: dict[str, Any]) -> list[Panel]:
-    """How the posterior moves over a text, one picture a domain; none for SMALLTALK."""
-    panels = []
-    for domain, told in results.get("posterior_over_text", {}).items():
-        lines = [
-            Line(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
-            for css, name, values in zip(SERIES, told["experts"], told["values"], strict=False)
-        ]
-        chart = Chart(
-            title=f"Posterior over a text of {domain}",
-            x_label="token",
-            y_format=lambda value: f"{value:.2f}",
-            lines=lines,
-            whole_x=True,
-        )
-        keys = [(line.css, line.name) for line in lines]
-        panels.append(Panel(heading=chart.title, picture=chart, keys=keys, notes=[f"The text: {told['text']}"]))
-    return panels
+def _meanings(results: dict[str, Any]) -> str:
+    """What the columns are, where they have names alone."""
+    said = results.get("ways", {})
+    rows = [(head, said[way]) for way, head in _WAYS.items() if way in said]
+    return _two_columns("Ways of joining experts", rows) if rows else ""
+
+
+def _two_columns(heading: str, rows: list[tuple[str, str]]) -> str:
+    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    return f"<section><h2>{escape(heading)}</h2><table>{cells}</table></section>"
+
+
+def pictures(results: dict[str, Any]) -> list[Panel]:
+    """How the posterior moves over a text, one a domain; of SMALLTALK, the routers' rounds and the prefix."""
+    if results["system"] == "hdee":
+        return [_posterior(domain, told) for domain, told in results["posterior_over_text"].items()]
+    made = []
+    if results["purity_by_round"]:
+        points = [(float(number), value) for number, value in enumerate(results["purity_by_round"], start=1)]
+        made.append(_one_line("Purity of the shares", "round of the routers", points))
+    lengths = {way: value for way, value in results["trained"]["all"].items() if way.startswith("prefix-")}
+    points = [(float(way.removeprefix("prefix-")), value) for way, value in lengths.items()]
+    made.append(_one_line("Perplexity by the length of the prefix", "tokens that the gate reads", points))
+    return made
+
+
+def _one_line(heading: str, x_label: str, points: list[tuple[float, float]]) -> Panel:
+    line = Line(points=points, css="mean", name=heading)
+    chart = Chart(
+        title=heading, x_label=x_label, y_format=lambda y: f"{y:.2f}", lines=[line], dots=points, whole_x=True
+    )
+    return Panel(heading=heading, picture=chart)
+
+
+def _posterior(domain: str, told: dict[str, Any]) -> Panel:
+    lines = [
+        Line(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
+        for css, name, values in zip(SERIES, told["experts"], told["values"], strict=False)
+    ]
+    heading = f"Posterior over a text of {domain}"
+    chart = Chart(title=heading, x_label="token", y_format=lambda y: f"{y:.2f}", lines=lines, whole_x=True)
+    keys = [(line.css, line.name) for line in lines]
+    return Panel(heading=heading, picture=chart, keys=keys, notes=[f"The text: {told['text']}"])
 
 
 def _costs(results: dict[str, Any]) -> str:
@@ -200,8 +221,7 @@ def _costs(results: dict[str, Any]) -> str:
             rows.append((f"bytes, {name}, each", ", ".join(format_bytes(number) for number in value) or "-"))
         else:
             rows.append((f"bytes, {name}", format_bytes(value)))
-    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
-    return f"<section><h2>Costs</h2><table>{cells}</table></section>"
+    return _two_columns("Costs", rows)
 
 
 def _last(results: dict[str, Any]) -> str:

@@ -37,9 +37,9 @@ def comparison_picture(runs: Runs) -> bytes:
 
 
 def experts_picture(results: dict[str, Any]) -> bytes:
-    """The PNG of `isles experts`: the first table, and the posteriors."""
+    """The PNG of `isles experts`: the first table, and the pictures."""
     heading, what, table = experts.tables(results)[0]
-    return picture(f"{experts.title(results)}: {heading}", what, experts.posteriors(results), table)
+    return picture(f"{experts.title(results)}: {heading}", what, experts.pictures(results), table)
 
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any
 
 import tomlkit
@@ -25,11 +26,16 @@ def template(name: str) -> str:
     ]
     for section in _ORDER:
         cls = made_for if section == "replicas" else SECTIONS[section]
-        lines += ["", f"[{section}]"]
-        if section == "replicas":
-            lines.append(f"method = {_toml(name)}")
-        lines += [line for key, text in described(cls).items() for line in _entry(cls, key, text)]
+        lines += ["", *commented(section, cls, {"method": name} if section == "replicas" else {})]
     return "\n".join(lines) + "\n"
+
+
+def commented(section: str, cls: type, given: Mapping[str, Any] | None = None) -> list[str]:
+    """A section's lines: its head, the keys of `given`, then those of the config class with their defaults and what its
+    docstring says of them.
+    """
+    first = [f"{key} = {_toml(value)}" for key, value in (given or {}).items()]
+    return [f"[{section}]", *first, *(line for key, text in described(cls).items() for line in _entry(cls, key, text))]
 
 
 def described(cls: type) -> dict[str, str]:
@@ -51,8 +57,11 @@ def _entry(cls: type, key: str, text: str) -> list[str]:
     comments = textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     if field.default is None:
         return [*comments, f"# {key} ="]
-    return [*comments, f"{key} = {_toml(field.default)}"]
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return [*comments, f"{key} = {_toml(default)}"]
 
 
 def _toml(value: Any) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in asdict(value).items())} }}"
     return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from isles.experts import hdee, mixture
-from isles.experts.border import read
+from isles.experts.border import read, template
 from isles.experts.domains import read_domains
 from isles.experts.hdee import HdeeConfig, cell
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.registry import Forest
 from isles.experts.served import Served, score
 from isles.experts.system import System
+from isles.experts.systems import SYSTEMS, settings
 from isles.models.generate import generate
 from isles.report import write_report
 from isles.training.saved import load_run
@@ -184,6 +185,15 @@ def test_iterations_chain_each_expert_through_the_domains_of_its_difficulty(conf
         if job.config.run.start
     )
     assert made_of.forests["m-ho-i-ho"][1][1] == made_of.forests["m-he-i-he"][1][1]  # the medium one is shared
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_printed_configuration_reads_back_to_the_defaults(system: str, tmp_path: Path) -> None:
+    path = tmp_path / "printed.toml"
+    path.write_text(template(system, settings(system)))
+    assert read(system, settings(system), str(path), []).own == settings(system)()
+    for line in path.read_text().splitlines():
+        assert not line or line.startswith(("#", "[")) or " = " in line
 
 
 def test_what_does_not_balance_or_is_missing_is_refused(config: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from isles.experts.assignment import Assignment
+from isles.comm.errors import Diverged
+from isles.experts.assignment import Assignment, assign
 from isles.experts.border import KEPT
 from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
@@ -69,6 +70,23 @@ def test_routers_exchange_scores_alone_and_experts_nothing(built: Built) -> None
     assert all(line["load"] == 16 for line in lines)
 
 
+def test_shares_at_random_make_experts_alike(built: Built, config: Path, tmp_path: Path) -> None:
+    """Of a shuffled assignment it hardly matters who answers; of the routers' it does."""
+    words = ["smalltalk.dense=[]", "smalltalk.steps=40", "smalltalk.router_lr=0.01", "smalltalk.rounds=6"]
+    real = made("smalltalk", config, tmp_path / "real", *words)
+    for name in ("pool", "routers"):
+        shutil.copytree(real.out / name, tmp_path / "shuffled" / name)
+    shutil.copy(real.out / "routers.json", tmp_path / "shuffled")
+    assignment = Assignment.load(real.out / "assignment.npy")
+    order = np.random.default_rng(0).permutation(len(assignment.expert_of))
+    Assignment(assignment.expert_of[order], 2).save(tmp_path / "shuffled" / "assignment.npy")
+    shuffled = made("smalltalk", config, tmp_path / "shuffled", *words)
+    told, by_routers = (system.evaluate(Progress())["trained"]["all"] for system in (shuffled, real))
+    assert told["random"] < 1.1 * told["oracle"]
+    assert by_routers["random"] > 2 * by_routers["oracle"]
+    assert by_routers["mixture"] < 0.6 * by_routers["random"]
+
+
 def test_a_route_depends_on_the_prefix_alone(built: Built) -> None:
     system, _ = built
     routers = Routers(Served.load(Forest.load(system.out / "forests" / "smalltalk.json").routers))
@@ -119,6 +137,24 @@ def test_rounds_go_on_from_a_checkpoint_to_the_same_routers(built: Built, tmp_pa
     for rank in range(2):
         assert weights_sha256(tmp_path / f"router-{rank}") == weights_sha256(system.out / f"routers/router-{rank}")
     assert [event["round"] for event in events if "round" in event] == [2, 2]
+
+
+def test_routers_that_disagree_on_the_shares_stop(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, calls = built[0], []
+    pool = system.pool()  # type: ignore[attr-defined]
+    task = RouterTask(
+        own=system.own, config=router_config(system.own, system.base, pool.folder), label=pool.label, out=tmp_path
+    )
+
+    def wrong(scores: np.ndarray, rule: str) -> np.ndarray:
+        calls.append(rule)
+        return assign(scores) if len(calls) == 1 else 1 - assign(scores)
+
+    monkeypatch.setattr("isles.experts.em.assign", wrong)
+    with pytest.raises(Diverged, match="diverged at step 1: its assignment is another one"):
+        run_workers(train_router, 2, task.config, (task, None), lambda event: None, tmp_path)
 
 
 def test_real_processes_train_the_same_routers(config: Path, built: Built, tmp_path: Path) -> None:
