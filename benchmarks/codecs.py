@@ -39,11 +39,12 @@ class Theirs:
             return self.library.quantize_blockwise(x, blocksize=self.block)
         return self.library.quantize_4bit(x, blocksize=self.block, quant_type=self.name)
 
-    def decode(self, coded: Any) -> Tensor:
+    def decode(self, coded: Any, out: Tensor) -> None:
         code, state = coded
         if self.name == "8bit":
-            return self.library.dequantize_blockwise(code, state)
-        return self.library.dequantize_4bit(code, state)
+            self.library.dequantize_blockwise(code, state, out=out)
+        else:
+            self.library.dequantize_4bit(code, state, out=out)
 
 
 class Ours:
@@ -55,8 +56,8 @@ class Ours:
     def encode(self, x: Tensor) -> Tensor:
         return self.form.encode(x)
 
-    def decode(self, wire: Tensor) -> Tensor:
-        return self.form.decode(wire, ELEMENTS, torch.float32)
+    def decode(self, coded: Tensor, out: Tensor) -> None:
+        self.form.decode_into(coded, out)
 
 
 def compare(x: Tensor, ours: Ours, theirs: Theirs, bounded_error: bool) -> list[Row]:
@@ -66,15 +67,18 @@ def compare(x: Tensor, ours: Ours, theirs: Theirs, bounded_error: bool) -> list[
     parties: dict[str, Callable[[], object]] = {
         "encode": lambda: ours.encode(x),
         "their encode": lambda: theirs.encode(x),
-        "decode": lambda: ours.decode(mine),
-        "their decode": lambda: theirs.decode(other),
+        "decode": lambda: ours.decode(mine, copy),
+        "their decode": lambda: theirs.decode(other, copy),
         "copy": lambda: copy.copy_(x),
     }
     times = interleaved(parties, TURNS)
     cpu = {name: sorted(t.cpu)[TURNS // 2] for name, t in times.items()}
     rates = ", ".join(f"{part} {x.nbytes / cpu[part] / 1e9:.2f}" for part in ("encode", "decode", "copy"))
     both = (cpu["their encode"] + cpu["their decode"]) / (cpu["encode"] + cpu["decode"])
-    errors = [float((form.decode(form.encode(x)) - x).norm() / x.norm()) for form in (ours, theirs)]
+    errors = []
+    for party, coded in ((ours, mine), (theirs, other)):
+        party.decode(coded, copy)
+        errors.append(float((copy - x).norm() / x.norm()))
     name = f"{ours.form.name} against {theirs.name}"
     return [
         Row(f"{name}: encode", times["their encode"].per(times["encode"]), "x faster", (">=", 5.0), f"GB/s: {rates}"),

@@ -154,7 +154,7 @@ def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, member: 
     """
     codec = codec.salted(salt(round, fragment), member)
     for start, stop in segments(buffer.numel(), codec.block):  # as large as what is encoded there
-        out[start:stop] = codec.decode(codec.encode(buffer[start:stop]), stop - start, buffer.dtype)
+        codec.decode_into(codec.encode(buffer[start:stop]), out[start:stop])
 
 
 def salt(round: int | None, fragment: int) -> int:
@@ -291,10 +291,18 @@ class _Segment(ABC):
         """
         group = self.call.group
         wires = [wire if position == group.rank else self.inbox[position] for position in range(group.size)]
-        total = self.decode(wires[0], out.numel())
+        if self.codec.lossless:  # views: what is received is added up where it lies
+            total = self.decode(wires[0], out.numel())
+            for other in wires[1:]:
+                total.add_(self.decode(other, out.numel()))
+            torch.div(total, group.size, out=out)
+            return
+        self.codec.decode_into(wires[0], out)
+        room = torch.empty_like(out)
         for other in wires[1:]:
-            total.add_(self.decode(other, out.numel()))
-        torch.div(total, group.size, out=out)
+            self.codec.decode_into(other, room)
+            out.add_(room)
+        out.div_(group.size)
 
 
 class _Alone(_Segment):
@@ -360,4 +368,4 @@ class _TwoShot(_Segment):
         yield works
         for position in group.others:
             start, stop = self.shards[position]
-            self.buffer[start:stop].copy_(back.decode(self.inbox[position], stop - start, self.buffer.dtype))
+            back.decode_into(self.inbox[position], self.buffer[start:stop])

@@ -41,6 +41,10 @@ class Codec(ABC):
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """uint8 wire -> flat tensor (elements,) of `dtype`. May be a view of the wire."""
 
+    def decode_into(self, wire: Tensor, out: Tensor) -> None:
+        """The same, into ready memory (elements,): fresh pages cost more than the arithmetic."""
+        out.copy_(self.decode(wire, len(out), out.dtype))
+
 
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of the contiguous tensor x as flat uint8, without a copy. ValueError if it is not contiguous."""

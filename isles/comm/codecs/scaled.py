@@ -65,9 +65,14 @@ class ScaledBlocks(Codec):
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """See Codec.decode."""
         out = torch.empty(elements, dtype=dtype)
+        self.decode_into(wire, out)
+        return out
+
+    def decode_into(self, wire: Tensor, out: Tensor) -> None:
+        """See Codec.decode_into."""
         room, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(out, wire):
-            if dtype is torch.float32 and part.shape[1] == self.block:  # in place: what is written once is in cache
+            if out.dtype is torch.float32 and part.shape[1] == self.block:  # in place: what is written once is in cache
                 self.unpack(codes, part.view(-1))
                 part.mul_(scale_K1)
                 continue
@@ -75,7 +80,6 @@ class ScaledBlocks(Codec):
                 room, y_KB = self._room(part.shape)
             self.unpack(codes, room[: len(codes) * 8 // self.bits])
             torch.mul(y_KB, scale_K1, out=part)
-        return out
 
     def _pieces(self, flat: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The flat entries in runs of whole blocks (K, B), with their blocks' scales (K, 1) and their codes; the last
