@@ -48,6 +48,17 @@ POINTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("delayed", {}, {"outer_lr": 0.1, "outer_delay": 1}),
     ("eager", {"outer_delay": 2}, {"outer_lr": 0.4, "outer_delay": 2, "reading": "eager"}),
+    (
+        "dilocox",
+        {"rank": 1, "window": 0, "start_compress": 0},
+        {
+            "outer_lr": 0.4,
+            "outer_delay": 1,
+            "landing": "carry",
+            "codec": "powersgd:1+int4",
+            "error_feedback": "local",
+        },
+    ),
     ("noloco", {}, {"mixing": "groups", "rule": "noloco"}),
     (
         "streaming-noloco",

@@ -140,14 +140,17 @@ def test_a_skipped_round_of_late_answers_leaves_nothing_behind(name: str, option
     torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["diloco", "streaming-diloco", "delayed", "eager"])
+@pytest.mark.parametrize(
+    "name", ["diloco", "streaming-diloco", "delayed", "eager", "fedavg", "slowmo", "sparseloco", "dilocox"]
+)
 def test_a_lossless_codec_leaves_feedback_nothing(name: str) -> None:
     """With codec none the residual is zero after every landing and the run is the one without feedback, to the bit."""
 
     def worker(world: Mesh, form: str) -> list[float]:
         options: dict[str, Any] = {"codec": "none", "sync_every": 3, "error_feedback": form}
-        if name != "diloco":
-            options["fragments"] = "whole"
+        options |= {"fragments": "whole"} if name in ("streaming-diloco", "delayed", "eager") else {}
+        options |= {"rank": 0, "start_compress": 0} if name == "dilocox" else {}
+        options |= {"feedback_decay": 1.0} if name == "sparseloco" else {}
         optimizer: Any = wrap(world, name, Net(), **options)
         losses = [train_step(optimizer, world.rank, step) for step in range(1, 14)]
         optimizer.finish()
