@@ -49,6 +49,18 @@ class Hdee(System[HdeeConfig]):
             domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
             hdee.plan(self.own, self.base, domains, 0, self.out, "")
 
+    def remarks(self) -> list[str]:
+        """See System.remarks."""
+        lessons = [of_difficulty(self.domains, difficulty)[self.own.iterations :] for difficulty in TRAINED]
+        left = [domain.name for domains in lessons for domain in domains]
+        if not left:
+            return []
+        what = "only the seeds train on" if not self.own.seed_path else "no model trains on"
+        return [
+            f"hdee.iterations = {self.own.iterations}: {what} {', '.join(left)}; raise it, or give one domain of each "
+            "difficulty"
+        ]
+
     def plan(self, seed: int) -> HdeePlan:
         """The jobs of one seed."""
         path = self.own.seed_path or str(self.folder(seed) / "mixture")

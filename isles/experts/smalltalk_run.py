@@ -247,9 +247,8 @@ class Smalltalk(System[SmalltalkConfig]):
         routed = json.loads((self.out / ROUTED).read_text(encoding="utf-8")) if (self.out / ROUTED).exists() else []
         length = own.prefix if own.router_length == "prefix" else self.context
         reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
-        one = own.steps * self.base.data.batch_size * self.base.world.workers * self.context * flops_per_token(shape)
         return {
-            "experts": float(own.experts * one),
+            "experts": sum(job.flops or 0.0 for _, job in self.placed_jobs() if job.role == "expert"),
             "routers": float(sum(r["tokens"] for r in routed) * flops_per_token(router, sequence=length)),
             "scoring_rounds": float(own.rounds * own.experts * own.round_sequences * reading),
             "scoring_pool": float(sequences * reading),

@@ -103,7 +103,23 @@ def _hdee(results: dict[str, Any]) -> list[Titled]:
         heads = ["domain", "easy", "medium", "difficult", *_WAYS.values(), "one averaged model"]
         what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {cell['ratio']:.3f}; {of}"
         made.append((f"{variant}: experts and ways of joining", what, Table(heads=heads, rows=rows)))
-    return made
+    return [*made, _posteriors(results)]
+
+
+def _posteriors(results: dict[str, Any]) -> Titled:
+    """Where the posterior of each variant lies, and how soon it is sure."""
+    rows = []
+    for variant in results["cells"]:
+        for name, told in results["mean"][variant][_last(results)].items():
+            numbers = [*told["mean_posterior"], told["entropy"]]
+            rows.append([variant, name, *map(_number, numbers), f"{told['sure_after']:.1f}"])
+    heads = ["variant", "domain", "easy", "medium", "difficult", "entropy, nats", "tokens until 99 %"]
+    what = "mean over tokens, uniform prior; where it is never sure, the whole sequence counts; each token costs as many "
+    return (
+        "The posterior: share of each expert, entropy, and when it is sure",
+        what + "forward passes as there are experts",
+        Table(heads=heads, rows=rows, names=2),
+    )
 
 
 def _smalltalk(results: dict[str, Any]) -> list[Titled]:

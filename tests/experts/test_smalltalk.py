@@ -193,6 +193,14 @@ def test_scores_on_the_wire_are_16_bits_and_near_enough() -> None:
     assert from_wire(wire)[4] == pytest.approx(-16, abs=1e-3)  # held at the end of the scale
 
 
+def test_a_router_that_diverged_is_no_sure_one(config: Path, tmp_path: Path) -> None:
+    """What is no number stays so on the wire; read as 0 it would be the best score of all."""
+    lost = from_wire(to_wire(torch.tensor([float("nan"), -float("inf")], dtype=torch.float64)))
+    assert np.isnan(lost[0]) and lost[1] < -15
+    with pytest.raises(ValueError, match=r"no number: lower its learning rate \(smalltalk\.router_lr\)"):
+        made("smalltalk", config, tmp_path, "smalltalk.router_lr=1e30", "smalltalk.router_warmup=0")
+
+
 def test_the_page_shows_routing(built: Built) -> None:
     page = write_report(built[0].out).read_text()
     for words in ("Perplexity by domain", "dense, E x batch", "apart (held out)", "Loads", "score bytes sent"):
