@@ -114,10 +114,9 @@ def _posteriors(results: dict[str, Any]) -> Titled:
             numbers = [*told["mean_posterior"], told["entropy"]]
             rows.append([variant, name, *map(_number, numbers), f"{told['sure_after']:.1f}"])
     heads = ["variant", "domain", "easy", "medium", "difficult", "entropy, nats", "tokens until 99 %"]
-    what = "mean over tokens, uniform prior; where it is never sure, the whole sequence counts; each token costs as many "
     return (
         "The posterior: share of each expert, entropy, and when it is sure",
-        what + "forward passes as there are experts",
+        "mean over tokens, uniform prior; where it is never sure, the whole sequence counts",
         Table(heads=heads, rows=rows, names=2),
     )
 

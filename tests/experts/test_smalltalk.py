@@ -16,6 +16,7 @@ from isles.experts.assignment import Assignment, assign
 from isles.experts.border import KEPT
 from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.planning import planned
 from isles.experts.registry import Forest
 from isles.experts.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
@@ -191,6 +192,16 @@ def test_scores_on_the_wire_are_16_bits_and_near_enough() -> None:
     assert wire.dtype == torch.uint8 and wire.numel() == 10
     assert from_wire(wire)[:4] == pytest.approx(mean[:4].numpy(), abs=1 / 8192)
     assert from_wire(wire)[4] == pytest.approx(-16, abs=1e-3)  # held at the end of the scale
+
+
+@pytest.mark.parametrize("words", [[], ["inner.accumulation=3"], ["world.workers=2", "replicas.method=ddp"]], ids=str)
+def test_the_plan_and_the_results_count_the_same_flops(words: list[str], config: Path, tmp_path: Path) -> None:
+    request = asked("smalltalk", config, *words)
+    found = opened(request, tmp_path)._flops(10)  # type: ignore[attr-defined]
+    told = planned(request)["flops"]
+    assert found["experts"] == told["experts"] > 0
+    assert found["scoring_rounds"] == told["scoring in the rounds"]
+    assert found["scoring_pool"] == pytest.approx(told["scoring a million sequences of the pool"] / 100_000)
 
 
 def test_a_router_that_diverged_is_no_sure_one(config: Path, tmp_path: Path) -> None:
