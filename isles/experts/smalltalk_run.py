@@ -243,16 +243,21 @@ class Smalltalk(System[SmalltalkConfig]):
 
     def _flops(self, sequences: int) -> dict[str, float]:
         own, shape = self.own, self.base.model.shape()
+        found = {
+            "experts": sum(job.flops or 0.0 for _, job in self.placed_jobs() if job.role == "expert"),
+            "inference": float(self.context * flops_per_token(shape, backward=False)),
+        }
+        if own.gate == "clusters":  # words are counted, no model runs
+            return found
         router = replace(self.base.model, **vars(own.router)).shape()
         routed = json.loads((self.out / ROUTED).read_text(encoding="utf-8")) if (self.out / ROUTED).exists() else []
         length = own.prefix if own.router_length == "prefix" else self.context
         reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
         return {
-            "experts": sum(job.flops or 0.0 for _, job in self.placed_jobs() if job.role == "expert"),
+            **found,
             "routers": float(sum(r["tokens"] for r in routed) * flops_per_token(router, sequence=length)),
             "scoring_rounds": float(own.rounds * own.experts * own.round_sequences * reading),
             "scoring_pool": float(sequences * reading),
-            "inference": float(self.context * flops_per_token(shape, backward=False)),
             "inference_routing": float(reading),
         }
 
@@ -261,8 +266,11 @@ class Smalltalk(System[SmalltalkConfig]):
         routed = json.loads((self.out / ROUTED).read_text(encoding="utf-8")) if (self.out / ROUTED).exists() else []
         segment = pool.rows.nbytes // own.experts
         weights = [4 * parameters(self.base.model.shape())] * own.experts
+        found = asdict(bytes_of([segment] * own.experts, weights, self.base.model.shape().vocab, serving=1))
+        if own.gate == "clusters":
+            return found
         return {
-            **asdict(bytes_of([segment] * own.experts, weights, self.base.model.shape().vocab, serving=1)),
+            **found,
             "scores_per_round": score_bytes(own.experts * own.round_sequences, own.experts),
             "rounds": own.rounds,
             "score_bytes_sent": [r["score_bytes_sent"] for r in routed],

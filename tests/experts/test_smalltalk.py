@@ -204,6 +204,15 @@ def test_the_plan_and_the_results_count_the_same_flops(words: list[str], config:
     assert found["scoring_pool"] == pytest.approx(told["scoring a million sequences of the pool"] / 100_000)
 
 
+def test_clusters_cost_no_router_and_no_scores(config: Path, tmp_path: Path) -> None:
+    request = asked("smalltalk", config, "smalltalk.gate=clusters")
+    system = opened(request, tmp_path)
+    assert set(system._flops(10)) == {"experts", "inference"}  # type: ignore[attr-defined]
+    assert not [key for key in system._bytes(system.pool()) if "score" in key and key != "scoring_per_token"]  # type: ignore[attr-defined]
+    assert set(planned(request)["flops"]) == {"experts", "a sequence at inference"}
+    assert not [key for key in planned(request)["bytes"] if "scores" in key]
+
+
 def test_a_router_that_diverged_is_no_sure_one(config: Path, tmp_path: Path) -> None:
     """What is no number stays so on the wire; read as 0 it would be the best score of all."""
     lost = from_wire(to_wire(torch.tensor([float("nan"), -float("inf")], dtype=torch.float64)))
