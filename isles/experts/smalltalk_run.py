@@ -186,6 +186,7 @@ class Smalltalk(System[SmalltalkConfig]):
                 seen.append(one)
                 labels += [place] * len(tokens)
         routed_N = torch.cat([one["routed"] for one in seen]).numpy()
+        chances_EN = torch.cat([one["chances"] for one in seen], dim=1)
         results = {
             "system": "smalltalk",
             "domains": [{"name": d.name, "difficulty": d.difficulty} for d in self.domains],
@@ -196,6 +197,7 @@ class Smalltalk(System[SmalltalkConfig]):
                 "purity_test": purity(routed_N, np.array(labels)),
                 "loads_training": assignment.loads,
                 "loads_test": np.bincount(routed_N, minlength=self.own.experts).tolist(),
+                "entropy_test": float(-torch.xlogy(chances_EN, chances_EN).sum(0).mean()),
                 "assignment_sha256": assignment.sha256,
             },
             "purity_by_round": self._purity_by_round(),

@@ -149,10 +149,14 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     )
     routing = results["routing"]
     fourth = Table(
-        heads=["sequences", *(f"expert {e}" for e in experts), "purity"],
+        heads=["sequences", *(f"expert {e}" for e in experts), "purity", "entropy, nats"],
         rows=[
-            ["training", *map(str, routing["loads_training"]), f"{routing['purity_training']:.3f}"],
-            ["test", *map(str, routing["loads_test"]), f"{routing['purity_test']:.3f}"],
+            ["training", *map(str, routing["loads_training"]), _number(routing["purity_training"]), _number(None)],
+            [
+                "test",
+                *map(str, routing["loads_test"]),
+                *map(_number, (routing["purity_test"], routing.get("entropy_test"))),
+            ],
         ],
     )
     return [
@@ -171,7 +175,8 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
         ("Perplexity by domain and expert", "each expert alone", third),
         (
             "Loads",
-            "sequences of each expert; purity: share that is of the commonest domain of its expert",
+            "sequences of each expert; purity: share that is of the commonest domain of its expert; entropy: of the "
+            "gate's chances for a sequence, mean (0: always sure)",
             fourth,
         ),
     ]

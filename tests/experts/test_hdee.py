@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,9 @@ def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Syste
 def test_each_expert_is_best_on_its_own_domain(built: tuple[System[Any], dict[str, Any]]) -> None:
     mean = built[1]["mean"]
     for variant in hdee.VARIANTS:
+        trained = [mean[variant]["r1"][domain] for domain in ("easy", "medium", "difficult")]
+        joined = sum(math.log(told["perplexity"]["posterior"]) for told in trained)
+        assert all(joined < sum(math.log(told["alone"][expert]) for told in trained) for expert in range(3))
         for place, domain in enumerate(("easy", "medium", "difficult")):
             told = mean[variant]["r1"][domain]
             assert min(range(3), key=told["alone"].__getitem__) == place

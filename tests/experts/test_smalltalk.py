@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_shares_are_balanced_and_make_up_the_pool(built: Built) -> None:
         stored = np.load(system.out / "segments" / str(expert) / "train-tokens.npy").reshape(-1, 17)
         assert np.array_equal(stored, pool.rows[assignment.expert_of == expert])
     assert sum(results["routing"]["loads_test"]) == 36
+    assert 0 < results["routing"]["entropy_test"] < math.log(2)
 
 
 def test_routers_exchange_scores_alone_and_experts_nothing(built: Built) -> None:
