@@ -38,7 +38,7 @@ def assign(scores_NE: np.ndarray, rule: Rule = "greedy") -> np.ndarray:
         raise ValueError(f"assignment = {rule!r} is not known; use one of {', '.join(get_args(Rule))}")
     scores_NE = np.asarray(scores_NE, dtype=np.float64)
     if not np.isfinite(scores_NE).all():
-        raise ValueError("a router's score is no number: lower its learning rate (router_lr)")
+        raise ValueError("a router's score is no number: lower its learning rate (smalltalk.router_lr)")
     if rule == "unbalanced":
         return scores_NE.argmax(1)  # the first of equal ones
     sequences, experts = scores_NE.shape
@@ -102,9 +102,12 @@ class Assignment:
     def save(self, path: Path) -> None:
         """PATH (.npy) with the numbers and PATH.json with the loads and the hash."""
         kind = np.min_scalar_type(max(self.experts - 1, 0))
-        np.save(path, self.expert_of.astype(kind), allow_pickle=False)
         facts = {"experts": self.experts, "sequences": len(self.expert_of), "loads": self.loads, "sha256": self.sha256}
         path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        # The numbers last and at once: where they are there, the assignment is whole.
+        partial = path.with_suffix(".partial.npy")
+        np.save(partial, self.expert_of.astype(kind), allow_pickle=False)
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Assignment:

@@ -97,8 +97,10 @@ def keep(asked: Asked[Any], out: Path) -> None:
         raise ValueError(f"--out {out}: cannot be made ({error.strerror}); name another directory") from error
     path, text = out / KEPT, tomlkit.dumps({"system": {"name": asked.system}, **asked.tables})
     if not path.exists():
-        path.write_text(text, encoding="utf-8")
-    elif path.read_text(encoding="utf-8") != text:
+        partial = path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    elif read_toml(str(path)) != tomllib.loads(text):  # the order of --set does not matter
         raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
 
 

@@ -96,6 +96,7 @@ class DomainText:
                 raise ValueError(
                     f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(kept)} tokens, fewer than two "
                     f"sequences of {context + 1}; give more text, or take the domain out"
+                    + (f"; data.validation_fraction = {data.validation_fraction}" if part == "validation" else "")
                 )
 
     def training_rows(self) -> np.ndarray:

@@ -44,10 +44,24 @@ class Hdee(System[HdeeConfig]):
 
     def check(self) -> None:
         """See System.check."""
+        if self.own.prefix > self.context:
+            raise ValueError(f"hdee.prefix = {self.own.prefix} is longer than model.context = {self.context}: lower it")
         self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
         if self.asked.domains:  # the default ones are known to be enough, and may have to be written
             domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
             hdee.plan(self.own, self.base, domains, 0, self.out, "")
+
+    def remarks(self) -> list[str]:
+        """See System.remarks."""
+        lessons = [of_difficulty(self.domains, difficulty)[self.own.iterations :] for difficulty in TRAINED]
+        left = [domain.name for domains in lessons for domain in domains]
+        if not left:
+            return []
+        what = "only the seeds train on" if not self.own.seed_path else "no model trains on"
+        return [
+            f"hdee.iterations = {self.own.iterations}: {what} {', '.join(left)}; raise it, or give one domain of each "
+            "difficulty"
+        ]
 
     def plan(self, seed: int) -> HdeePlan:
         """The jobs of one seed."""
@@ -85,7 +99,7 @@ class Hdee(System[HdeeConfig]):
             "bytes": asdict(self._bytes()),
             "ways": WAYS,
             "posterior_over_text": self._posterior_over_text(),
-            "sequences": self.own.sequences,
+            "sequences": {name: len(text.held_rows("test", self.own.sequences)) for name, text in self.texts.items()},
         }
         return self.write_results(results)
 

@@ -21,7 +21,7 @@ from isles.training.config import Config
 from isles.training.launch import launch
 from isles.training.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
 
-CARD = "expert.json"
+CARD, WEIGHTS = "expert.json", "model.safetensors"
 # What may differ where a run was made on another machine: where things lie, and how its workers were run.
 _PLACES = {"data": ("path", "cache"), "run": ("start", "loggers")}
 
@@ -83,6 +83,8 @@ def train(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
     out = folder / job.name
     if (out / SUMMARY).is_file():
         _refuse_other(job, out)
+        if not (out / WEIGHTS).is_file():
+            raise ValueError(f"{out}: no {WEIGHTS} beside {SUMMARY}; copy the whole directory there, or remove it")
         return _carded(job, out)
     steps = Checkpoints(out).steps()
     if steps:
@@ -96,17 +98,17 @@ def train(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
 
 
 def state(job: Job, folder: Path) -> str:
-    """ "done", "stopped at step N" or "waiting"."""
+    """ "done", "stopped at step N", "waiting", or what is missing of a run that was done."""
     out = folder / job.name
     if (out / SUMMARY).is_file():
-        return "done"
+        return "done" if (out / WEIGHTS).is_file() else f"without {WEIGHTS}"
     steps = Checkpoints(out).steps()
     return f"stopped at step {steps[-1]}" if steps else "waiting"
 
 
 def weights_sha256(run: Path) -> str:
     """Of model.safetensors; equal for equal weights."""
-    with (run / "model.safetensors").open("rb") as file:
+    with (run / WEIGHTS).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -120,7 +122,7 @@ def _carded(job: Job, out: Path) -> dict[str, Any]:
         "tokens": summary["tokens"],
         "parameters": summary["parameters"],
         "flops": job.flops,
-        "seed_sha256": weights_sha256(Path(start)) if start and (Path(start) / "model.safetensors").is_file() else None,
+        "seed_sha256": weights_sha256(Path(start)) if start and (Path(start) / WEIGHTS).is_file() else None,
         "sha256": weights_sha256(out),
         "bytes_to_other_experts": 0,
     }

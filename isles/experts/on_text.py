@@ -31,7 +31,9 @@ def judged_on(path: Path, data: str, prior: str, top_k: int | None) -> dict[str,
     if gated and (prior != "uniform" or top_k is not None):
         raise ValueError("--prior and --top-k are for forests that mix; this one routes each sequence to one expert")
     experts = Served.load(forest.experts)
-    settings = replace(experts.runs[0].config.data, validation_fraction=0.5, batch_size=1)
+    # Split as for training: of a text that an expert was trained on, only what it did not see is judged.
+    fraction = min(run.config.data.validation_fraction for run in experts.runs)
+    settings = replace(experts.runs[0].config.data, validation_fraction=fraction, batch_size=1)
     text = DomainText(Domain(name="text", path=data, difficulty="held_out"), settings, experts.context)
     tokens = text.sequences("test", SEQUENCES)
     scores_ENT = experts.scores(tokens)

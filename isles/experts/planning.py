@@ -13,6 +13,7 @@ from isles.experts.jobs import Job
 from isles.experts.meters import bytes_of, score_bytes
 from isles.experts.smalltalk import SmalltalkConfig
 from isles.models import flops_per_token, limits, parameters
+from isles.training.config import Config
 
 
 def planned(asked: Asked[Any]) -> dict[str, Any]:
@@ -50,30 +51,41 @@ def _smalltalk(asked: Asked[SmalltalkConfig]) -> dict[str, Any]:
     context = limits(base.model).context
     smalltalk.check(own, base.model, context)
     jobs = smalltalk.expert_jobs(own, base, Path("segments"), Path("pool"))
-    router = replace(base.model, **vars(own.router)).shape()
-    reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
-    length = own.prefix if own.router_length == "prefix" else context
-    drawn = own.experts * own.round_sequences * own.rounds
     experts = [job for job in jobs if job.role == "expert"]
-    scores = score_bytes(own.experts * own.round_sequences, own.experts)
-    return {
+    found: dict[str, Any] = {
         "system": "smalltalk",
         "runs": list(map(_told, jobs)),
         "flops": {
             "experts": sum(job.flops or 0.0 for job in experts),
-            "routers": float(drawn * (length - 1) * flops_per_token(router, sequence=length)),
-            "scoring in the rounds": float(drawn * reading),
-            "scoring a million sequences of the pool": float(1_000_000 * reading),
             "a sequence at inference": float(context * flops_per_token(base.model.shape(), backward=False)),
-            "its routing": float(reading),
         },
         "bytes": {
             "between experts in training": 0,
-            "scores a router sends in a round": scores["sent"],
-            "scores a router receives in a round": scores["received"],
-            "scores a router makes in a round (the paper's count)": scores["made"],
             "an expert, at the end": 4 * parameters(base.model.shape()),
         },
+    }
+    if own.gate == "routers":
+        _add_routers(found, own, base, context)
+    return found
+
+
+def _add_routers(found: dict[str, Any], own: SmalltalkConfig, base: Config, context: int) -> None:
+    """What the routers add to a SMALLTALK plan; clusters run no model and exchange nothing."""
+    router = replace(base.model, **vars(own.router)).shape()
+    reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
+    length = own.prefix if own.router_length == "prefix" else context
+    drawn = own.experts * own.round_sequences * own.rounds
+    scores = score_bytes(own.experts * own.round_sequences, own.experts)
+    found["flops"] |= {
+        "routers": float(drawn * (length - 1) * flops_per_token(router, sequence=length)),
+        "scoring in the rounds": float(drawn * reading),
+        "scoring a million sequences of the pool": float(1_000_000 * reading),
+        "the routing of a sequence": float(reading),
+    }
+    found["bytes"] |= {
+        "scores a router sends in a round": scores["sent"],
+        "scores a router receives in a round": scores["received"],
+        "scores a router makes in a round (the paper's count)": scores["made"],
     }
 
 

@@ -6,10 +6,13 @@ updating   the same rule on the text that is judged: the prior of a sequence com
 
 pi_n is the posterior of sequence n, computed with P_{n-1} as its prior (pi_1 with the uniform one). Statistic "end": at
 the sequence's end, where it is nearly one-hot; "mean": its mean over the positions, which makes a smoother prior.
+Everything stays in log space: an expert that one sequence rules out by 1000 nats is at log 0 as a number, and would
+never come back.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -34,11 +37,13 @@ def running(scores_ENT: Tensor, *, decay: float = DECAY, statistic: Statistic = 
     for n in range(sequences):
         one_E1T = scores_ENT[:, n : n + 1]
         if statistic == "end":
-            pi = after(one_E1T, believed[-1])[:, 0].exp()
+            log_pi = after(one_E1T, believed[-1])[:, 0]
         else:
-            pi = posterior(one_E1T, believed[-1]).exp().mean((1, 2))
-        new = pi if n == 0 else (1 - decay) * believed[-1].exp() + decay * pi
-        believed.append((new / new.sum()).log())
+            log_pi = posterior(one_E1T, believed[-1]).logsumexp((1, 2))  # the mean, but for a constant
+        log_pi = log_pi.log_softmax(0)
+        if n and decay < 1:
+            log_pi = torch.logaddexp(math.log1p(-decay) + believed[-1], math.log(decay) + log_pi)
+        believed.append(log_pi.log_softmax(0))
     return torch.stack(believed, dim=1)
 
 

@@ -20,6 +20,7 @@ from isles.experts.registry import Forest
 from isles.experts.served import Served
 
 _STEP = 1 / 4096  # nats: a 16-bit score reaches 16 nats a token
+_NO_NUMBER = 65535  # so that a router that diverged is seen by all workers alike, and not taken for a sure one
 
 
 class Gate(Protocol):
@@ -82,10 +83,12 @@ def route(gate: Gate, tokens: Tensor, prefix: int) -> Tensor:
 
 def to_wire(mean_N: Tensor) -> Tensor:
     """Mean log-probabilities a token (N,) as 16-bit fixed point, uint8 (2 N,): -score in steps of 1/4096 nat."""
-    steps = (-mean_N.double() / _STEP).round().clamp(0, 65535).to(torch.int64).numpy().astype("<u2")
-    return torch.from_numpy(steps.view(np.uint8).copy())
+    steps_N = (-mean_N.double() / _STEP).round().clamp(0, _NO_NUMBER - 1)
+    steps_N = steps_N.masked_fill(mean_N.isnan(), _NO_NUMBER)
+    return torch.from_numpy(steps_N.to(torch.int64).numpy().astype("<u2").view(np.uint8).copy())
 
 
 def from_wire(wire: Tensor) -> np.ndarray:
     """(N,) float64 of `to_wire`, the same on every machine."""
-    return -wire.numpy().view("<u2").astype(np.float64) * _STEP
+    steps_N = wire.numpy().view("<u2")
+    return np.where(steps_N == _NO_NUMBER, np.nan, -steps_N.astype(np.float64) * _STEP)

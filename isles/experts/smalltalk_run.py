@@ -186,6 +186,7 @@ class Smalltalk(System[SmalltalkConfig]):
                 seen.append(one)
                 labels += [place] * len(tokens)
         routed_N = torch.cat([one["routed"] for one in seen]).numpy()
+        chances_EN = torch.cat([one["chances"] for one in seen], dim=1)
         results = {
             "system": "smalltalk",
             "domains": [{"name": d.name, "difficulty": d.difficulty} for d in self.domains],
@@ -196,6 +197,7 @@ class Smalltalk(System[SmalltalkConfig]):
                 "purity_test": purity(routed_N, np.array(labels)),
                 "loads_training": assignment.loads,
                 "loads_test": np.bincount(routed_N, minlength=self.own.experts).tolist(),
+                "entropy_test": float(-torch.xlogy(chances_EN, chances_EN).sum(0).mean()),
                 "assignment_sha256": assignment.sha256,
             },
             "purity_by_round": self._purity_by_round(),
@@ -243,17 +245,21 @@ class Smalltalk(System[SmalltalkConfig]):
 
     def _flops(self, sequences: int) -> dict[str, float]:
         own, shape = self.own, self.base.model.shape()
+        found = {
+            "experts": sum(job.flops or 0.0 for _, job in self.placed_jobs() if job.role == "expert"),
+            "inference": float(self.context * flops_per_token(shape, backward=False)),
+        }
+        if own.gate == "clusters":  # words are counted, no model runs
+            return found
         router = replace(self.base.model, **vars(own.router)).shape()
         routed = json.loads((self.out / ROUTED).read_text(encoding="utf-8")) if (self.out / ROUTED).exists() else []
         length = own.prefix if own.router_length == "prefix" else self.context
         reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
-        one = own.steps * self.base.data.batch_size * self.base.world.workers * self.context * flops_per_token(shape)
         return {
-            "experts": float(own.experts * one),
+            **found,
             "routers": float(sum(r["tokens"] for r in routed) * flops_per_token(router, sequence=length)),
             "scoring_rounds": float(own.rounds * own.experts * own.round_sequences * reading),
             "scoring_pool": float(sequences * reading),
-            "inference": float(self.context * flops_per_token(shape, backward=False)),
             "inference_routing": float(reading),
         }
 
@@ -262,8 +268,11 @@ class Smalltalk(System[SmalltalkConfig]):
         routed = json.loads((self.out / ROUTED).read_text(encoding="utf-8")) if (self.out / ROUTED).exists() else []
         segment = pool.rows.nbytes // own.experts
         weights = [4 * parameters(self.base.model.shape())] * own.experts
+        found = asdict(bytes_of([segment] * own.experts, weights, self.base.model.shape().vocab, serving=1))
+        if own.gate == "clusters":
+            return found
         return {
-            **asdict(bytes_of([segment] * own.experts, weights, self.base.model.shape().vocab, serving=1)),
+            **found,
             "scores_per_round": score_bytes(own.experts * own.round_sequences, own.experts),
             "rounds": own.rounds,
             "score_bytes_sent": [r["score_bytes_sent"] for r in routed],

@@ -44,6 +44,10 @@ class System(Generic[Own]):
     def check(self) -> None:
         """ValueError where the settings cannot work; before the first file is written."""
 
+    def remarks(self) -> list[str]:
+        """What works, but may not be what was meant; told before the first run."""
+        return []
+
     def placed_jobs(self) -> list[tuple[str, Job]]:
         """(folder below OUT, job) of every run, in an order in which each finds what it starts from."""
         raise NotImplementedError
@@ -70,6 +74,8 @@ class System(Generic[Own]):
             if name not in jobs:
                 raise ValueError(f"--job {name}: no such run; --jobs lists them")
         if not only:
+            for remark in self.remarks():
+                progress.notice(remark)
             _ = self.texts  # an empty domain is found before hours are spent on the others
         wanted = {name: job for name, (job, _) in jobs.items() if not only or name in only}
         if not all(Path(job.config.data.path).exists() for job in wanted.values()):

@@ -103,7 +103,22 @@ def _hdee(results: dict[str, Any]) -> list[Titled]:
         heads = ["domain", "easy", "medium", "difficult", *_WAYS.values(), "one averaged model"]
         what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {cell['ratio']:.3f}; {of}"
         made.append((f"{variant}: experts and ways of joining", what, Table(heads=heads, rows=rows)))
-    return made
+    return [*made, _posteriors(results)]
+
+
+def _posteriors(results: dict[str, Any]) -> Titled:
+    """Where the posterior of each variant lies, and how soon it is sure."""
+    rows = []
+    for variant in results["cells"]:
+        for name, told in results["mean"][variant][_last(results)].items():
+            numbers = [*told["mean_posterior"], told["entropy"]]
+            rows.append([variant, name, *map(_number, numbers), f"{told['sure_after']:.1f}"])
+    heads = ["variant", "domain", "easy", "medium", "difficult", "entropy, nats", "tokens until 99 %"]
+    return (
+        "The posterior: share of each expert, entropy, and when it is sure",
+        "mean over tokens, uniform prior; where it is never sure, the whole sequence counts",
+        Table(heads=heads, rows=rows, names=2),
+    )
 
 
 def _smalltalk(results: dict[str, Any]) -> list[Titled]:
@@ -134,10 +149,14 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
     )
     routing = results["routing"]
     fourth = Table(
-        heads=["sequences", *(f"expert {e}" for e in experts), "purity"],
+        heads=["sequences", *(f"expert {e}" for e in experts), "purity", "entropy, nats"],
         rows=[
-            ["training", *map(str, routing["loads_training"]), f"{routing['purity_training']:.3f}"],
-            ["test", *map(str, routing["loads_test"]), f"{routing['purity_test']:.3f}"],
+            ["training", *map(str, routing["loads_training"]), _number(routing["purity_training"]), _number(None)],
+            [
+                "test",
+                *map(str, routing["loads_test"]),
+                *map(_number, (routing["purity_test"], routing.get("entropy_test"))),
+            ],
         ],
     )
     return [
@@ -156,7 +175,8 @@ def _smalltalk(results: dict[str, Any]) -> list[Titled]:
         ("Perplexity by domain and expert", "each expert alone", third),
         (
             "Loads",
-            "sequences of each expert; purity: share that is of the commonest domain of its expert",
+            "sequences of each expert; purity: share that is of the commonest domain of its expert; entropy: of the "
+            "gate's chances for a sequence, mean (0: always sure)",
             fourth,
         ),
     ]

@@ -65,6 +65,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["hdee", *NEW, *sets(*HDEE, "data.path=x")], ["data.path", "[domains.NAME]"]),
     (["hdee", *NEW, *sets(*HDEE, "hdee.stepps=[1, 2, 3]")], ["unknown key 'hdee.stepps'", "did you mean 'hdee.steps'"]),
     (["hdee", *NEW, *sets(*HDEE, "run.seed=3")], ["run.seed", "hdee.seeds says which"]),
+    (["hdee", *NEW, *sets(*HDEE, "hdee.prefix=17")], ["hdee.prefix = 17", "model.context = 16"]),
     (["hdee", *NEW, *sets(*HDEE, "model.ffn=48")], ["model.ffn = 48", "hdee.ffn's second, 24"]),
     (["hdee", *NEW, *sets(*HDEE, "experts.steps=3")], ["unknown section 'experts'"]),
     (["hdee", *NEW, *sets("domains.easy=3")], ["[domains.easy]"]),

@@ -26,6 +26,7 @@ HDEE = [
     "hdee.steps=[12, 24, 36]",
     "hdee.ffn=[16, 24, 32]",
     "hdee.sequences=12",
+    "hdee.prefix=8",
     "hdee.lr=0.01",
 ]
 HDEE += ["hdee.seeds=[0]", "hdee.warmup_steps=1", "model.ffn=24"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from isles.experts import hdee, mixture
-from isles.experts.border import read, template
+from isles.experts import hdee, mixture, on_text
+from isles.experts.border import keep, read, template
 from isles.experts.domains import read_domains
 from isles.experts.hdee import HdeeConfig, cell
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.registry import Forest
 from isles.experts.served import Served, score
 from isles.experts.system import System
-from isles.experts.systems import SYSTEMS, settings
+from isles.experts.systems import SYSTEMS, opened, settings
 from isles.models.generate import generate
 from isles.report import write_report
 from isles.training.saved import load_run
@@ -39,6 +41,9 @@ def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Syste
 def test_each_expert_is_best_on_its_own_domain(built: tuple[System[Any], dict[str, Any]]) -> None:
     mean = built[1]["mean"]
     for variant in hdee.VARIANTS:
+        trained = [mean[variant]["r1"][domain] for domain in ("easy", "medium", "difficult")]
+        joined = sum(math.log(told["perplexity"]["posterior"]) for told in trained)
+        assert all(joined < sum(math.log(told["alone"][expert]) for told in trained) for expert in range(3))
         for place, domain in enumerate(("easy", "medium", "difficult")):
             told = mean[variant]["r1"][domain]
             assert min(range(3), key=told["alone"].__getitem__) == place
@@ -80,6 +85,9 @@ def test_a_second_call_trains_nothing_and_other_settings_are_refused(
     marks = {path: path.stat().st_mtime_ns for path in system.out.rglob("model.safetensors")}
     assert system.train(Progress())
     assert marks == {path: path.stat().st_mtime_ns for path in system.out.rglob("model.safetensors")}
+    own = system.asked.tables["hdee"]
+    turned = {**system.asked.tables, "hdee": dict(reversed(own.items()))}
+    keep(replace(system.asked, tables=turned), system.out)  # the same settings in another order
     with pytest.raises(ValueError, match="experts of other settings"):
         made("hdee", system_config(system), system.out, "hdee.seed_steps=7")
 
@@ -150,6 +158,32 @@ def test_the_page_shows_domains_experts_and_the_posterior(built: tuple[System[An
     page = write_report(built[0].out).read_text()
     for words in ("Perplexity by domain and variant", "Posterior over a text of difficult", "m-he-i-he", "held out"):
         assert words in page
+    assert "tokens until 99 %" in page
+    told = built[1]["mean"]["m-he-i-he"]["r1"]["difficult"]
+    cells = [
+        *(f"{share:.3f}" for share in told["mean_posterior"]),
+        f"{told['entropy']:.3f}",
+        f"{told['sure_after']:.1f}",
+    ]
+    row = re.findall(r"<tr>(?:(?!</tr>).)*m-he-i-he(?:(?!</tr>).)*difficult.*?</tr>", page, re.DOTALL)
+    assert any(re.findall(r">([\d.]+)<", found) == cells for found in row)
+    assert sum(told["mean_posterior"]) == pytest.approx(1)
+
+
+def test_a_text_that_an_expert_was_trained_on_is_judged_where_it_was_not(
+    built: tuple[System[Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sequences as in the system's own table, so the same numbers."""
+    system, results = built
+    monkeypatch.setattr(on_text, "SEQUENCES", 12)
+    for domain in ("easy", "difficult"):
+        path = system.out / "seed-0/forests/m-ho-i-ho-r1.json"
+        found = on_text.judged_on(path, system.texts[domain].domain.path, "uniform", None)
+        told = results["mean"]["m-ho-i-ho"]["r1"][domain]
+        assert found["perplexity"] == f"{told['perplexity']['posterior']:.4f}"
+        alone = [value.split()[0] for name, value in found.items() if name.endswith("alone")]
+        assert alone == [f"{value:.4f}" for value in told["alone"]]
+        assert results["sequences"][domain] == int(found["sequences"].split()[0]) <= 12
 
 
 @pytest.mark.parametrize("variant", hdee.VARIANTS)
@@ -169,6 +203,9 @@ def test_iterations_chain_each_expert_through_the_domains_of_its_difficulty(conf
     two = tmp_path / "two.toml"
     two.write_text(config.read_text() + more)
     request = asked("hdee", two, "hdee.iterations=2")
+    assert opened(request, tmp_path / "two").remarks() == []
+    remark = opened(asked("hdee", two), tmp_path / "one").remarks()[0]
+    assert "hdee.iterations = 1: only the seeds train on easy-2, medium-2, difficult-2; raise it" in remark
     domains = read_domains(request.domains, tmp_path, 1)
     made_of = hdee.plan(request.own, request.base, domains, 0, tmp_path, "seed.txt")  # type: ignore[arg-type]
     by_name = {job.name: job for job in made_of.jobs}

@@ -71,6 +71,11 @@ def test_a_run_that_goes_on_is_left_alone_and_another_one_is_refused(text: Path,
     with locked(tmp_path / "one"), pytest.raises(ValueError, match="in use by another run"):
         train(job(config), tmp_path, Progress())
     train(job(config), tmp_path, Progress())
+    weights = tmp_path / "one" / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")  # half of a directory was copied
+    assert state(job(config), tmp_path) == "without model.safetensors"
+    with pytest.raises(ValueError, match=r"no model.safetensors beside summary.json; copy the whole directory"):
+        train(job(config), tmp_path, Progress())
     other = replace(config, run=replace(config.run, steps=7))
     with pytest.raises(ValueError, match="holds a run of other settings"):
         train(job(other), tmp_path, Progress())

@@ -108,6 +108,20 @@ def _before_last(s_ENT: Tensor) -> Tensor:
     return running(s_ENT, decay=1.0)[:, -2]
 
 
+def test_an_expert_that_one_sequence_rules_out_comes_back() -> None:
+    """By 2000 nats, far below the smallest number: the prior stays a running mean and does not stick at log 0."""
+    s_ENT = torch.full((2, 4, 10), -1.0, dtype=torch.float64)
+    s_ENT[1, 0] = s_ENT[0, 1:] = -201.0
+    before_EN = updating(s_ENT)
+    assert torch.isfinite(before_EN).all()
+    assert float(before_EN[0, 1]) == 0.0 and float(before_EN[1, 1]) == pytest.approx(-2000)
+    # The second sequence weighs the 2000 nats up exactly: an even chance, and 0.3 of that in the prior; the others win.
+    assert before_EN[:, 2].exp().tolist() == pytest.approx([0.85, 0.15])
+    assert before_EN[:, 3].exp().tolist() == pytest.approx([0.7 * 0.85, 0.7 * 0.15 + 0.3])
+    smooth_EN = updating(s_ENT, statistic="mean")
+    assert torch.isfinite(smooth_EN).all() and float(smooth_EN[1, 3].exp()) > 0.3
+
+
 def test_an_updating_prior_knows_only_the_sequences_before() -> None:
     s_ENT = scores()
     changed = s_ENT.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from isles.experts.assignment import Assignment, assign
 from isles.experts.border import KEPT
 from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.planning import planned
 from isles.experts.registry import Forest
 from isles.experts.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
@@ -53,6 +55,7 @@ def test_shares_are_balanced_and_make_up_the_pool(built: Built) -> None:
         stored = np.load(system.out / "segments" / str(expert) / "train-tokens.npy").reshape(-1, 17)
         assert np.array_equal(stored, pool.rows[assignment.expert_of == expert])
     assert sum(results["routing"]["loads_test"]) == 36
+    assert 0 < results["routing"]["entropy_test"] < math.log(2)
 
 
 def test_routers_exchange_scores_alone_and_experts_nothing(built: Built) -> None:
@@ -191,6 +194,33 @@ def test_scores_on_the_wire_are_16_bits_and_near_enough() -> None:
     assert wire.dtype == torch.uint8 and wire.numel() == 10
     assert from_wire(wire)[:4] == pytest.approx(mean[:4].numpy(), abs=1 / 8192)
     assert from_wire(wire)[4] == pytest.approx(-16, abs=1e-3)  # held at the end of the scale
+
+
+@pytest.mark.parametrize("words", [[], ["inner.accumulation=3"], ["world.workers=2", "replicas.method=ddp"]], ids=str)
+def test_the_plan_and_the_results_count_the_same_flops(words: list[str], config: Path, tmp_path: Path) -> None:
+    request = asked("smalltalk", config, *words)
+    found = opened(request, tmp_path)._flops(10)  # type: ignore[attr-defined]
+    told = planned(request)["flops"]
+    assert found["experts"] == told["experts"] > 0
+    assert found["scoring_rounds"] == told["scoring in the rounds"]
+    assert found["scoring_pool"] == pytest.approx(told["scoring a million sequences of the pool"] / 100_000)
+
+
+def test_clusters_cost_no_router_and_no_scores(config: Path, tmp_path: Path) -> None:
+    request = asked("smalltalk", config, "smalltalk.gate=clusters")
+    system = opened(request, tmp_path)
+    assert set(system._flops(10)) == {"experts", "inference"}  # type: ignore[attr-defined]
+    assert not [key for key in system._bytes(system.pool()) if "score" in key and key != "scoring_per_token"]  # type: ignore[attr-defined]
+    assert set(planned(request)["flops"]) == {"experts", "a sequence at inference"}
+    assert not [key for key in planned(request)["bytes"] if "scores" in key]
+
+
+def test_a_router_that_diverged_is_no_sure_one(config: Path, tmp_path: Path) -> None:
+    """What is no number stays so on the wire; read as 0 it would be the best score of all."""
+    lost = from_wire(to_wire(torch.tensor([float("nan"), -float("inf")], dtype=torch.float64)))
+    assert np.isnan(lost[0]) and lost[1] < -15
+    with pytest.raises(ValueError, match=r"no number: lower its learning rate \(smalltalk\.router_lr\)"):
+        made("smalltalk", config, tmp_path, "smalltalk.router_lr=1e30", "smalltalk.router_warmup=0")
 
 
 def test_the_page_shows_routing(built: Built) -> None:
