@@ -19,16 +19,15 @@ Medians over the turns, of the slowest worker. Exit code 1 if a bound is missed.
 
 from __future__ import annotations
 
-import argparse
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks._machines import BURST, CABLE, machines, unavailable
-from benchmarks._measure import Row, report
+from benchmarks._machines import BURST, CABLE, machines
+from benchmarks._measure import Row
+from benchmarks._slow_line import main
 from benchmarks._stage import play
 from benchmarks._wire import HEADERS, wire_of
 
@@ -234,22 +233,5 @@ def table(workers: int, turns: int) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    """Run it where it can run."""
-    parser = argparse.ArgumentParser(description="Methods on a line that is really slow.")
-    parser.add_argument("--workers", type=int, default=2, help="2 or more (default: 2)")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    if options.workers < 2:
-        parser.error(f"--workers {options.workers}: choose 2 or more")
-    if reason := unavailable():
-        print(f"netns: skipped, {reason}", file=sys.stderr)
-        return 0
-    for number in (signal.SIGINT, signal.SIGTERM):  # so that the namespaces go
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    return report(table(options.workers, options.turns), options.json)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("Methods on a line that is really slow.", 2, table, paired=False))

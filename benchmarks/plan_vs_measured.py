@@ -12,15 +12,14 @@ above 10.
 
 from __future__ import annotations
 
-import argparse
-import signal
 import sys
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from benchmarks._machines import machines, unavailable
-from benchmarks._measure import Row, report
+from benchmarks._machines import machines
+from benchmarks._measure import Row
+from benchmarks._slow_line import main
 from benchmarks._stage import play
 from benchmarks.netns import SEGMENT, Case, on_the_line, run
 from isles.network.costs import Lines
@@ -90,22 +89,5 @@ def table(workers: int, turns: int) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    """Run it where it can run."""
-    parser = argparse.ArgumentParser(description="The planner against real workers on slow lines.")
-    parser.add_argument("--workers", type=int, default=4, help="an even number (default: 4)")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    if options.workers < 2 or options.workers % 2:
-        parser.error(f"--workers {options.workers}: choose an even number")
-    if reason := unavailable():
-        print(f"plan_vs_measured: skipped, {reason}", file=sys.stderr)
-        return 0
-    for number in (signal.SIGINT, signal.SIGTERM):  # so that the namespaces go
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    return report(table(options.workers, options.turns), options.json)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("The planner against real workers on slow lines.", 4, table, paired=True))

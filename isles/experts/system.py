@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ RESULTS = "results.json"
 Own = TypeVar("Own")
 
 
-class System(Generic[Own]):
+class System(ABC, Generic[Own]):
     """One directory of experts. ValueError where the words cannot be met; nothing is trained before that is known."""
 
     held_out: tuple[str, ...] = ()
@@ -48,16 +49,16 @@ class System(Generic[Own]):
         """What works, but may not be what was meant; told before the first run."""
         return []
 
+    @abstractmethod
     def placed_jobs(self) -> list[tuple[str, Job]]:
         """(folder below OUT, job) of every run, in an order in which each finds what it starts from."""
-        raise NotImplementedError
 
     def prepare(self, progress: Progress) -> None:
         """What must be there before the runs start."""
 
+    @abstractmethod
     def evaluate(self, progress: Progress) -> dict[str, Any]:
         """Judge what was trained, write forests and OUT/results.json."""
-        raise NotImplementedError
 
     def jobs(self) -> dict[str, tuple[Job, str]]:
         """(job, state) of every run by its path below OUT."""
