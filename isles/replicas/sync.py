@@ -178,6 +178,13 @@ class ReplicaSync(Optimizer):
 
     # What a method fills in.
 
+    @classmethod
+    def local_part(cls, model: nn.Module, group: Group, config: MethodConfig) -> nn.Module:
+        """What this worker holds of `model`, the same on all of them: `model` itself, unless the method cuts it. Made
+        before the inner optimizer, which is to hold no more than that.
+        """
+        return model
+
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
 

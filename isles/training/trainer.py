@@ -74,13 +74,14 @@ class Trainer:
             corpus, config.data, context=context, worker=group.rank, workers=group.size, seed=config.run.seed
         )
         _check_batch(self.loader)
-        self.model = build(config.model, seed=config.run.seed, rank=world.local_rank)
-        self.device = next(self.model.parameters()).device
+        model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         if config.model.factory is not None:
-            check_contract(self.model, config.model.factory, context)
+            check_contract(model, config.model.factory, context)
         if config.run.start:
-            start_weights(self.model, config.run.start)
-        self.optimizer, notices = wrapped(config, self.model, group)  # refuses what cannot work
+            start_weights(model, config.run.start)
+        self.optimizer, notices = wrapped(config, model, group)  # refuses what cannot work
+        self.model = self.optimizer.model
+        self.device = next(self.model.parameters()).device
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )

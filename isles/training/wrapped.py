@@ -19,8 +19,10 @@ def wrapped(config: Config, model: nn.Module, group: Group) -> tuple[ReplicaSync
     mean what they say.
     """
     try:
-        optimizer = method(config.method)(
-            model, adamw(model, config.inner), group, config.replicas, max_norm=config.inner.max_norm or None
+        kind = method(config.method)
+        part = kind.local_part(model, group, config.replicas)
+        optimizer = kind(
+            part, adamw(part, config.inner), group, config.replicas, max_norm=config.inner.max_norm or None
         )
         notices = warm_up_notices(config.inner, config.run.steps)
         if config.data.validation_fraction == 0:
