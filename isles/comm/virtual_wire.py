@@ -91,7 +91,8 @@ class Wire:
         down = self._downs[self.links.uplink_of(target)]
         message = Message(source, target, tag, latency, data.numpy(), work, down)
         index = self.links.uplink_of(source)
-        if self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message):
+        begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
+        if begins and down is not None:
             self._leaves(message)
         self._watch(index)
 
@@ -155,8 +156,6 @@ class Wire:
 
     def _leaves(self, message: Message) -> None:
         """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
-        if message.down is None:
-            return
         path, entered = (message.target, message.tag.channel), self._entered[message.source]
         time = entered[path] = max(self.timeline.now + message.latency, entered.get(path, 0.0))
         self.timeline.at(time, ENTERS, message.source, partial(self._enters, message))
@@ -182,7 +181,7 @@ class Wire:
     def _complete(self, index: int) -> Message:
         time, message, following = self._pipes[index].complete()
         assert time == self.timeline.now, (time, self.timeline.now)
-        if following is not None and index < len(self._downs):
+        if following is not None and following.down is not None and index != following.down:
             self._leaves(following)
         self._watch(index)
         return message
@@ -191,11 +190,12 @@ class Wire:
         """One line is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
         its channel.
         """
-        message.lines, message.arrival = message.lines - 1, max(message.arrival, time)
+        message.lines -= 1
         if message.lines:
+            message.arrival = time
             return
         path, latest = (message.target, message.tag.channel), self.latest[message.source]
-        message.arrival = latest[path] = max(message.arrival, latest.get(path, 0.0))
+        message.arrival = latest[path] = max(time, message.arrival, latest.get(path, 0.0))
         self.timeline.at(message.arrival, ARRIVED, message.source, partial(self._arrive, message))
 
     def _bind(self, message: Message) -> None:
