@@ -122,8 +122,9 @@ class VirtualTransport:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way.
 
-        A run that continues from the states of all workers computes the same bits, if the uplinks were idle: each
-        worker's own sends gone, and for shared uplinks all workers at one virtual time (behind a barrier).
+        A run that continues from the states of all workers computes the same bits, if the lines were idle: each
+        worker's own sends gone, and for shared uplinks and narrow downlinks all workers at one virtual time (behind a
+        barrier). Else only times differ, by what was on those lines.
         """
         with self._worker:
             if any(not transfer.finished for transfer in self._transfers):
