@@ -106,7 +106,7 @@ class _Several:
             kind, values = "failed", (to_plain(CommError(f"its process ended with exit code {process.exitcode}")), [])
         if kind == "told":
             method, arguments = values
-            getattr(self.progress, method)(*arguments)
+            getattr(self.progress, str(method))(*arguments)
             return
         del self.running[pipe]
         process.join()
