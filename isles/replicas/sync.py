@@ -7,13 +7,13 @@ It wraps the user's inner optimizer and is used like one:
     optimizer.step()          # reduce gradients, clip, inner step, outer step when due
     optimizer.zero_grad()
 
-Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, the inner optimizer's
-step, `after_inner_step` (methods at parameter level). A method is a subclass with a `Config`.
+Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, `before_inner_step`
+(at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method is a subclass with a
+`Config`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,7 @@ from isles.comm.codecs import codec
 from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.errors import unknown_name
+from isles.replicas.agreement import fingerprint, inner_settings, refuse_nested, refuse_scaler
 from isles.replicas.flat import FlatParameters
 from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
 
@@ -55,6 +56,8 @@ class ReplicaSync(Optimizer):
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
+    usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
+    """The inner optimizer that a run gives it where the user names none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -87,6 +90,7 @@ class ReplicaSync(Optimizer):
             raise ValueError(f"give {type(self).__name__} a config or options ({', '.join(options)}), not both")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
+        refuse_nested(self, inner)
         self.inner = inner  # first: param_groups and state below are the inner optimizer's
         super().__init__(inner.param_groups, inner.defaults)
         self.model, self.group, self.max_norm = model, group, max_norm
@@ -152,6 +156,8 @@ class ReplicaSync(Optimizer):
         closure: re-evaluates the model and returns the loss, as in torch.optim. scaler: a torch.amp.GradScaler whose
         scaled loss was back-propagated; it is unscaled before clipping, and updated.
         """
+        if scaler is not None:
+            refuse_scaler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -163,6 +169,7 @@ class ReplicaSync(Optimizer):
             scaler.unscale_(self.inner)
         if self.max_norm is not None:
             self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        self.before_inner_step()
         if scaler is not None:
             scaler.step(self.inner)
             scaler.update()
@@ -187,6 +194,9 @@ class ReplicaSync(Optimizer):
 
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
+
+    def before_inner_step(self) -> None:
+        """Optimizer level: make `.grad`, which is clipped, the update that all replicas apply."""
 
     def after_inner_step(self) -> None:
         """Parameter level: exchange what is due after inner step `self.steps`."""
@@ -350,10 +360,10 @@ class ReplicaSync(Optimizer):
         if self.is_sketch:
             return
         tensors = self._shared()
-        inner = _settings(self.inner) if self.level == "gradient" else []  # equal gradients want equal steps
+        inner = inner_settings(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         self._compare(
-            _fingerprint(f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"),
+            fingerprint(f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"),
             "its method, settings or model shapes differ; start all workers with the same ones",
         )
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -383,14 +393,3 @@ class ReplicaSync(Optimizer):
         for position, theirs in enumerate(values):
             if theirs != usual:
                 raise Diverged(self.group.ranks[position], 0, detail)
-
-
-def _settings(inner: Optimizer) -> list[Any]:
-    """The hyper-parameters that are plain numbers: objects may print differently on every worker."""
-    items = [item for group in inner.param_groups for item in group.items() if item[0] != "params"]
-    plain = [(key, float(value) if isinstance(value, Tensor) else value) for key, value in items]
-    return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
-
-
-def _fingerprint(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

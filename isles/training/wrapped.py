@@ -1,4 +1,4 @@
-"""The optimizer of a run: the method that the configuration names, around AdamW."""
+"""The optimizer of a run: the method that the configuration names, around the inner one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isles.errors import in_section
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
-from isles.training.inner import adamw, warm_up_notices
+from isles.training.inner import inner_notices, inner_optimizer
 
 
 def wrapped(config: Config, model: nn.Module, group: Group) -> tuple[ReplicaSync, list[str]]:
@@ -21,10 +21,13 @@ def wrapped(config: Config, model: nn.Module, group: Group) -> tuple[ReplicaSync
     try:
         kind = method(config.method)
         part = kind.local_part(model, group, config.replicas)
-        optimizer = kind(
-            part, adamw(part, config.inner), group, config.replicas, max_norm=config.inner.max_norm or None
-        )
-        notices = warm_up_notices(config.inner, config.run.steps)
+        if kind.level == "optimizer" and config.model.autocast == "fp16":
+            raise ValueError(
+                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} has no use for: "bf16"'
+            )
+        inner = inner_optimizer(part, config.inner, kind.usual_inner)
+        optimizer = kind(part, inner, group, config.replicas, max_norm=config.inner.max_norm or None)
+        notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
         return optimizer, notices + optimizer.advise(config.run.steps)
