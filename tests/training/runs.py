@@ -44,7 +44,7 @@ class Slow(isles.NoLoCo):
         super().after_inner_step()
 """
 POISONED = "tests.training.runs:Poisoned"
-EVERY_3 = set(METHODS) - {"none", "ddp"}  # the methods with sync_every
+EVERY_3 = set(METHODS) - {"none", "ddp", "demo"}  # the methods with sync_every
 COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
 APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
 OWN_SETTINGS = {
