@@ -46,6 +46,7 @@ _NAMES = {
     "PostLocalSGD": "isles.replicas.postlocal",
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
+    "DeMo": "isles.replicas.demo",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from isles.replicas.custom import Custom
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
+    from isles.replicas.demo import DeMo
     from isles.replicas.diloco import DiLoCo
     from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo

@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "sparta": ("isles.replicas.sparta:SPARTA", "average a random part of the parameters every step"),
     "sparseloco": ("isles.replicas.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
     "dilocox": ("isles.replicas.dilocox:DiLoCoX", "low-rank 4-bit DiLoCo whose means arrive a round late"),
+    "demo": ("isles.replicas.demo:DeMo", "the largest coefficients of every worker's momentum, every step"),
     "custom": ("isles.replicas.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
 }
 

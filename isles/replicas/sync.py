@@ -7,8 +7,9 @@ It wraps the user's inner optimizer and is used like one:
     optimizer.step()          # reduce gradients, clip, inner step, outer step when due
     optimizer.zero_grad()
 
-Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, the inner optimizer's
-step, `after_inner_step` (methods at parameter level). A method is a subclass with a `Config`.
+Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, `before_inner_step`
+(at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method is a subclass with a
+`Config`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from torch.optim import Optimizer
 from isles.comm.codecs import codec
 from isles.comm.group import Group
 from isles.errors import unknown_name
-from isles.replicas.checks import refuse_other_run
+from isles.replicas.checks import refuse_nested, refuse_other_run, refuse_scaler
 from isles.replicas.flat import FlatParameters
 from isles.replicas.island import Alone, Copies, Island
 from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
 from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
+from isles.replicas.std import replica_std
 from isles.replicas.wrapping import Wrapping
 
 
@@ -60,6 +62,8 @@ class ReplicaSync(Wrapping):
     """Whether workers hold the same parameters, so that their values can be compared."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
+    usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
+    """The inner optimizer that a run gives it where the user names none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,6 +126,7 @@ class ReplicaSync(Wrapping):
         return Copies(self.parameters, self.group)
 
     def _island_of(self, inside: ReplicaSync) -> Island:
+        refuse_nested(self, inside)
         if not self.spans_islands:
             raise ValueError(
                 f"{type(self).__name__} takes an optimizer of one worker: across islands use an outer method, such as "
@@ -142,6 +147,8 @@ class ReplicaSync(Wrapping):
         closure: re-evaluates the model and returns the loss, as in torch.optim. scaler: a torch.amp.GradScaler whose
         scaled loss was back-propagated; it is unscaled before clipping, and updated.
         """
+        if scaler is not None:
+            refuse_scaler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -162,6 +169,7 @@ class ReplicaSync(Wrapping):
             scaler.unscale_(self.inner)
         if self.max_norm is not None:
             self.gradient_norm = self.clip(self.max_norm)
+        self.before_inner_step()
         if scaler is not None:
             scaler.step(self.inner)
             scaler.update()
@@ -183,6 +191,9 @@ class ReplicaSync(Wrapping):
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their 2-norm is at most `max_norm`; what it was."""
         return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def before_inner_step(self) -> None:
+        """Optimizer level: make `.grad`, which is clipped, the update that all replicas apply."""
 
     def after_inner_step(self) -> None:
         """Parameter level: exchange what is due after inner step `self.steps`."""
@@ -280,17 +291,7 @@ class ReplicaSync(Wrapping):
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat, group = FlatParameters(self.shares), self.survivors()
-        own = flat.read(flat.new())
-        average = own.clone()
-        group.mean(average, codec("none"), channel="eval")
-        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
-        total = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        squares = torch.cat(group.all_gather(total.reshape(1), channel="eval")).sum()
-        sums = torch.stack([squares, torch.tensor(group.size * flat.numel, dtype=torch.float64)])
-        if self.inside is not None:
-            sums = torch.stack(self.inside.group.all_gather(sums, channel="eval")).sum(0)
-        return float(sums[0] / sums[1]) ** 0.5
+        return replica_std(self.shares, self.survivors(), None if self.inside is None else self.inside.group)
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock."""
@@ -380,7 +381,7 @@ class ReplicaSync(Wrapping):
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""
-        inner = settings_of(self.inner) if self.level == "gradient" else []  # equal gradients want equal steps
+        inner = settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 

@@ -27,10 +27,11 @@ from isles.imports import told
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
 from isles.models.config import ModelConfig
 from isles.network.links import links
+from isles.replicas import method
 from isles.replicas.planned import Held, Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
-from isles.training.inner import adamw, adamw_bytes
+from isles.training.inner import chosen, inner_bytes, inner_optimizer
 from isles.training.saved import start_file
 from isles.training.trainer import check_vocabulary
 from isles.training.wrapped import wrapped
@@ -146,7 +147,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         tokens_per_step=world.workers * sequences * context,
         weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *model.buffers())),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
-        inner=adamw_bytes(optimizer.parameters),
+        inner=inner_bytes(optimizer.parameters, chosen(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),
         outline=outline,
         bytes_sent=_by_worker(outlines),
@@ -198,13 +199,15 @@ def _forward_flops(model: nn.Module, context: int) -> int:
 
 
 def measured_step(config: Config, sequences: int, context: int) -> float:
-    """Median seconds of an inner step (forward, backward, AdamW) of one worker that has this machine to itself."""
+    """Median seconds of an inner step (forward, backward, inner optimizer) of one worker that has this machine to
+    itself.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(config.world.threads)
     try:
         model = build(config.model, seed=config.run.seed)
         device = next(model.parameters()).device
-        optimizer = adamw(model, config.inner)
+        optimizer = inner_optimizer(model, config.inner, method(config.method).usual_inner)
         tokens = torch.zeros(sequences // config.inner.accumulation, context + 1, dtype=torch.int64, device=device)
         times = []
         for _ in range(1 + _PROBES):

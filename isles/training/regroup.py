@@ -40,6 +40,7 @@ _OWN = {  # what is each worker's own even where anchors agree, by a part of the
     ".residual": "error feedback",
     ".reference": "weights",
     ".flights.": "what is under way",
+    ".local_momentum": "local momenta",
 }
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: the method that the configuration names, around AdamW."""
+"""The optimizer of a run: the method that the configuration names, around the inner one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isles.errors import in_section
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
-from isles.training.inner import adamw, warm_up_notices
+from isles.training.inner import inner_notices, inner_optimizer
 
 
 def wrapped(
@@ -22,9 +22,14 @@ def wrapped(
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     try:
+        if kind.level == "optimizer" and config.model.autocast == "fp16":
+            raise ValueError(
+                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} has no use for: "bf16"'
+            )
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
-            optimizer = kind(part, adamw(part, config.inner), group, config.replicas, max_norm=max_norm)
+            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
         else:
             if not kind.spans_islands:
                 raise ValueError(
@@ -33,13 +38,9 @@ def wrapped(
                 )
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
-            optimizer = kind(
-                part,
-                inside(part, adamw(part, config.inner), island, max_norm=max_norm),
-                group,
-                config.replicas,
-            )
-        notices = warm_up_notices(config.inner, config.run.steps)
+            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            optimizer = kind(part, inside(part, inner, island, max_norm=max_norm), group, config.replicas)
+        notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
         return optimizer, notices + optimizer.advise(config.run.steps)
