@@ -31,6 +31,7 @@ _NAMES = {
     "OuterSync": "isles.replicas.outer",
     "NoSync": "isles.replicas.none",
     "DDP": "isles.replicas.ddp",
+    "DCTDP": "isles.replicas.dct_dp",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
     "StreamingDiLoCo": "isles.replicas.streaming",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from isles.network.pauses import Pauses
     from isles.replicas import METHODS, method
     from isles.replicas.custom import Custom
+    from isles.replicas.dct_dp import DCTDP
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
     from isles.replicas.diloco import DiLoCo
