@@ -124,13 +124,17 @@ class DCTDP(BucketedSync):
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         size, notices = self.group.size, super().advise(steps)
-        if self.config.sparsity == 0 or size == 1:
+        if self.config.sparsity == 0:
             return notices
+        if all(parameter.numel() < self.config.exclude_below for parameter in self.parameters):
+            notices.append(
+                f"exclude_below = {self.config.exclude_below} sends every tensor of the model whole: lower it"
+            )
         sparse, dense = 0, 0
         for reduction in (bucket.reduction for bucket in self.buckets):
             sparse += reduction.sent_bytes(self.config.warmup_dense_steps + 1, size, 0)
             dense += sent_bytes(reduction.layout.numel, reduction.layout.dtype, Identity(), size, 0)
-        if sparse >= dense:
+        if sparse >= dense and size > 1:
             notices.append(
                 f"sparsity = {self.config.sparsity} among {size} workers sends {sparse / dense:.1f} times the bytes of "
                 "ddp: raise sparsity, or lower exclude_below"

@@ -44,10 +44,12 @@ class Slow(isles.NoLoCo):
         super().after_inner_step()
 """
 POISONED = "tests.training.runs:Poisoned"
-EVERY_3 = set(METHODS) - {"none", "ddp"}  # the methods with sync_every
+EVERY_3 = set(METHODS) - {"none", "ddp", "dct-dp"}  # the methods with sync_every
 COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
 APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
 OWN_SETTINGS = {
+    # Thresholds that are always new, of few enough entries that a small batch has them: as many bytes as planned.
+    "dct-dp": ["replicas.sparsity=0.97", "replicas.threshold_interval=1", "replicas.exclude_below=100"],
     "sparseloco": ["replicas.outer_lr=1.0", "replicas.codec=topk:2048+int4"],  # some hundred steps' learning in twenty
     "sparta": ["replicas.fraction=0.3"],
     "dilocox": ["replicas.rank=2", "replicas.start_compress=1", "replicas.window=0"],
