@@ -17,6 +17,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "none": ("isles.replicas.none:NoSync", "every worker trains alone"),
     "ddp": ("isles.replicas.ddp:DDP", "average gradients every step"),
     "fsdp": ("isles.replicas.fsdp:FSDP", "the same, every worker holding a share of weights and inner state"),
+    "dct-dp": ("isles.replicas.dct_dp:DCTDP", "average the gradients' largest entries every step"),
     "localsgd": ("isles.replicas.localsgd:LocalSGD", "average parameters every H steps"),
     "diloco": ("isles.replicas.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
     "streaming-diloco": ("isles.replicas.streaming:StreamingDiLoCo", "DiLoCo by fragments, landing some steps later"),
