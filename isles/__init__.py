@@ -44,6 +44,7 @@ _NAMES = {
     "PostLocalSGD": "isles.replicas.postlocal",
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
+    "IST": "isles.replicas.ist",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
+    from isles.replicas.ist import IST
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync

@@ -185,6 +185,11 @@ class ReplicaSync(Optimizer):
         """
         return model
 
+    @property
+    def replicated(self) -> list[nn.Parameter]:
+        """The trainable parameters that every worker holds a copy of: all, unless the method divides some."""
+        return self.parameters
+
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
 
@@ -266,11 +271,13 @@ class ReplicaSync(Optimizer):
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)).
+        parameters)), of those that all of them hold.
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat, group = FlatParameters(self.parameters), self.survivors()
+        flat, group = FlatParameters(self.replicated), self.survivors()
+        if not flat.numel:
+            return 0.0
         own = flat.read(flat.new())
         average = own.clone()
         group.mean(average, codec("none"), channel="eval")

@@ -116,13 +116,13 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sketch(config.model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
         group = sketched_group(world.workers, native=world.backend == "distributed")
         optimizer, notices = wrapped(config, model, group)
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outline = optimizer.outline(run.steps)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if world.backend == "virtual":
         seconds: float | None = world.step_seconds
         if world.step_factors or world.step_jitter or world.pauses:

@@ -51,6 +51,7 @@ OWN_SETTINGS = {
     "sparseloco": ["replicas.outer_lr=1.0", "replicas.codec=topk:2048+int4"],  # some hundred steps' learning in twenty
     "sparta": ["replicas.fraction=0.3"],
     "dilocox": ["replicas.rank=2", "replicas.start_compress=1", "replicas.window=0"],
+    "ist": ["replicas.split=ffn"],
     "custom": ["replicas.codec=powersgd:2+int4", "replicas.error_feedback=local", "replicas.outer_momentum=0.5"],
 }
 # What these send leaves behind the computation, at a time of its own.
