@@ -108,6 +108,8 @@ class IST(ReplicaSync):
             for name, p in self.divided.items()
         }
         self._wear(held)
+        if not self.is_sketch:
+            _refuse_old_graphs(list(self.divided.values()))
 
     @property
     def replicated(self) -> list[nn.Parameter]:
@@ -154,15 +156,18 @@ class IST(ReplicaSync):
         gradients = {name: parameter.grad for name, parameter in self.divided.items()}
         shared = [parameter.detach().clone() for parameter in self.replicated]
         with torch.no_grad():
-            full = self._full("eval")
-            self._wear(full)
+            self._wear(self._full("eval"))
+        trained = {name: parameter.requires_grad for name, parameter in self.divided.items()}
+        for parameter in self.divided.values():
+            parameter.requires_grad_(False)  # a graph that outlives this block would expect gradients of full width
         try:
             yield self.model
         finally:
             with torch.no_grad():
                 self._wear(subnet)
-                for name, gradient in gradients.items():
-                    self.divided[name].grad = gradient
+                for name, parameter in self.divided.items():
+                    parameter.requires_grad_(trained[name])
+                    parameter.grad = gradients[name]
                 for parameter, before in zip(self.replicated, shared, strict=True):
                     parameter.copy_(before)
 
@@ -304,3 +309,15 @@ class IST(ReplicaSync):
             self.divided[name].grad = None
             self.divided[name].data = tensor
         fit(self.model)
+
+
+def _refuse_old_graphs(parameters: list[nn.Parameter]) -> None:
+    with torch.enable_grad():
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        try:
+            torch.autograd.grad([parameter.sum() for parameter in trained], trained)
+        except RuntimeError as error:  # of shapes
+            raise ValueError(
+                "a loss or an output of the model from before is still there, and its graph holds the parameters to "
+                "their full widths: wrap the model first, or delete it (or compute it in torch.no_grad())"
+            ) from error
