@@ -47,6 +47,7 @@ POISONED = "tests.training.runs:Poisoned"
 EVERY_3 = set(METHODS) - {"none", "ddp"}  # the methods with sync_every
 COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
 APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
+DIVIDED = {"ist"}  # workers hold different parts of the model
 OWN_SETTINGS = {
     "sparseloco": ["replicas.outer_lr=1.0", "replicas.codec=topk:2048+int4"],  # some hundred steps' learning in twenty
     "sparta": ["replicas.fraction=0.3"],
