@@ -128,7 +128,7 @@ def shared(workers: int, size: int) -> float:
 
 
 def seen_curvature(problem: Quadratics) -> np.ndarray:
-    """D + rho (Lbar - D), (d, d): the curvature that the mean of the masks sees; E B of scaled sketches is n times it."""
+    """D + rho (Lbar - D), (d, d): the curvature that masks see on average; E B of scaled sketches is n times it."""
     own = np.diag(np.diag(problem.curvature))
     return own + shared(problem.workers, problem.size) * (problem.curvature - own)
 
@@ -153,8 +153,8 @@ def expected_value(problem: Quadratics, x: np.ndarray, rate: float, spread: floa
 
 def neighbourhood(problem: Quadratics, rate: float, beta: float, spread: float) -> float:
     """What the mean of |grad f|^2 (by Lbar^-1) is bounded by in the long run with whitened sketches (theorem 2):
-    (2 (1 - gamma) / beta + gamma) |h|^2 + gamma spread, for 0 < beta < 1/2 and gamma <= (1/2 - beta) / (1/2 + beta). The
-    first term does not vanish with gamma.
+    (2 (1 - gamma) / beta + gamma) |h|^2 + gamma spread, for 0 < beta < 1/2 and gamma <= (1/2 - beta) / (1/2 + beta).
+    The first term does not vanish with gamma.
     """
     most = (0.5 - beta) / (0.5 + beta)
     if not (0 < beta < 0.5 and 0 < rate <= most):

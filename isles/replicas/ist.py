@@ -23,7 +23,7 @@ names it). The state of what all hold stays each worker's own. Permutations: `is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,15 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import codec
-from isles.comm.mean import Stamp, mean, sent_bytes, working_bytes
+from isles.comm.mean import Stamp, sent_bytes, working_bytes
 from isles.comm.tags import Channel
-from isles.models.subnet import fit, put, reads, split_axes, take
+from isles.models.subnet import put, reads, split_axes, take
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.flat import FlatParameters
 from isles.replicas.ist_advice import advice
 from isles.replicas.ist_moments import moments_of
 from isles.replicas.ist_partition import SAMPLERS, SERVERS, Division
-from isles.replicas.ist_store import WEIGHT, Key, Store
+from isles.replicas.ist_store import Key, Store
+from isles.replicas.ist_subnet import Subnet
 from isles.replicas.planned import Held, Planned
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -84,11 +85,9 @@ class IST(ReplicaSync):
         if self.inner.state:
             raise ValueError("the inner optimizer has state of the full model already: wrap it before its first step")
         axes = split_axes(self.model, self.config.split)
-        named = dict(self.model.named_parameters())
-        shapes = {name: tuple(named[name].shape) for name in axes}
         self.division = Division(
             axes=axes,
-            shapes=shapes,
+            shapes={name: tuple(p.shape) for name, p in self.model.named_parameters() if name in axes},
             workers=self.group.size,
             sampler=self.config.sampler,
             server=self.config.server,
@@ -96,26 +95,16 @@ class IST(ReplicaSync):
         )
         super()._begin()
         self._opening = super().opening()  # of the full model, which all start from
+        self.subnet = Subnet(self.model, self.division)
+        divided = self.subnet.parameters
         travels = moments_of(self.inner) if self.config.optimizer_state == "travel" else {}
-        self.divided = {name: named[name] for name in axes}
-        moments = {name: travels.get(id(parameter), {}) for name, parameter in self.divided.items()}
-        self.store = Store(self.division, self.group.rank, self.divided, moments)
+        moments = {name: travels.get(id(parameter), {}) for name, parameter in divided.items()}
+        self.store = Store(self.division, self.group.rank, divided, moments)
+        self.subnet.begin(self.group.rank)
+        self.shares = self.subnet.undivided
         self.round = 0
         self.merged = 0  # inner steps done at the last merge
         self._consolidated = False
-        held = {
-            name: take(p.detach(), axes[name], self.division.held_units(name, self.group.rank, 0))
-            for name, p in self.divided.items()
-        }
-        self._wear(held)
-        if not self.is_sketch:
-            _refuse_old_graphs(list(self.divided.values()))
-
-    @property
-    def replicated(self) -> list[nn.Parameter]:
-        """See ReplicaSync.replicated: what is not divided."""
-        own = set(map(id, self.divided.values()))
-        return [parameter for parameter in self.parameters if id(parameter) not in own]
 
     def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
         """See ReplicaSync.step. ValueError after `consolidate`."""
@@ -140,7 +129,7 @@ class IST(ReplicaSync):
         """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
         if not self._consolidated:
             super().consolidate()
-            self._wear(self._full("control"))
+            self.subnet.wear(self._full("control"))
             self._consolidated = True
         return self.model
 
@@ -152,24 +141,15 @@ class IST(ReplicaSync):
         if self._consolidated:
             yield self.model
             return
-        subnet = {name: parameter.data for name, parameter in self.divided.items()}
-        gradients = {name: parameter.grad for name, parameter in self.divided.items()}
-        shared = [parameter.detach().clone() for parameter in self.replicated]
-        with torch.no_grad():
-            self._wear(self._full("eval"))
-        trained = {name: parameter.requires_grad for name, parameter in self.divided.items()}
-        for parameter in self.divided.values():
-            parameter.requires_grad_(False)  # a graph that outlives this block would expect gradients of full width
-        try:
-            yield self.model
-        finally:
-            with torch.no_grad():
-                self._wear(subnet)
-                for name, parameter in self.divided.items():
-                    parameter.requires_grad_(trained[name])
-                    parameter.grad = gradients[name]
-                for parameter, before in zip(self.replicated, shared, strict=True):
-                    parameter.copy_(before)
+        shared = [parameter.detach().clone() for parameter in self.shares]
+        with self.subnet.set_aside():
+            try:
+                with torch.no_grad():
+                    self.subnet.wear(self._full("eval"))
+                yield self.model
+            finally:
+                for parameter, before in zip(self.shares, shared, strict=True):
+                    parameter.data.copy_(before)
 
     def opening(self) -> tuple[int, ...]:
         """See ReplicaSync.opening: the full model travels once."""
@@ -181,38 +161,27 @@ class IST(ReplicaSync):
         """
         size, every = self.group.size, self.config.sync_every
         ends = [*range(every, steps + 1, every), *([steps] if steps % every else [])]
-        everyone, flat = (tuple(range(size)),), FlatParameters(self.replicated)
+        everyone, flat = (tuple(range(size)),), FlatParameters(self.shares)
         averaged = tuple(sent_bytes(flat.numel, flat.dtype, codec("none"), size, place) for place in range(size))
-        planned = []
+        planned, always = [], self.store.sent_bytes(0)
         for round, step in enumerate(ends):
-            if round == 0 or not self.division.steady:
-                merge, divide = (
-                    tuple(self.store.sent_bytes(place, round + (not up), up=up) for place in range(size))
-                    for up in (True, False)
-                )
-            planned.append(Planned(step, step, 0, "merge", everyone, merge))
+            up, down = always if self.division.steady else self.store.sent_bytes(round)
+            planned.append(Planned(step, step, 0, "merge", everyone, up))
             if flat.numel:
                 planned.append(Planned(step, step, 1, "average", everyone, averaged))
-            planned.append(Planned(step, step, 2, "divide", everyone, divide))
+            planned.append(Planned(step, step, 2, "divide", everyone, down))
         return planned
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
-        flat, size, rank = FlatParameters(self.replicated), self.group.size, self.group.rank
-        others = [other for other in range(size) if other != rank]
-        pieces = sum(
-            self.store.message_bytes(rank, other, 0, moments=True) + self.store.message_bytes(other, rank, 0, moments=True)
-            for other in range(size)
-        )
-        full = sum(
-            torch.Size(self.division.shapes[name]).numel() * parameter.itemsize
-            for name, parameter in self.divided.items()
-        )
+        flat, size, rank = FlatParameters(self.shares), self.group.size, self.group.rank
+        between = self.store.messages(0)
+        pieces = int(between[rank].sum() + between[:, rank].sum())
         averaging = flat.numel * flat.dtype.itemsize + working_bytes(flat.numel, flat.dtype, codec("none"), size)
         return [
             Held("units kept between rounds", self.store.nbytes(), "always"),
-            Held("messages under way", pieces + (averaging if others else 0), "exchange"),
-            Held("the full model and its parts", 2 * full, "end"),
+            Held("messages under way", pieces + averaging, "exchange"),
+            Held("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
         ]
 
     def gauges(self) -> dict[str, float]:
@@ -246,52 +215,39 @@ class IST(ReplicaSync):
 
     def _next_round(self) -> None:
         """Merge, average, divide anew. All of it is waited for: the next step needs the other units."""
-        rank, replicated = self.group.rank, FlatParameters(self.replicated)
-        live = self._live()
+        live = self.subnet.live(self.inner, self.store.keys(moments=True))
+        sent_up, sent_down = (each[self.group.rank] for each in self.store.sent_bytes(self.round))
         up = self.store.up(self.group.call(), live, self.store.kept, self.round)
-        merging = self.group.start(up, nbytes=self.store.sent_bytes(rank, self.round, up=True))
-        self._average(replicated, "outer", Stamp(self.steps, self.division.digest(self.round)))
+        merging = self.group.start(up, nbytes=sent_up)
+        self._average("outer", Stamp(self.steps, self.division.digest(self.round)))
         merging.wait()
         self.round += 1
         down = self.store.down(self.group.call(), live, self.round)
-        self.group.start(down, nbytes=self.store.sent_bytes(rank, self.round, up=False)).wait()
+        self.group.start(down, nbytes=sent_down).wait()
         if self.config.optimizer_state == "reset":
             self.inner.state.clear()
         self.merged = self.steps
 
-    def _average(self, replicated: FlatParameters, channel: Channel, stamp: Stamp | None = None) -> None:
-        if replicated.numel:
-            flat = replicated.read(replicated.new())
-            call = self.group.call(channel)
-            self.group.start(mean(call, flat, codec("none"), stamp), channel, nbytes=2 * flat.nbytes).wait()
-            replicated.write(flat)
-
-    def _live(self) -> dict[Key, Tensor]:
-        """What this worker holds of the divided parameters and of their state."""
-        live = {}
-        for key in self.store.keys(moments=True):
-            parameter = self.divided[key.name]
-            state = self.inner.state[parameter] if key.slot != WEIGHT else {}
-            if key.slot != WEIGHT and key.slot not in state:
-                raise ValueError(
-                    f"{key.name} had no gradient for a whole round, so it has no {key.slot} that could travel: set "
-                    'optimizer_state = "reset"'
-                )
-            live[key] = state[key.slot] if key.slot != WEIGHT else parameter.data
-        return live
+    def _average(self, channel: Channel, stamp: Stamp | None = None) -> None:
+        shared = FlatParameters(self.shares)
+        if shared.numel:
+            flat = shared.read(shared.new())
+            self.group.mean(flat, codec("none"), channel, stamp)
+            shared.write(flat)
 
     def _full(self, channel: Channel) -> dict[str, Tensor]:
-        """The divided parameters with all their units, as all workers hold them now; the replicated ones are averaged
-        in place.
+        """The divided parameters with all their units, as all workers hold them now; what all hold is averaged in
+        place.
         """
         kept = self.store.weights()
         if self.merged < self.steps:
-            live = {Key(name): parameter.data for name, parameter in self.divided.items()}
-            self.group.start(self.store.up(self.group.call(channel), live, kept, self.round), channel).wait()
-            self._average(FlatParameters(self.replicated), channel)
+            live = self.subnet.live(self.inner, list(kept))
+            up = self.store.up(self.group.call(channel), live, kept, self.round)
+            self.group.start(up, channel, nbytes=sum(tensor.nbytes for tensor in live.values())).wait()
+            self._average(channel)
         share = 1 / self.group.size if self.config.eval_scale == "keep_fraction" else 1.0
         full = {}
-        for name, parameter in self.divided.items():
+        for name, parameter in self.subnet.parameters.items():
             axes = self.division.axes[name]
             whole = torch.empty(self.division.shapes[name], dtype=parameter.dtype)
             for keeper in range(self.group.size):
@@ -302,22 +258,3 @@ class IST(ReplicaSync):
                     put(whole, axes, units, part)
             full[name] = (whole * share if reads(axes) else whole).to(parameter.device)
         return full
-
-    def _wear(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the divided parameters these values, of whatever widths."""
-        for name, tensor in tensors.items():
-            self.divided[name].grad = None
-            self.divided[name].data = tensor
-        fit(self.model)
-
-
-def _refuse_old_graphs(parameters: list[nn.Parameter]) -> None:
-    with torch.enable_grad():
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        try:
-            torch.autograd.grad([parameter.sum() for parameter in trained], trained)
-        except RuntimeError as error:  # of shapes
-            raise ValueError(
-                "a loss or an output of the model from before is still there, and its graph holds the parameters to "
-                "their full widths: wrap the model first, or delete it (or compute it in torch.no_grad())"
-            ) from error

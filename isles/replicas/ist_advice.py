@@ -22,7 +22,9 @@ def advice(model: nn.Module, division: Division) -> list[str]:
     thin = {layer.rpartition(".")[2]: units // workers for layer, units in division.layers.items()}
     thin = {kind: least for kind, least in thin.items() if kind != "heads" and least < _FEW}
     for kind, least in thin.items():
-        notices.append(f"a subnet has {least} {kind} units a layer: {_FEW} or more learn better; widen it or divide less")
+        notices.append(
+            f"a subnet has {least} {kind} units a layer: {_FEW} or more learn better; widen it or divide less"
+        )
     twice = any(sum(axis is not None for axis in axes) > 1 for axes in division.axes.values())
     if twice and division.sampler == "rolling":
         notices.append('sampler = "rolling": units far from each other in two layers never meet; "random" mixes all')

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isles.models.subnet import Axes, layers_of
+from isles.models.subnet import Axes, Axis, layers_of
 
 SAMPLERS = ("random", "stratified", "rolling", "fixed")
 SERVERS = ("partitioned", "central")
@@ -111,35 +111,37 @@ class Division:
 
     def kept_units(self, name: str, worker: int) -> Units:
         """The units of a parameter that `worker` keeps."""
-        lead = self._lead(name)
+        lead = self.lead(name)
         return tuple(
-            None if axis is None else torch.arange(*(self._kept(axis.layer, worker) if dim == lead else (axis.units,)))
-            for dim, axis in enumerate(self.axes[name])
+            None if axis is None else torch.arange(*(self._kept(axis.layer, worker) if axis is lead else (axis.units,)))
+            for axis in self.axes[name]
         )
 
     def places(self, name: str, holder: int, keeper: int, round: int) -> Places | None:
         """What of a parameter goes between the two; None: nothing."""
-        lead = self._lead(name)
+        lead = self.lead(name)
         held, kept = [], []
-        for dim, axis in enumerate(self.axes[name]):
+        for axis in self.axes[name]:
             if axis is None:
                 held.append(None)
                 kept.append(None)
                 continue
             units = self.held(axis.layer, holder, round)
-            first, last = self._between(axis.layer, holder, keeper, round) if dim == lead else (0, len(units))
+            first, last = self._between(axis.layer, holder, keeper, round) if axis is lead else (0, len(units))
             if first == last:
                 return None
             held.append(torch.arange(first, last))
-            kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if dim == lead else 0))
+            kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if axis is lead else 0))
         return Places(tuple(held), tuple(kept))
 
-    def numel(self, name: str, holder: int, keeper: int, round: int) -> int:
-        """Entries of a parameter that go between the two."""
-        lead = self.axes[name][self._lead(name)]
-        assert lead is not None
-        first, last = self._between(lead.layer, holder, keeper, round)
-        return self.held_numel(name, holder) * (last - first) // sizes(lead.units, self.workers)[holder]
+    def units_between(self, layer: str, round: int) -> Tensor:
+        """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""
+        n, units = self.workers, self.layers[layer]
+        held = torch.cat(partition(layer, units, n, self.sampler, self.seed, round))
+        holders = torch.arange(n).repeat_interleave(torch.tensor(sizes(units, n)))
+        stops = torch.tensor([stop for _, stop in kept_by(units, n, self.server)])
+        keepers = torch.bucketize(held, stops, right=True)
+        return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
 
     def held_numel(self, name: str, worker: int) -> int:
         """Entries of a parameter that a worker holds, in any round."""
@@ -148,6 +150,10 @@ class Division:
             for axis, size in zip(self.axes[name], self.shapes[name], strict=True)
         ]
         return prod(counts)
+
+    def lead(self, name: str) -> Axis:
+        """The axis that a parameter is kept along."""
+        return next(axis for axis in self.axes[name] if axis is not None)
 
     def digest(self, round: int) -> int:
         """64-bit hash of who holds what in `round`."""
@@ -162,9 +168,6 @@ class Division:
         """Whether all rounds send equally much between any two workers."""
         even = all(units % self.workers**2 == 0 for units in self.layers.values())
         return self.server == "central" or self.sampler == "fixed" or (self.sampler == "stratified" and even)
-
-    def _lead(self, name: str) -> int:
-        return next(dim for dim, axis in enumerate(self.axes[name]) if axis is not None)
 
     def _kept(self, layer: str, worker: int) -> tuple[int, int]:
         return kept_by(self.layers[layer], self.workers, self.server)[worker]

@@ -19,7 +19,7 @@ from isles.comm.collectives import all_to_all
 from isles.comm.group import Call
 from isles.comm.transport import Steps
 from isles.models.subnet import put, take
-from isles.replicas.ist_partition import Division
+from isles.replicas.ist_partition import Division, sizes
 
 WEIGHT = ""
 
@@ -69,31 +69,39 @@ class Store:
         """Memory of what is kept."""
         return sum(tensor.nbytes for tensor in self.kept.values())
 
-    def message_bytes(self, holder: int, keeper: int, round: int, *, moments: bool) -> int:
-        """Length of the message between the two, either way."""
-        counts = {name: self.division.numel(name, holder, keeper, round) for name in self.division.axes}
-        return sum(counts[key.name] * self.kept[key].itemsize for key in self.keys(moments=moments))
+    def messages(self, round: int, *, moments: bool = True) -> Tensor:
+        """Bytes of the message between each holder (rows) and each keeper (columns) in `round`, either way, (n, n)."""
+        division = self.division
+        total = torch.zeros(division.workers, division.workers, dtype=torch.int64)
+        of_unit: dict[str, Tensor] = {}  # of all that lies along a layer, by holder
+        for key in self.keys(moments=moments):
+            lead = division.lead(key.name)
+            held = [division.held_numel(key.name, worker) for worker in range(division.workers)]
+            each = torch.tensor(held) // torch.tensor(sizes(lead.units, division.workers)) * self.kept[key].itemsize
+            of_unit[lead.layer] = of_unit.get(lead.layer, 0) + each
+        for layer, each in of_unit.items():
+            total += division.units_between(layer, round) * each[:, None]
+        return total
 
-    def sent_bytes(self, position: int, round: int, *, up: bool, moments: bool = True) -> int:
-        """Bytes that `position` sends up or down in `round`."""
-        others = [other for other in range(self.division.workers) if other != position]
-        pairs = [(position, other) if up else (other, position) for other in others]
-        return sum(self.message_bytes(holder, keeper, round, moments=moments) for holder, keeper in pairs)
+    def sent_bytes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes that each position sends at the end of `round`: up, and down for the next one."""
+        up, down = self.messages(round).fill_diagonal_(0), self.messages(round + 1).fill_diagonal_(0)
+        return tuple(up.sum(dim=1).tolist()), tuple(down.sum(dim=0).tolist())
 
     def up(self, call: Call, live: Tensors, kept: dict[Key, Tensor], round: int) -> Steps[None]:
         """Bring what all workers hold in `round` to its keepers: into `kept` here. Its keys are what travels."""
-        everyone = range(self.division.workers)
+        everyone, lengths = range(self.division.workers), self.messages(round, moments=_has_moments(kept))
         outgoing = [self._pack(live, list(kept), self.rank, other, round, held=True) for other in everyone]
-        incoming = [self._room(list(kept), other, self.rank, round) for other in everyone]
+        incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[:, self.rank]]
         yield from all_to_all(call, outgoing, incoming)
         for other in everyone:
             self._unpack(incoming[other], kept, list(kept), other, self.rank, round, held=False)
 
     def down(self, call: Call, live: Tensors, round: int) -> Steps[None]:
         """Bring to all workers what they hold in `round`: into the tensors of `live` here."""
-        everyone, keys = range(self.division.workers), list(self.kept)
+        everyone, keys, lengths = range(self.division.workers), list(self.kept), self.messages(round)
         outgoing = [self._pack(self.kept, keys, other, self.rank, round, held=False) for other in everyone]
-        incoming = [self._room(keys, self.rank, other, round) for other in everyone]
+        incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[self.rank]]
         yield from all_to_all(call, outgoing, incoming)
         for other in everyone:
             self._unpack(incoming[other], live, keys, self.rank, other, round, held=True)
@@ -109,10 +117,6 @@ class Store:
         """Continue from `state_dict`."""
         for key, tensor in self.kept.items():
             tensor.copy_(state[key.name][key.slot])
-
-    def _room(self, keys: Sequence[Key], holder: int, keeper: int, round: int) -> Tensor:
-        moments = any(key.slot != WEIGHT for key in keys)
-        return torch.empty(self.message_bytes(holder, keeper, round, moments=moments), dtype=torch.uint8)
 
     def _pack(
         self, tensors: Tensors, keys: Sequence[Key], holder: int, keeper: int, round: int, *, held: bool
@@ -151,3 +155,7 @@ class Store:
             put(out, axes, units, part.to(out.device))
             at = end
         assert at == len(wire), "a message of another length"
+
+
+def _has_moments(tensors: Tensors) -> bool:
+    return any(key.slot != WEIGHT for key in tensors)

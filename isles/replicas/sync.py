@@ -95,6 +95,8 @@ class ReplicaSync(Optimizer):
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
         self._refuse_strangers(inner.param_groups)
+        self.shares = list(self.parameters)
+        """The parameters that all workers hold copies of."""
         self.steps = 0
         """Inner steps done."""
         self.gradient_norm: Tensor | None = None
@@ -185,11 +187,6 @@ class ReplicaSync(Optimizer):
         """
         return model
 
-    @property
-    def replicated(self) -> list[nn.Parameter]:
-        """The trainable parameters that every worker holds a copy of: all, unless the method divides some."""
-        return self.parameters
-
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
 
@@ -275,7 +272,7 @@ class ReplicaSync(Optimizer):
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat, group = FlatParameters(self.replicated), self.survivors()
+        flat, group = FlatParameters(self.shares), self.survivors()
         if not flat.numel:
             return 0.0
         own = flat.read(flat.new())

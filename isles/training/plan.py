@@ -60,9 +60,10 @@ class Transfers:
 class Plan:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
-    flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what this machine
-    has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host. bytes_sent: by
-    worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not known.
+    flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
+    this machine has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host.
+    bytes_sent: by worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
+    known.
     """
 
     method: str
@@ -160,8 +161,9 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:
     """FLOPs of a token, forward and backward: by formula for Isles' decoder; of another model, or of a worker's part of
-    the decoder, what torch's counter finds (products, convolutions, attention) in one forward pass, times three. `model` is its sketch; where it cannot
-    do without numbers and is small, it is built on the CPU. None where that does not work either.
+    the decoder, what torch's counter finds (products, convolutions, attention) in one forward pass, times three.
+    `model` is its sketch; where it cannot do without numbers and is small, it is built on the CPU. None where that does
+    not work either.
     """
     if config.own is None and sum(map(torch.Tensor.numel, model.parameters())) == count_parameters(config.shape()):
         return flops_per_token(config.shape())

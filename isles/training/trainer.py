@@ -95,7 +95,7 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        self.sample = Sample(self.optimizer.replicated) if group.size > 1 and self.optimizer.replicated else None
+        self.sample = Sample(self.optimizer.shares) if group.size > 1 and self.optimizer.shares else None
         self.timeline = Timeline(world.rank)
 
     @property

@@ -127,7 +127,9 @@ def test_kinds_of_the_decoder() -> None:
     assert set(layers_of(split_axes(model, "ffn"))) == {"blocks.0.ffn", "blocks.1.ffn"}
     assert split_axes(model, "heads+ffn") == split_axes(model, "all")
     axes = split_axes(model, "heads")
-    rows = take(torch.arange(36)[:, None].expand(36, 12), axes["blocks.0.attention.qkv.weight"], (torch.tensor([1]), None))
+    rows = take(
+        torch.arange(36)[:, None].expand(36, 12), axes["blocks.0.attention.qkv.weight"], (torch.tensor([1]), None)
+    )
     assert rows[:, 0].tolist() == [4, 5, 6, 7, 16, 17, 18, 19, 28, 29, 30, 31]
     columns = take(torch.arange(12).expand(12, 12), axes["blocks.0.attention.out.weight"], (None, torch.tensor([0, 2])))
     assert columns[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
@@ -139,7 +141,11 @@ def test_kinds_of_the_decoder() -> None:
         (lambda: Decoder(SHAPE), "block", "this model has no 'block' to divide; its units: heads, ffn"),
         (lambda: nn.Linear(3, 3), "all", "not known how to divide a Linear"),
         (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)), "all", "1: .* a LayerNorm"),
-        (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)), "all", "track_running_stats=False"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)),
+            "all",
+            "track_running_stats=False",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_said(model: Callable[[], nn.Module], split: str, says: str) -> None:

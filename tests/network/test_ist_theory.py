@@ -110,8 +110,8 @@ def test_whitened_sketches_see_the_identity() -> None:
 
 
 def test_every_realisation_on_a_unit_diagonal() -> None:
-    """x^k = (1-gamma)^k x^0 + (1 - (1-gamma)^k) b / sqrt(n) for whatever permutations are drawn; and with b = 0, gamma =
-    1 solves in one step.
+    """x^k = (1-gamma)^k x^0 + (1 - (1-gamma)^k) b / sqrt(n) for whatever permutations are drawn; and with b = 0,
+    gamma = 1 solves in one step.
     """
     slope = np.array([1.0, -2.0, 0.5, 3.0])
     problem = homogeneous(unit_diagonal(4), slope, 4)
@@ -128,7 +128,7 @@ def test_every_realisation_on_a_unit_diagonal() -> None:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
 def test_the_identity_of_one_step(rate: float) -> None:
-    """E f(x+), summed over all permutations, is what the closed form says; and the bound lies above where it settles."""
+    """E f(x+), summed over all permutations, is what the closed form says; so is E g."""
     problem = random_problem(4, 4, seed=3)
     x = np.array([1.0, -1.0, 0.5, 2.0])
     diagonals = sketches(problem, all_owners(4, 4), "whitened")
@@ -155,7 +155,7 @@ def test_the_neighbourhood_does_not_vanish_with_the_rate() -> None:
         last = list(paths(problem, "whitened", rate=rate, rounds=round(20 / rate), copies=50))[-1]
         found = np.einsum("pi,ij,pj->p", g := problem.gradient(last), np.linalg.inv(problem.curvature), g).mean()
         assert 0.8 * floor < found < neighbourhood(problem, rate, 0.25, spread)
-    with pytest.raises(ValueError, match="choose 0 < beta < 0.5"):
+    with pytest.raises(ValueError, match=r"choose 0 < beta < 0\.5"):
         neighbourhood(problem, 0.9, 0.25, spread)
 
 

@@ -29,7 +29,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 4))
 
 
-def of(world: Mesh, model: nn.Module, inner: Callable[[nn.Module], torch.optim.Optimizer] = adamw, **options: Any) -> Any:
+def of(
+    world: Mesh, model: nn.Module, inner: Callable[[nn.Module], torch.optim.Optimizer] = adamw, **options: Any
+) -> Any:
     return isles.IST(model, inner(model), world.outer, **{"sync_every": 2, **options})
 
 
@@ -210,7 +212,7 @@ def test_what_all_hold_is_averaged_and_what_rests_is_kept() -> None:
 
     results = isles.run_virtual(worker, 4, links=LINKS)
     trained = torch.zeros(16, 16, dtype=torch.bool)
-    for (rows, columns), _, mean, changed in results:
+    for (rows, columns), _, mean, _ in results:
         torch.testing.assert_close(mean, torch.stack([own for _, own, _, _ in results]).mean(0))
         trained[rows[:, None], columns] = True
     assert int(trained.sum()) == 4 * 4 * 4 and all(torch.equal(changed, trained) for *_, changed in results)
@@ -224,6 +226,7 @@ def test_moments_travel_with_their_units() -> None:
     def worker(world: Mesh, state: str) -> Any:
         model = mlp()
         optimizer = of(world, model, sync_every=3, optimizer_state=state)
+        seen: list[Any] = []
         for step in range(3):
             if step == 2:
                 held = optimizer.division.held("0.hidden", world.rank, 0)
@@ -231,7 +234,6 @@ def test_moments_travel_with_their_units() -> None:
                 optimizer.inner.register_step_post_hook(
                     lambda *_: seen.append({k: v.clone() for k, v in optimizer.state[model[0].bias].items()})
                 )
-            seen: list[Any] = []
             learn(optimizer, 10 * step + world.rank)
         after = optimizer.state[model[0].bias] if state == "travel" else dict(optimizer.state)
         return held, seen[0], optimizer.division.held("0.hidden", world.rank, 1), after
