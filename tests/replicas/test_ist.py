@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import isles
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape, flops_per_token
-from isles.models.subnet import reads
+from isles.models.subnet import Axes, Axis, put, reads, take
+from isles.network.ist_theory import homogeneous, stationary_mean
 from isles.replicas.ist_partition import SAMPLERS, partition, sizes
 from tests.replicas.workers import LINKS, Net, adamw, bits, counted, loss_of, sgd, train_step, weights, wrap
 
@@ -263,7 +265,7 @@ def test_the_full_model_reads_a_mean_of_subnets(scale: str) -> None:
         live = {name: p.detach().clone() for name, p in model.named_parameters()}
         for name, axes in optimizer.division.axes.items():
             units = optimizer.division.held_units(name, world.rank, 1)
-            part = isles.models.subnet.take(judged[name], axes, units)
+            part = take(judged[name], axes, units)
             factor = 4 if scale == "keep_fraction" and reads(axes) else 1
             assert torch.equal(part * factor, live[name])  # a power of two: to the bit
         one = optimizer.consolidate()
@@ -350,6 +352,79 @@ def test_coverage() -> None:
                     met[rows[:, None], columns] = True
             shares.append(met.float().mean())
         assert float(torch.stack(shares).mean()) == pytest.approx(1 - (1 - 1 / n) ** rounds, abs=0.01)
+
+
+# Quadratics: what dividing does to where training settles, by the library's own taking apart and putting together.
+
+
+class Point(nn.Module):
+    """x (d,), each coordinate a unit that is read."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+    def split_axes(self) -> dict[str, Axes]:
+        return {"x": (Axis(layer="point.coordinates", units=len(self.x), reads=True),)}
+
+
+def quadratics(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A curvature (d, d) and a slope (d,)."""
+    draw = torch.Generator().manual_seed(seed)
+    root = torch.randn(size, size, dtype=torch.float64, generator=draw) / size**0.5
+    return root @ root.T / 2 + torch.eye(size), torch.randn(size, dtype=torch.float64, generator=draw)
+
+
+def test_one_coordinate_each_settles_where_curvature_is_diagonal() -> None:
+    """n = d: x goes to b / diag(L), whatever is drawn; and the scaled sketch of the theory, n times the mean of the
+    pieces, to b / diag(L) / n, which is what `eval_scale` makes of it.
+    """
+    curvature, slope = quadratics(4)
+
+    def worker(world: Mesh) -> tuple[Tensor, Tensor]:
+        model = Point(4)
+        optimizer = of(world, model, lambda m: sgd(m, 0.5), sync_every=1)
+        for _ in range(80):
+            mine = optimizer.division.held("point.coordinates", world.rank, optimizer.round)
+            loss = model.x @ curvature[mine[:, None], mine] @ model.x / 2 - slope[mine] @ model.x
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mine = optimizer.division.held("point.coordinates", world.rank, optimizer.round)
+        assert torch.allclose(model.x, slope[mine] / curvature.diag()[mine], rtol=0, atol=1e-12)
+        return optimizer.consolidate().x
+
+    for found in isles.run_virtual(worker, 4, links=LINKS):
+        torch.testing.assert_close(found.detach(), slope / curvature.diag() / 4, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "workers"), [(4, 2), (6, 2), (6, 3)])
+def test_the_mean_settles_where_the_theory_says(size: int, workers: int) -> None:
+    """One step of every subnet on its own block, taken apart and put together again by the library, averaged over all
+    divisions: its fixed point is the closed form, to 1e-10.
+    """
+    curvature, slope = quadratics(size)
+    axes = Point(size).split_axes()["x"]
+    even = dict.fromkeys(range(workers), size // workers)
+    divisions = [owners for owners in product(range(workers), repeat=size) if Counter(owners) == even]
+
+    def mean_step(x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for owners in divisions:
+            merged = torch.full_like(x, torch.nan)
+            for worker in range(workers):
+                units = (torch.tensor(owners) == worker).nonzero()[:, 0]
+                part = take(x, axes, (units,))
+                part = part - 0.1 * (curvature[units[:, None], units] @ part - slope[units])
+                put(merged, axes, (units,), part)
+            total += merged
+        return total / len(divisions)
+
+    offset = mean_step(torch.zeros(size, dtype=torch.float64))
+    matrix = torch.stack([mean_step(unit) - offset for unit in torch.eye(size, dtype=torch.float64)], dim=1)
+    settled = torch.linalg.solve(torch.eye(size, dtype=torch.float64) - matrix, offset)
+    expected = stationary_mean(homogeneous(curvature.numpy(), slope.numpy(), workers), "masks")
+    torch.testing.assert_close(settled, torch.from_numpy(expected), rtol=0, atol=1e-10)
 
 
 # Company, mistakes.

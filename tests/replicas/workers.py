@@ -60,8 +60,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparseloco": ("sparseloco", {"sync_every": 3}),
     "dilocox": ("dilocox", {"sync_every": 3, "rank": 1, "start_compress": 1, "window": 0}),
     "ist": ("ist", {"sync_every": 3}),
-    "ist, central": ("ist", {"sync_every": 3, "server": "central", "sampler": "stratified"}),
-    "ist, reset": ("ist", {"sync_every": 3, "optimizer_state": "reset", "sampler": "rolling", "eval_scale": "none"}),
+    "ist, central": (
+        "ist",
+        {"sync_every": 3, "server": "central", "sampler": "stratified", "optimizer_state": "reset"},
+    ),
     "custom, low rank": (
         "custom",
         {"sync_every": 3, "outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
