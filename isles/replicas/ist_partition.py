@@ -97,8 +97,8 @@ class Division:
         for layer, units in self.layers.items():
             if units < self.workers:
                 raise ValueError(
-                    f"{layer}: {units} units for {self.workers} workers: leave {layer.rpartition('.')[2]!r} out of "
-                    f"split, choose a wider model, or world.workers <= {units}"
+                    f"split: {layer} has {units} units for {self.workers} workers: leave {layer.rpartition('.')[2]!r} "
+                    f"out, choose a wider model, or at most {units} workers"
                 )
 
     def held(self, layer: str, worker: int, round: int) -> Tensor:

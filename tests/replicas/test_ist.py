@@ -459,7 +459,7 @@ def test_a_round_that_fails_leaves_what_is_kept() -> None:
         (Net, {"sync_every": 0}, "sync_every = 0: choose 1 or more"),
         (Net, {"split": "heads"}, "this model has no 'heads' to divide; its units: hidden"),
         (lambda: Decoder(SHAPE), {"split": "block"}, "no 'block' to divide; its units: heads, ffn"),
-        (lambda: Decoder(SHAPE), {}, "blocks.0.heads: 4 units for 5 workers: leave 'heads' out of split"),
+        (lambda: Decoder(SHAPE), {}, "split: blocks.0.heads has 4 units for 5 workers: leave 'heads' out"),
         (lambda: nn.Linear(2, 2), {}, "not known how to divide a Linear"),
     ],
 )
