@@ -48,6 +48,7 @@ _NAMES = {
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
     "DeMo": "isles.replicas.demo",
+    "IST": "isles.replicas.ist",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
     from isles.replicas.fsdp import FSDP
+    from isles.replicas.ist import IST
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync

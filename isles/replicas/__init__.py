@@ -32,6 +32,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "sparseloco": ("isles.replicas.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
     "dilocox": ("isles.replicas.dilocox:DiLoCoX", "low-rank 4-bit DiLoCo whose means arrive a round late"),
     "demo": ("isles.replicas.demo:DeMo", "the largest coefficients of every worker's momentum, every step"),
+    "ist": ("isles.replicas.ist:IST", "a narrow part of the model each, divided anew every H steps"),
     "custom": ("isles.replicas.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
 }
 

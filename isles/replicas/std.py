@@ -19,6 +19,8 @@ def replica_std(shares: Sequence[Tensor], group: Group, island: Group | None) ->
     mean over the group on the channel "eval"; nothing is changed.
     """
     flat = FlatParameters(shares)
+    if not flat.numel and island is None:
+        return 0.0
     own = flat.read(flat.new())
     average = own.clone()
     group.mean(average, codec("none"), channel="eval")

@@ -101,6 +101,7 @@ class _Common:
 
 def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -> _Common:
     first = checkpoints.read_shard(step, 0)
+    method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
     structure, tensors = split_state(_large(first))
     same = dict.fromkeys(tensors, True)
     sums: dict[str, Tensor] = {}

@@ -15,6 +15,7 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.noloco import NoLoCoConfig
 from tests.replicas.workers import (
+    DIVIDED,
     LINKS,
     RUNS,
     Net,
@@ -394,6 +395,9 @@ def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers
         return first[0], one
 
     results = isles.run_virtual(worker, workers, links=LINKS)
+    if name in DIVIDED:  # no means: see test_ist.py for what the one model is
+        assert len({bits(one) for _, one in results}) == 1
+        return
     mean = torch.stack([finished.double() for finished, _ in results]).mean(0)
     for finished, one in results:
         assert torch.equal(one, results[0][1])
@@ -479,7 +483,7 @@ def test_evaluation_weights_are_the_anchor_and_are_given_back(name: str) -> None
     assert run(worker, 3, True) == run(worker, 3, False)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in DIVIDED])
 def test_spread_of_the_replicas(name: str) -> None:
     """replica_std = sqrt(sum (p - mean p)^2 / (N P)) over live weights, the same on all workers, weights untouched."""
 

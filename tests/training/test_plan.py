@@ -180,6 +180,19 @@ def test_flops_of_another_model_are_counted_as_ours() -> None:
     assert counted_flops(config, sketch(config), 128) == flops_per_token(SIZES["0.13M"])
 
 
+def test_a_worker_of_ist_is_planned_narrow(text: Path) -> None:
+    """Weights, gradients, Adam's state and FLOPs are those of its part; parameters and data parallel's bytes are those
+    of the model.
+    """
+    alone, four = (plan(of_case(text, "ist", workers=workers, steps=6)) for workers in (1, 4))
+    d, ffn, context, vocab = 16, 24, 16, 256
+    products, mlp = 4 * d * d, 3 * d * ffn
+    assert four.flops == 3 * (2 * (products + mlp // 4 + vocab * d) + 4 * d * context)
+    assert alone.parameters == four.parameters and alone.flops == flops_per_token(tiny(text).model.shape())
+    assert alone.gradients - four.gradients == 4 * (mlp - mlp // 4) == alone.weights - four.weights
+    assert alone.inner - four.inner == 2 * (alone.gradients - four.gradients)
+
+
 def decoder() -> Decoder:
     return Decoder(SIZES["0.13M"])
 
