@@ -31,6 +31,8 @@ _NAMES = {
     "OuterSync": "isles.replicas.outer",
     "NoSync": "isles.replicas.none",
     "DDP": "isles.replicas.ddp",
+    "FSDP": "isles.replicas.fsdp",
+    "shard": "isles.replicas.sharded",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
     "StreamingDiLoCo": "isles.replicas.streaming",
@@ -45,6 +47,7 @@ _NAMES = {
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
     "IST": "isles.replicas.ist",
+    "DeMo": "isles.replicas.demo",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -65,16 +68,19 @@ if TYPE_CHECKING:
     from isles.replicas.custom import Custom
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
+    from isles.replicas.demo import DeMo
     from isles.replicas.diloco import DiLoCo
     from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
+    from isles.replicas.fsdp import FSDP
     from isles.replicas.ist import IST
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync
     from isles.replicas.outer import OuterSync
     from isles.replicas.postlocal import PostLocalSGD
+    from isles.replicas.sharded import shard
     from isles.replicas.slowmo import SlowMo
     from isles.replicas.sparseloco import SparseLoCo
     from isles.replicas.sparta import SPARTA

@@ -64,6 +64,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "ist",
         {"sync_every": 3, "server": "central", "sampler": "stratified", "optimizer_state": "reset"},
     ),
+    "demo": ("demo", {"check_every": 3}),
+    "demo, bits": (
+        "demo",
+        {"compression_topk": 2, "compression_chunk": 4, "value_dtype": "sign", "transform": "random", "base": "muon"},
+    ),
     "custom, low rank": (
         "custom",
         {"sync_every": 3, "outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
@@ -121,16 +126,23 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+def usual_inner(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """AdamW, or SGD for a method that wants it, with the same weight decay."""
+    if isles.method((RUNS | REAL_ONLY).get(name, (name, {}))[0]).usual_inner == "adamw":
+        return adamw
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.02, weight_decay=0.01)
+
+
 def wrap(
     world: Mesh,
     name: str,
     model: nn.Module,
-    inner: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> isles.ReplicaSync:
     """The method of `RUNS[name]`, or of that name, around a fresh inner optimizer."""
     method, defaults = (RUNS | REAL_ONLY).get(name, (name, {}))
-    return isles.method(method)(model, inner(model), world.outer, **{**defaults, **options})
+    return isles.method(method)(model, (inner or usual_inner(name))(model), world.outer, **{**defaults, **options})
 
 
 def train_step(optimizer: isles.ReplicaSync, worker: int, step: int, rows: int = 4) -> float:
