@@ -94,10 +94,9 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        compared = (
-            world.outer.size > 1 and world.inner.rank == 0 and self.optimizer.copies and bool(self.optimizer.shares)
-        )
-        self.sample = Sample(self.optimizer.shares) if compared else None
+        compared = self.optimizer.shares if self.optimizer.copies else []
+        alone = world.outer.size == 1 or world.inner.rank > 0
+        self.sample = Sample(compared) if compared and not alone else None
         self.timeline = Timeline(world.rank)
 
     @property
