@@ -31,7 +31,7 @@ class Subnet:
         return sum(torch.Size(shapes[name]).numel() * p.itemsize for name, p in self.parameters.items())
 
     @property
-    def undivided(self) -> list[nn.Parameter]:
+    def undivided(self) -> list[Tensor]:
         """The trained parameters that all workers hold."""
         apart = set(map(id, self.parameters.values()))
         return [p for p in self.model.parameters() if p.requires_grad and id(p) not in apart]

@@ -121,9 +121,9 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         warnings.simplefilter("always")
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
-        flops = counted_flops(config.model, model, context)
         seats = [_seat(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
         optimizer, notices = seats[0]
+        flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]

@@ -112,7 +112,7 @@ def test_an_unknown_size_names_the_closest() -> None:
 @pytest.mark.parametrize("size", ["0.5M", "10M", "35M"])
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
 def test_a_smaller_decoder_of_so_many_parameters(size: str, share: float) -> None:
-    """Within half a step of ffn of the wanted count, heads as wide as before; the shape itself where nothing is less."""
+    """Within half a step of ffn of the wanted count, heads as wide as before; the shape itself for its own count."""
     shape = SIZES[size]
     small = like_size(shape, round(share * parameters(shape)))
     step = 3 * small.d_model * small.layers

@@ -73,6 +73,8 @@ def test_every_method_trains_both_with_the_same_bits_on_both_backends(
     """Dropout included: its draws follow the seed and the worker."""
     fitting = [name for name in ON_VIRTUAL if name not in DIVIDED]  # a bigram model has no units
     cases = {"gpt2-noloco": (gpt2, "noloco"), **{f"factory-{name}": (FACTORY, name) for name in fitting}}
+    wide = ["model.factory=tests.training.own_models:wide", "model.context=16", "replicas.split=hidden"]
+    cases["divided-ist"] = (wide, "ist")
     configs = [tiny(text, model, "run.log_every=1", method=name) for model, name in cases.values()]
     seen = {}
     for backend in ("virtual", "distributed"):
