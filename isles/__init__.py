@@ -31,6 +31,8 @@ _NAMES = {
     "OuterSync": "isles.replicas.outer",
     "NoSync": "isles.replicas.none",
     "DDP": "isles.replicas.ddp",
+    "FSDP": "isles.replicas.fsdp",
+    "shard": "isles.replicas.sharded",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
     "StreamingDiLoCo": "isles.replicas.streaming",
@@ -70,11 +72,13 @@ if TYPE_CHECKING:
     from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
+    from isles.replicas.fsdp import FSDP
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync
     from isles.replicas.outer import OuterSync
     from isles.replicas.postlocal import PostLocalSGD
+    from isles.replicas.sharded import shard
     from isles.replicas.slowmo import SlowMo
     from isles.replicas.sparseloco import SparseLoCo
     from isles.replicas.sparta import SPARTA

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 METHODS: dict[str, tuple[str, str]] = {
     "none": ("isles.replicas.none:NoSync", "every worker trains alone"),
     "ddp": ("isles.replicas.ddp:DDP", "average gradients every step"),
+    "fsdp": ("isles.replicas.fsdp:FSDP", "the same, every worker holding a share of weights and inner state"),
     "localsgd": ("isles.replicas.localsgd:LocalSGD", "average parameters every H steps"),
     "diloco": ("isles.replicas.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
     "streaming-diloco": ("isles.replicas.streaming:StreamingDiLoCo", "DiLoCo by fragments, landing some steps later"),

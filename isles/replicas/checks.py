@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 
@@ -85,3 +87,15 @@ def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
         f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
         f"steps; {even} would be one"
     ]
+
+
+def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:
+    """ValueError unless `state` was saved by `method` with these settings around parameters of these shapes."""
+    if state["method"] != method:
+        raise ValueError(f"the state is of {state['method']}, this is {method}: use the method it was saved with")
+    for field in fields(config):
+        here, saved = getattr(config, field.name), state["config"].get(field.name)
+        if here != saved:
+            raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
+    if state["shapes"] != shapes:
+        raise ValueError("the state is of a model with other parameter shapes: load it into its own model")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from isles.comm.codecs import codec
 from isles.comm.mean import sent_bytes
-from isles.comm.sketched import sketched_group
+from isles.comm.sketched import sketched_mesh
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
@@ -117,12 +118,13 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sketch(config.model)
-        group = sketched_group(world.workers, native=world.backend == "distributed")
-        optimizer, notices = wrapped(config, model, group)
         flops = counted_flops(config.model, model, context)
+        seats = [_seat(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
+        optimizer, notices = seats[0]
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
-    outline = optimizer.outline(run.steps)
+    outlines = [seat.outline(run.steps) for seat, _ in seats]
+    outline = outlines[0]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if world.backend == "virtual":
         seconds: float | None = world.step_seconds
@@ -143,17 +145,30 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         flops=flops,
         device=choose_device(config.model).type if config.model.device == "auto" else config.model.device,
         tokens_per_step=world.workers * sequences * context,
-        weights=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *model.buffers())),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, chosen(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),
         outline=outline,
-        bytes_sent=tuple(map(sum, zip(outline.opening, outline.sent, strict=True))),
+        bytes_sent=_by_worker(outlines),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         transfers=_transfers(config, outline, seconds),
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
+
+
+def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer of the worker at `place` of the first island, and what its user should know."""
+    world = config.world
+    mesh = sketched_mesh(world.workers, inner=world.inner, rank=place, native=world.backend == "distributed")
+    return wrapped(config, model, mesh.outer, mesh.inner)
+
+
+def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:
+    """Bytes that each worker sends in the run, by rank. outlines: of the places in an island."""
+    columns = [map(sum, zip(outline.opening, outline.sent, strict=True)) for outline in outlines]
+    return tuple(nbytes for island in zip(*columns, strict=True) for nbytes in island)
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:

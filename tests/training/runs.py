@@ -44,7 +44,8 @@ class Slow(isles.NoLoCo):
         super().after_inner_step()
 """
 POISONED = "tests.training.runs:Poisoned"
-EVERY_3 = set(METHODS) - {"none", "ddp", "demo"}  # the methods with sync_every
+ON_VIRTUAL = [name for name in METHODS if name != "fsdp"]  # which torch shards between processes
+EVERY_3 = set(METHODS) - {"none", "ddp", "fsdp", "demo"}  # the methods with sync_every
 COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
 APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
 OWN_SETTINGS = {

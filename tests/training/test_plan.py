@@ -17,7 +17,6 @@ from isles.comm.mean import working_bytes
 from isles.comm.mesh import Mesh
 from isles.comm.simulated import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
-from isles.replicas import METHODS
 from isles.replicas.sync import ReplicaSync
 from isles.training.border import read_config
 from isles.training.config import Config
@@ -25,7 +24,7 @@ from isles.training.plan import Plan, counted_flops, plan
 from isles.training.trainer import Trainer, train_worker
 from tests.cli.command import Command
 from tests.training.own_models import Bigram
-from tests.training.runs import TINY, run, tiny, write_text
+from tests.training.runs import ON_VIRTUAL, TINY, run, tiny, write_text
 
 MORE = {
     "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.001", "replicas.codec=int8"]),
@@ -34,7 +33,7 @@ MORE = {
     "noloco-late-anchors": ("noloco", ["replicas.prefetch_phi=false", "replicas.anchor_codec=int8"]),
     "own-model": ("noloco", ["model.factory=tests.training.own_models:build"]),
 }
-CASES = {**{name: (name, []) for name in METHODS}, **MORE}
+CASES = {**{name: (name, []) for name in ON_VIRTUAL}, **MORE}
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from isles.data import Loader, load_corpus
-from isles.replicas import METHODS
 from isles.training.border import read_config
 from isles.training.checkpoint import Checkpoints, State
 from isles.training.launch import launch
 from isles.training.regroup import prepare
 from tests.cli.command import isles
-from tests.training.runs import BATCH, COMPOSED, CONTEXT, TINY, Told, metrics, run, tiny, write_text
+from tests.training.runs import BATCH, COMPOSED, CONTEXT, ON_VIRTUAL, TINY, Told, metrics, run, tiny, write_text
 
 STEPS, AT = 30, 20  # AT stands in the middle of a round of 3
 CHANGES = [(2, 3), (4, 1), (3, 2)]
@@ -63,7 +62,7 @@ def mean_loss(lines: list[dict[str, Any]], first: int, last: int) -> float:
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in COMPOSED])
+@pytest.mark.parametrize("name", [name for name in ON_VIRTUAL if name not in COMPOSED])
 def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) -> None:
     """The loss goes on from where it was, tokens and bytes are conserved, config.toml and the notes say so."""
     path = stopped(name, before)
