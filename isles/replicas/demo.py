@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from isles.comm.collectives import all_gather
 from isles.comm.errors import Diverged, WorkerFailed
@@ -75,7 +74,7 @@ class DeMo(ReplicaSync):
                 "the model is a DistributedDataParallel, which averages the gradients that DeMo wants apart: give it "
                 "the model itself, model.module"
             )
-        if any(isinstance(parameter, DTensor) for parameter in self.parameters):
+        if any(hasattr(parameter, "to_local") for parameter in self.parameters):
             raise ValueError("the model is sharded: DeMo wants whole parameters on every worker")
         devices = {parameter.device for parameter in self.parameters}
         if len(devices) > 1:
