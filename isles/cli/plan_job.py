@@ -98,7 +98,7 @@ def config_of(job: Job, plan: Plan, network: str) -> str:
         "# Add [model], [data], [inner] and [run] of your own: isles config shows all settings.",
         "[replicas]",
         f'method = "{plan.way.method}"',
-        *([f"sync_every = {plan.every}"] if plan.way.kind else []),
+        *([f"sync_every = {plan.every}"] if plan.way.rounds else []),
         *(f"{key} = {_toml(value)}" for key, value in settings),
         "",
         "[world]",

@@ -1,12 +1,17 @@
-"""How large a model travels: bits of each codec's wire format with its scales, and of DiLoCoX's low-rank factors.
+"""How large a model travels: bits of each codec's wire format with its scales, of DiLoCoX's low-rank factors, and of
+DeMo's coefficients.
 
 Low rank, r: an eighth of the width most matrices have, at least 1. A matrix (m, n) with 2 r (m + n) < m n travels as
 two factors of at most r columns, m and n long, one exchange after the other, in int4; everything else beside the first
 in int8.
+
+Momentum: 32 coefficients of each block of a matrix, at most 64 x 64, bfloat16 with places of 12 bits; half of a
+vector's entries with places of 8.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -40,17 +45,19 @@ FORMS = {
     "topk:64+int2": Form(phases=(_SPARSE,), back=32 / _SPARSE),
     "randk:0.005": Form(phases=(round(0.005 * 4096) / 4096 * 32,)),
 }
-LOW_RANK = "low rank, int4"
+LOW_RANK, MOMENTUM = "low rank, int4", "momentum, bf16"
+_EDGE, _KEPT = 64, 32
 
 
 def form_of(codec: str, job: Job) -> Form:
-    """Of a name in `FORMS`, or of `LOW_RANK`."""
-    return FORMS[codec] if codec != LOW_RANK else low_rank(job)
+    """Of a name in `FORMS`, or of `LOW_RANK` or `MOMENTUM`."""
+    made = {LOW_RANK: low_rank, MOMENTUM: momentum}
+    return made[codec](job) if codec in made else FORMS[codec]
 
 
 def low_rank(job: Job) -> Form:
     """See the module."""
-    matrices = usual_matrices(job.parameters, job.layers) if job.matrices is None else job.matrices
+    matrices = _matrices(job)
     rank = _rank(matrices)
     first = second = 0.0
     dense = job.parameters
@@ -65,6 +72,19 @@ def low_rank(job: Job) -> Form:
         _INT4 * second * per_parameter,
     )
     return Form(phases=phases if second else phases[:1], kept=4 * second * per_parameter)
+
+
+def momentum(job: Job) -> Form:
+    """See the module. Everyone's goes to everyone: there is no mean that could come back in one piece."""
+    matrices = _matrices(job)
+    blocks = sum(count * math.ceil(rows / _EDGE) * math.ceil(columns / _EDGE) for rows, columns, count in matrices)
+    vectors = max(job.parameters - sum(rows * columns * count for rows, columns, count in matrices), 0.0)
+    bits = blocks * _KEPT * (16 + 12) + vectors * _KEPT / _EDGE * (16 + 8)
+    return Form(phases=(bits / job.parameters,), back=math.inf)
+
+
+def _matrices(job: Job) -> Matrices:
+    return usual_matrices(job.parameters, job.layers) if job.matrices is None else job.matrices
 
 
 def _rank(matrices: Matrices) -> int:

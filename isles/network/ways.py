@@ -8,7 +8,7 @@ from functools import partial
 
 from isles.network import waits
 from isles.network.costs import Lines, library_mean
-from isles.network.forms import LOW_RANK, Form
+from isles.network.forms import LOW_RANK, MOMENTUM, Form
 from isles.network.job import Job
 
 
@@ -17,7 +17,8 @@ class Way:
     """A method with its settings ("key = value, ..."). codec: in what form it sends, see `forms.form_of`. kind: 0
     gradients every step, 1 answers of the same round, 2 a round late or of some entries. vectors: float32 copies of the
     model that it keeps. waits: seconds a round, see `isles.network.waits`. payloads: whole models, in its form, that a
-    worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from `least` on.
+    worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from `least` on. rounds:
+    whether it has a `sync_every` to set.
     """
 
     method: str
@@ -30,6 +31,7 @@ class Way:
     why: str
     every: int | None = None
     least: int = 1
+    rounds: bool = True
 
 
 def _mean_payloads(workers: int, form: Form) -> float:
@@ -55,6 +57,7 @@ _ddp = partial(
     waits=waits.for_buckets,
     why="every worker takes the same step: best loss a step",
     every=1,
+    rounds=False,
 )
 _diloco = partial(
     _mean,
@@ -99,5 +102,6 @@ WAYS: tuple[Way, ...] = (
     _late(method="dilocox", codec="int4", settings="codec = int4, rank = 0"),
     _late(method="dilocox", codec=LOW_RANK, settings="window = 0"),
     _part(method="sparta", codec="randk:0.005", settings="fraction = 0.005", every=1),
+    _part(method="demo", codec=MOMENTUM, vectors=0, every=1, rounds=False),  # its two stand for AdamW's
 )
 """In the order in which those of equal rank are shown."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
 from isles.errors import unknown_name
-from isles.replicas.legal import DEMO_OUTER
 
 _MANY_LR = 0.2  # of eager methods, for more than two workers
 
@@ -88,22 +87,6 @@ def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
         f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
         f"steps; {even} would be one"
     ]
-
-
-def refuse_nested(outer: Any, inner: Any) -> None:
-    """ValueError for a method around one at optimizer level."""
-    if inner.level == "optimizer":
-        when, because = DEMO_OUTER
-        raise ValueError(f"{type(outer).__name__} around {type(inner).__name__} ({when}): {because}")
-
-
-def refuse_scaler(optimizer: Any) -> None:
-    """ValueError for a gradient scaler at optimizer level."""
-    if optimizer.level == "optimizer":
-        raise ValueError(
-            f"{type(optimizer).__name__} takes no gradient scaler: a worker whose gradient overflows would leave out a "
-            "step that all others take; train in bfloat16 or float32, which need none"
-        )
 
 
 def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:

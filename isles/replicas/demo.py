@@ -24,7 +24,7 @@ momenta: what would have been sent on average is kept (Psyche sets them to zero)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class DeMo(ReplicaSync):
                 "the model is a DistributedDataParallel, which averages the gradients that DeMo wants apart: give it "
                 "the model itself, model.module"
             )
+        if any(hasattr(parameter, "to_local") for parameter in self.parameters):
+            raise ValueError("the model is sharded: DeMo wants whole parameters on every worker")
         devices = {parameter.device for parameter in self.parameters}
         if len(devices) > 1:
             raise ValueError(f"the model lies on {len(devices)} devices: DeMo wants it on one")
@@ -100,6 +102,15 @@ class DeMo(ReplicaSync):
     def data_receive(self) -> int:
         """Bytes that came for it in its last step."""
         return self.data_transmit
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+        """See ReplicaSync.step. ValueError for a gradient scaler."""
+        if scaler is not None:
+            raise ValueError(
+                "DeMo takes no gradient scaler: a worker whose gradient overflows would leave out a step that all "
+                "others take; train in bfloat16 or float32, which need none"
+            )
+        return super().step(closure)
 
     @torch.no_grad()
     def before_inner_step(self) -> None:

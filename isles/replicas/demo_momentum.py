@@ -32,7 +32,8 @@ class Momentum:
         self.transform: Transform = fixed(config.transform, self.edges, device)
         self.vector = torch.zeros(self.blocks.entries, device=device)
         self.update: Tensor | None = None
-        self._views = [self.blocks.views(self.vector, index) for index in range(len(shapes))]
+        self._inside = [self.blocks.views(self.vector, index) for index in range(len(shapes))]
+        self._decoded: list[Tensor] = []  # the same views of `update`, in one list
 
     @property
     def bases_bytes(self) -> int:
@@ -47,7 +48,7 @@ class Momentum:
 
     def add(self, gradients: Sequence[tuple[int, Tensor]], factor: float) -> None:
         """Gradients by the number of their tensor, times `factor`."""
-        inside = [view for index, _ in gradients for view in self._views[index]]
+        inside = [view for index, _ in gradients for view in self._inside[index]]
         if inside:
             cut = [part for index, gradient in gradients for part in self.blocks.cut(gradient, index)]
             torch._foreach_add_(inside, cut, alpha=factor)
@@ -85,6 +86,8 @@ class Momentum:
         """U (entries,), or its sign, from what the workers sent, added up in their order."""
         if self.update is None:
             self.update = torch.empty_like(self.vector)
+            tensors = range(len(self._inside))
+            self._decoded = [view for index in tensors for view in self.blocks.views(self.update, index)]
         moved = [(sent.values.to(self.device), sent.places.to(self.device)) for sent in everyone]
         for piece in self.blocks.pieces(self.device):
             group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
@@ -116,7 +119,5 @@ class Momentum:
 
     def write(self, gradients: Sequence[Tensor]) -> None:
         """Copy U into tensors of all the shapes."""
-        assert self.update is not None
-        inside = [view for index in range(len(gradients)) for view in self.blocks.views(self.update, index)]
         cut = [part for index, gradient in enumerate(gradients) for part in self.blocks.cut(gradient, index)]
-        torch._foreach_copy_(cut, inside)
+        torch._foreach_copy_(cut, self._decoded)

@@ -168,15 +168,11 @@ TABLE: tuple[Row, ...] = (
     ),
 )
 
-DEMO_OUTER = (
-    "demo x any outer rule",
-    "demo's workers take the same step, so weights are equal and an outer rule finds nothing; choose one of the two",
-)
 BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
     ("refused", "sync_every > run.steps", "no exchange would fall into the run"),
     ("refused", "anchor_codec below int8", "anchors rounded so coarsely drift by a tenth of the weights' size"),
     ("refused", "overlap_steps >= sync_every", "a fragment would be sent again before its answer landed"),
-    ("refused", *DEMO_OUTER),
+    ("refused", "demo with any outer rule", "its workers take the same step: an outer rule would find nothing to do"),
     (
         "refused",
         "ist with fragments, a codec or an outer rule",

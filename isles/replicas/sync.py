@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,23 +27,14 @@ from torch.optim import Optimizer
 from isles.comm.codecs import codec
 from isles.comm.group import Group
 from isles.errors import unknown_name
-from isles.replicas.checks import refuse_nested, refuse_other_run, refuse_scaler
+from isles.replicas.checks import refuse_other_run
 from isles.replicas.flat import FlatParameters
 from isles.replicas.island import Alone, Copies, Island
+from isles.replicas.method_config import MethodConfig
 from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
 from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
 from isles.replicas.std import replica_std
 from isles.replicas.wrapping import Wrapping
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodConfig:
-    """What every method takes; a method's own config adds its hyper-parameters."""
-
-    @property
-    def survives(self) -> bool:
-        """True if the workers that are left go on to the end of the run when others fail."""
-        return False
 
 
 class ReplicaSync(Wrapping):
@@ -124,7 +115,6 @@ class ReplicaSync(Wrapping):
         return Copies(self.parameters, self.group)
 
     def _island_of(self, inside: ReplicaSync) -> Island:
-        refuse_nested(self, inside)
         if not self.spans_islands:
             raise ValueError(
                 f"{type(self).__name__} takes an optimizer of one worker: across islands use an outer method, such as "
@@ -145,8 +135,6 @@ class ReplicaSync(Wrapping):
         closure: re-evaluates the model and returns the loss, as in torch.optim. scaler: a torch.amp.GradScaler whose
         scaled loss was back-propagated; it is unscaled before clipping, and updated.
         """
-        if scaler is not None:
-            refuse_scaler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

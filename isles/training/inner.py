@@ -76,12 +76,12 @@ def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw
     ]
     groups = [group for group in groups if group["params"]]
     fused = not any(parameter.is_meta for parameter in trained)  # a model without numbers has no kernels
-    if chosen(config, usual) == "sgd":
+    if inner_kind(config, usual) == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, fused=fused)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
 
 
-def chosen(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Literal["adamw", "sgd"]:
+def inner_kind(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Literal["adamw", "sgd"]:
     """Which optimizer it is; usual: see `inner_optimizer`."""
     return usual if config.optimizer == "auto" else config.optimizer
 
@@ -98,7 +98,7 @@ def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]
 def inner_notices(config: InnerConfig, usual: Literal["adamw", "sgd"], steps: int) -> list[str]:
     """What a user should know about the inner optimizer of a run of `steps`, and about its schedule."""
     notices = []
-    if chosen(config, usual) == "sgd" and config.betas != InnerConfig.betas:
+    if inner_kind(config, usual) == "sgd" and config.betas != InnerConfig.betas:
         notices.append(f"inner.betas = {list(config.betas)} are AdamW's, and the inner optimizer is SGD: not used")
     if config.warmup_steps <= steps:
         return notices

@@ -32,7 +32,7 @@ from isles.replicas import method
 from isles.replicas.planned import Held, Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
-from isles.training.inner import chosen, inner_bytes, inner_optimizer
+from isles.training.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.saved import start_file
 from isles.training.trainer import check_vocabulary
 from isles.training.wrapped import wrapped
@@ -151,7 +151,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         tokens_per_step=world.workers * sequences * context,
         weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *model.buffers())),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
-        inner=inner_bytes(optimizer.parameters, chosen(config.inner, optimizer.usual_inner)),
+        inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),
         outline=outline,
         bytes_sent=_by_worker(outlines),

@@ -24,7 +24,7 @@ def wrapped(
     try:
         if kind.level == "optimizer" and config.model.autocast == "fp16":
             raise ValueError(
-                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} has no use for: "bf16"'
+                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} does not take: choose "bf16"'
             )
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
