@@ -7,10 +7,11 @@ for.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isles.report import experts
+from isles.report.axes import Axis
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
 from isles.report.page import panels, subtitle, title
@@ -44,17 +45,12 @@ def experts_picture(results: dict[str, Any]) -> bytes:
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:
     """A PNG: the table if there is one, then the panels, two in a row; timelines have rows of their own."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     wide = [panel for panel in shown if isinstance(panel.picture, Lanes)]
     narrow = [panel for panel in shown if not isinstance(panel.picture, Lanes)]
     heights = [_table_height(table)] if table else []
     heights += [_ROW] * ((len(narrow) + 1) // 2) + [_lanes_height(panel) for panel in wide]
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SIZES}):
-        figure = Figure(figsize=(_WIDTH, sum(heights) + 1.0), dpi=_DPI, facecolor=LIGHT["back"], layout="constrained")
-        FigureCanvasAgg(figure)
+
+    def draw(figure: Any) -> None:
         figure.suptitle(f"{heading}\n{below}", fontsize=12.0, color=LIGHT["text"])
         grid = figure.add_gridspec(max(len(heights), 1), 2, height_ratios=heights or [1.0])
         row = 0
@@ -67,18 +63,27 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
         row += (len(narrow) + 1) // 2
         for index, panel in enumerate(wide):
             _draw(figure.add_subplot(grid[row + index, :]), panel)
+
+    return drawn(_WIDTH, sum(heights) + 1.0, draw)
+
+
+def drawn(width: float, height: float, draw: Callable[[Any], None]) -> bytes:
+    """The PNG of a figure of `width` x `height` inches that `draw` fills. The same drawing gives the same bytes."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SIZES}):
+        figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=LIGHT["back"], layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
         out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": None})  # the same bytes from the same run
+        figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.heading, loc="left", color=LIGHT["text"], pad=6 + 16 * _legend_rows(panel))
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LIGHT["edge"])
-    axes.tick_params(colors=LIGHT["soft"], length=0, pad=6)
-    axes.xaxis.label.set_color(LIGHT["soft"])
+    bare(axes, panel.heading, above=16 * _legend_rows(panel))
     if isinstance(panel.picture, Chart):
         _chart(axes, panel.picture)
     elif isinstance(panel.picture, Bars):
@@ -88,24 +93,39 @@ def _draw(axes: Any, panel: Panel) -> None:
     _legend(axes, panel)
 
 
-def _chart(axes: Any, chart: Chart) -> None:
-    both = axes_of(chart)
-    if both is None:
-        return
-    for (place, axis, form), scale in zip(
-        ((axes.xaxis, both[0], chart.x_format), (axes.yaxis, both[1], chart.y_format)),
-        (axes.set_xscale, axes.set_yscale),
-        strict=True,
+def bare(axes: Any, heading: str, *, above: int = 0) -> None:
+    """The look of every plot: a heading to the left, a line below, no frame. above: points left for a legend between
+    heading and plot.
+    """
+    axes.set_title(heading, loc="left", color=LIGHT["text"], pad=6 + above)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LIGHT["edge"])
+    axes.tick_params(colors=LIGHT["soft"], length=0, pad=6)
+    axes.xaxis.label.set_color(LIGHT["soft"])
+
+
+def scaled(axes: Any, x: Axis, y: Axis, x_format: Callable[[float], str], y_format: Callable[[float], str]) -> None:
+    """Lay the two axes under a plot, with horizontal lines at the ticks of `y`."""
+    for place, axis, form, scale, limit in (
+        (axes.xaxis, x, x_format, axes.set_xscale, axes.set_xlim),
+        (axes.yaxis, y, y_format, axes.set_yscale, axes.set_ylim),
     ):
         if axis.log:
             scale("log")
         place.set_ticks(axis.ticks, [form(tick) for tick in axis.ticks])
         place.set_ticks([], minor=True)
-    axes.set_xlim(both[0].low, both[0].high)
-    axes.set_ylim(both[1].low, both[1].high)
-    axes.set_xlabel(chart.x_label)
+        limit(axis.low, axis.high)
     axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _chart(axes: Any, chart: Chart) -> None:
+    both = axes_of(chart)
+    if both is None:
+        return
+    scaled(axes, *both, chart.x_format, chart.y_format)
+    axes.set_xlabel(chart.x_label)
     for line in chart.lines:
         points = chart.usable(line.points)
         width, dashes = LINES[line.css]

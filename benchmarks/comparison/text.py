@@ -1,0 +1,54 @@
+"""Markdown: paragraphs, tables, numbers with their spread."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from benchmarks.comparison.figures import Figures, Spread, differences
+
+_WIDTH = 120
+
+
+def paragraph(*sentences: str) -> str:
+    """Sentences, broken into lines."""
+    return textwrap.fill(" ".join(sentences), _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def points(lines: Sequence[str]) -> str:
+    """A list of points."""
+    return "\n".join(textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in lines)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column is words."""
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def joined(*parts: str) -> str:
+    """Parts with an empty line between; empty ones are left out."""
+    return "\n\n".join(filter(None, parts))
+
+
+def loss(spread: Spread | None, *, sign: bool = False) -> str:
+    """Mean ± standard deviation; "-" where there is nothing."""
+    if spread is None:
+        return "-"
+    text = f"{spread.mean:+.4f}" if sign else f"{spread.mean:.4f}"
+    return text if spread.deviation is None else f"{text} ± {spread.deviation:.4f}"
+
+
+def gap(row: Figures | None, reference: Figures | None) -> str:
+    """How far a row is behind another, seed by seed."""
+    if row is None or reference is None:
+        return "-"
+    if row is reference:
+        return "0"
+    found = differences(row, reference)
+    return loss(Spread.of(found), sign=True) if found else "-"
+
+
+def named(labels: Sequence[str]) -> str:
+    """Rows in a sentence."""
+    return ", ".join(f"`{label}`" for label in labels) or "nobody"
