@@ -5,6 +5,7 @@
 #   make test-long    only the tests marked "long"
 #   make lint         ruff and the type checker alone; `make format` mends the layout
 #   make bench        every benchmark
+#   make comparison   all methods on one job, three seeds, and a sweep over sizes: docs/comparison.md (most of an hour)
 #   make clean        remove caches and build products; `make distclean` also .venv and runs/demo
 #
 #   JOBS=4                    test files at a time (2); JOBS=0 runs them one after the other in one process
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.isles-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench clean distclean
+.PHONY: help setup demo test test-long lint format bench comparison clean distclean
 
 help:
 	@sed -n '1,/^$$/{s/^# \{0,1\}//;p;}' Makefile
@@ -82,6 +83,10 @@ bench: $(STAMP)
 	done; \
 	[ -n "$$found" ] || echo "isles: no benchmarks here yet"; \
 	[ -z "$$failed" ] || { echo "isles: failed:$$failed" >&2; exit 1; }
+
+# Apart from `bench`: it takes long. What is in runs/comparison is not run again.
+comparison: $(STAMP)
+	$(BIN)/python -m benchmarks.comparison --at-once 2 --page docs/comparison.md
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ and give the same command again: what is finished is not run again, unless its s
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +33,8 @@ from isles.cli.several import names, seeds_of
 PARTS = ("methods", "scaling")
 
 
-def options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """The command line."""
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comparison", description="All methods on one job.")
     parser.add_argument("--out", type=Path, default=Path("runs/comparison"), help="folder of the runs")
     parser.add_argument("--page", type=Path, help="where the page goes (default: OUT/comparison.md)")
@@ -50,7 +51,7 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--quick", action="store_true", help="few rows, tiny models, few steps: seconds, no result")
     parser.add_argument("--dry-run", action="store_true", help="say what the runs will be, and stop")
     parser.add_argument("--page-only", action="store_true", help="run nothing: the page of what is there")
-    return parser, parser.parse_args()
+    return parser
 
 
 def cases_of(asked: argparse.Namespace) -> list[Case]:
@@ -69,7 +70,7 @@ def cases_of(asked: argparse.Namespace) -> list[Case]:
         cases += method_cases(labels, seeds, steps, over, asked.set_)
     if "scaling" in parts:
         sizes = names(asked.sizes, "--sizes") if asked.sizes else ["0.13M"] if quick else list(SIZES)
-        cases += sweep_cases(sizes, seeds, steps if asked.steps and quick else scaling_steps, over, asked.set_)
+        cases += sweep_cases(sizes, seeds, scaling_steps, over, asked.set_)
     return cases
 
 
@@ -91,9 +92,9 @@ def write(cases: Sequence[Case], out: Path, target: Path, command: str) -> list[
     return judged
 
 
-def main() -> int:
-    """Run what is missing, write, and say which claims hold."""
-    parser, asked = options()
+def main(words: Sequence[str]) -> int:
+    """Run what is missing, write, and say which claims hold. words: of the command line."""
+    asked = parser().parse_args(words)
     try:
         cases = cases_of(asked)
         if asked.dry_run:
@@ -102,14 +103,14 @@ def main() -> int:
         if not asked.page_only:
             run_missing(cases, asked.out, asked.at_once)
     except ValueError as error:
-        parser.error(str(error))
+        print(f"comparison: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("comparison: stopped; the same command goes on", file=sys.stderr)
         return 130
     target = asked.page or asked.out / "comparison.md"
-    words = [word for word in sys.argv[1:] if word != "--page-only"]
-    judged = write(cases, asked.out, target, " ".join(["python -m benchmarks.comparison", *words]))
-    for one in judged:
+    said = shlex.join(word for word in words if word != "--page-only")
+    for one in write(cases, asked.out, target, f"python -m benchmarks.comparison {said}".rstrip()):
         found = f"{one.mean:+.3f}" if one.found else ""
         print(f"{one.verdict:<13}  {found:>6}  {one.claim.words}")
     print(f"page  {target}")
@@ -117,4 +118,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -125,8 +125,8 @@ def method_cases(
 def sweep_cases(
     sizes: Sequence[str], seeds: Sequence[int], steps: int, over: Settings, words: Sequence[str] = ()
 ) -> list[Case]:
-    """Every size with every method and seed; over, words: as in `method_cases`. The learning rate falls as the model gets
-    wider: rate x width is that of the embedded run.
+    """Every size with every method and seed; over, words: as in `method_cases`. The learning rate falls as the model
+    gets wider: rate x width is that of the embedded run.
     """
     cases = []
     for seed in seeds:

@@ -86,7 +86,7 @@ class Judged:
 def judge(rows: Mapping[str, Figures]) -> list[Judged]:
     """Every claim about rows that are asked for."""
     return [
-        Judged(claim, tuple(differences(rows[claim.worse], rows[claim.better])))
+        Judged(claim, tuple(differences(rows[claim.worse], rows[claim.better]).values()))
         for claim in CLAIMS
         if claim.better in rows and claim.worse in rows
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +27,9 @@ class Spread:
     deviation: float | None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Iterable[float]) -> Spread:
         """Of at least one value."""
+        values = list(values)
         return cls(mean(values), min(values), max(values), stdev(values) if len(values) > 1 else None)
 
 
@@ -58,8 +59,8 @@ class Figures:
 
     def spread(self, name: str) -> Spread | None:
         """Over the seeds."""
-        found = list(self.values(name).values())
-        return Spread.of(found) if found else None
+        found = self.values(name)
+        return Spread.of(found.values()) if found else None
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -91,7 +92,7 @@ def collect(cases: Iterable[Case], out: Path) -> dict[tuple[str, ...], Figures]:
     return found
 
 
-def differences(worse: Figures, better: Figures) -> list[float]:
-    """Loss of `worse` minus that of `better`, by the seeds that both have."""
+def differences(worse: Figures, better: Figures) -> dict[int, float]:
+    """Loss of `worse` minus that of `better`, by seed, of the seeds that both have."""
     one, other = worse.loss, better.loss
-    return [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
+    return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}

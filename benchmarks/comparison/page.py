@@ -20,8 +20,8 @@ BEHIND = 0.05  # nats a token after `ddp` from which a row counts as losing
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the page is about. methods: by label; sweep: by method and size. command: that made it. pictures: "bytes" and
-    "gap", as seen from the page, where they are there.
+    """What the page is about. methods: by label; sweep: by method and size. command: that made it. pictures: "bytes"
+    and "gap", as seen from the page, where they are there.
     """
 
     methods: Mapping[str, Figures]
@@ -53,10 +53,10 @@ def _head(asked: Asked) -> str:
         "This page is written by a command; every number on it is computed from its runs:",
         f"    {asked.command}",
         paragraph(
-            f"Runs of {when}: {len(moments)}, on {machine()}. One after another they took {format_seconds(wall)}, with",
-            "whatever else the machine had to do. Losses and bytes do not depend on the load. A run that is in the folder",
-            "is not made again, so the command can be stopped and started again; after a change of a method's code,",
-            "remove its folders there.",
+            f"Runs of {when}: {len(moments)}, on {machine()}. One after another they took {format_seconds(wall)},",
+            "with whatever else the machine had to do. Losses and bytes do not depend on the load. A run that is in",
+            "the folder is not made again, so the command can be stopped and started again; after a change of a",
+            "method's code, remove its folders there.",
         ),
     )
 
@@ -69,32 +69,33 @@ def _methods(asked: Asked) -> str:
     places = [name for name in TOPOLOGIES if any(name in row.seconds for row in asked.methods.values())]
     heads = ["method", "validation loss", "mean of the workers' own", "behind `ddp`", "sent by a worker", "of `ddp`'s"]
     heads += [*(f"time, {TOPOLOGIES[name]}" for name in places), "computing", "memory"]
-    ordered = sorted(asked.methods.values(), key=lambda row: Spread.of(list(row.loss.values())).mean)
+    ordered = sorted(asked.methods.values(), key=lambda row: Spread.of(row.loss.values()).mean)
     notes = [f"`{label}`: {ROWS[label].note}." for label in asked.methods if ROWS[label].note]
     picture = asked.pictures.get("bytes", "")
     return joined(
         "## At the same tokens",
         paragraph(
-            f"{world.workers} workers, {format_count(summary['parameters'])} parameters over bytes, {run.steps} steps of",
-            f"{data.batch_size} sequences of {context} bytes a worker, {format_count(summary['tokens'])} tokens in all, the",
-            "source of Python's standard library. Settings are the embedded run's (`isles config --method NAME`), which has",
-            "one small table for each method, made for a run of 800 steps. Seeds",
-            f"{', '.join(map(str, asked.seeds))}: mean ± standard deviation, nats a token. Within a seed all methods start",
-            "from the same weights and read the same data in the same order.",
+            f"{world.workers} workers, {format_count(summary['parameters'])} parameters over bytes, {run.steps}",
+            f"steps of {data.batch_size} sequences of {context} bytes a worker, {format_count(summary['tokens'])}",
+            "tokens in all, the source of Python's standard library. Settings are the embedded run's (`isles config",
+            "--method NAME`), which has one small table for each method, made for a run of 800 steps. Seeds",
+            f"{', '.join(map(str, asked.seeds))}: mean ± standard deviation, nats a token. Within a seed all methods",
+            "start from the same weights and read the same data in the same order.",
         ),
         paragraph(
             f"The virtual clock charges {STEP_SECONDS:g} s for a step, and for a message what the links ask",
-            f"({', '.join(f'`{preset}`: {words}' for preset, words in TOPOLOGIES.items())}). Results do not depend on the",
-            "links, so each seed ran on another topology, and a time is that of one run. The model of",
-            f"{format_bytes(4 * summary['parameters'])} makes light messages: for yours, see [planning.md](planning.md).",
+            f"({', '.join(f'`{preset}`: {words}' for preset, words in TOPOLOGIES.items())}). Results do not depend",
+            "on the links, so each seed ran on another topology, and a time is that of one run. The model of",
+            f"{format_bytes(4 * summary['parameters'])} makes light messages: for yours, see",
+            "[planning.md](planning.md).",
         ),
         table(heads, [_method_row(row, asked, places) for row in ordered]),
         paragraph(
-            "*validation loss*: of the one model of the run. `none` has none (the mean of weights that never met), so here",
-            "and below its workers' own losses stand for it. *behind*: seed by seed. *computing*: share of the time that is",
-            "not spent waiting, worst and best topology. *memory*: bytes a parameter of a worker at its fullest (weights,",
-            f"gradients, inner optimizer, method; no activations), from the dry run of the {REFERENCE.size} model. `custom`",
-            "is left out: it is a box of parts.",
+            "*validation loss*: of the one model of the run. `none` has none (the mean of weights that never met),",
+            "so here and below its workers' own losses stand for it. *behind*: seed by seed. *computing*: share of",
+            "the time that is not spent waiting, worst and best topology. *memory*: bytes a parameter of a worker",
+            "at its fullest (weights, gradients, inner optimizer, method; no activations), from the dry run of the",
+            f"{REFERENCE.size} model. `custom` is left out: it is a box of parts.",
         ),
         points(notes),
         f"![loss against bytes]({picture})" if picture else "",
@@ -125,15 +126,15 @@ def _losers(asked: Asked) -> str:
     if reference is None:
         return ""
     found = {row.label: differences(row, reference) for row in asked.methods.values() if row is not reference}
-    behind = {label: Spread.of(values).mean for label, values in found.items() if values}
+    behind = {label: Spread.of(values.values()).mean for label, values in found.items() if values}
     losing = sorted((label for label in behind if behind[label] > BEHIND), key=lambda label: -behind[label])
     near = [label for label in behind if label not in losing]
     return joined(
         "## What loses, and why",
         paragraph(
-            "At equal tokens nothing is expected to beat `ddp`: it sees every worker's gradient at every step. Within",
-            f"{BEHIND:g} of it: {named(near)}. Further behind, the furthest first; the runs show the distance, the reasons",
-            "are ours, from how the methods work:",
+            "At equal tokens nothing is expected to beat `ddp`: it sees every worker's gradient at every step.",
+            f"Within {BEHIND:g} of it: {named(near)}. Further behind, the furthest first; the runs show the",
+            "distance, the reasons are ours, from how the methods work:",
         ),
         points([f"`{label}`, {behind[label]:.2f}: {WHY[label]}." for label in losing]),
     )
@@ -156,10 +157,11 @@ def _claims(asked: Asked) -> str:
     return joined(
         "## Who beats whom",
         paragraph(
-            "Claims with a margin in nats a token, chosen beforehand from the papers and from smaller runs, and put to",
-            "these. The difference is the second's loss less the first's: above 0, the first is better. A claim *holds* if",
-            f"it does in every seed that both rows have; {kept} of {len(asked.judged)} do. Most papers speak of models a",
-            "thousand times larger and of runs a hundred times longer: what does not hold here is not refuted.",
+            "Claims with a margin in nats a token, chosen beforehand from the papers and from smaller runs, and put",
+            "to these. The difference is the second's loss less the first's: above 0, the first is better. A claim",
+            f"*holds* if it does in every seed that both rows have; {kept} of {len(asked.judged)} do. Most papers",
+            "speak of models a thousand times larger and of runs a hundred times longer: what does not hold here is",
+            "not refuted.",
         ),
-        table(["claim", "who says so", "mean difference", "over the seeds", "verdict"], rows),
+        table(["claim", "who says so", "mean difference", "over the seeds", "verdict"], rows, names=2),
     )

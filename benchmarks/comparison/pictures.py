@@ -37,7 +37,7 @@ def bytes_picture(rows: Mapping[str, Figures]) -> bytes:
     for index, row in enumerate(rows.values()):
         sent = row.spread("bytes_sent_per_worker")
         assert sent is not None
-        point = (sent.mean, Spread.of(list(row.loss.values())))
+        point = (sent.mean, Spread.of(row.loss.values()))
         marks.append(Marks(name=row.label, points=[point], css=SERIES[index % len(SERIES)]))
     heading = "Validation loss against bytes, nats per token: mean and range over the seeds"
     label = "sent by a worker in the whole run (logarithmic)"
@@ -53,7 +53,7 @@ def gap_picture(sweep: Mapping[tuple[str, ...], Figures]) -> bytes:
             reference = sweep.get((SWEPT[0], size))
             if method == name and reference is not None and (found := differences(row, reference)):
                 parameters = next(iter(row.summaries.values()))["parameters"]
-                points.append((float(parameters), Spread.of(found)))
+                points.append((float(parameters), Spread.of(found.values())))
         if points:
             marks.append(Marks(name=name, points=sorted(points, key=lambda point: point[0]), css=css, joined=True))
     heading = f"Validation loss behind {SWEPT[0]}, nats per token: mean and range over the seeds"

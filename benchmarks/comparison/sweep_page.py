@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.comparison.cases import SWEEP, SWEPT
-from benchmarks.comparison.figures import Figures
+from benchmarks.comparison.cases import SWEPT
+from benchmarks.comparison.figures import Figures, differences
 from benchmarks.comparison.text import gap, joined, loss, paragraph, points, table
 from isles.report.units import format_count
 
 Sweep = Mapping[tuple[str, ...], Figures]
+
+_ON_A_GPU = joined(
+    paragraph(
+        "The paper's smallest sizes are for a GPU, and are not among these runs. The same on one (with `--dry-run`,",
+        "only what it will be):",
+    ),
+    "    python -m benchmarks.comparison --parts scaling --sizes 35M,100M --device cuda --scaling-steps 5000 \\\n"
+    "        --set data.path=TEXT --set data.tokenizer=FOLDER --set model.context=1024 --set model.autocast=bf16",
+)
 
 
 def sweep_section(sweep: Sweep, seeds: Sequence[int], picture: str) -> str:
@@ -24,23 +33,19 @@ def sweep_section(sweep: Sweep, seeds: Sequence[int], picture: str) -> str:
     return joined(
         "## The gap against size",
         paragraph(
-            "Does the distance to data parallel close as models grow, as in table 6 of Eager Updates (arXiv 2502.12996)?",
-            f"There it is 0.11 at 35M and 0.01 at 1B for eager. Here: {world.workers} workers, {run.steps} steps of",
-            f"{data.batch_size} sequences of {config.model.shape().context} bytes a worker, so that all sizes see the same",
-            f"{format_count(tokens)} tokens; H = {SWEEP['replicas.sync_every']}, outer rates from the embedded tables,",
-            "streaming with its transfers behind one inner step; the learning rate falls as one over the width. Seeds",
-            f"{', '.join(map(str, seeds))}, mean ± standard deviation, gaps seed by seed. Larger models are further from the",
-            "end of their training here, which the paper's are not. Reported, not asserted.",
+            "Does the distance to data parallel close as models grow, as in table 6 of Eager Updates (arXiv",
+            f"2502.12996)? There it is 0.11 at 35M and 0.01 at 1B for eager. Here: {world.workers} workers,",
+            f"{run.steps} steps of {data.batch_size} sequences of {config.model.shape().context} bytes a worker, so",
+            f"that all sizes see the same {format_count(tokens)} tokens; H = {_every(sweep)}, outer rates from the",
+            "embedded tables, streaming with its transfers behind one inner step; the learning rate falls as one",
+            f"over the width. Seeds {', '.join(map(str, seeds))}, mean ± standard deviation, gaps seed by seed.",
+            "Larger models are further from the end of their training here, which the paper's are not. Reported,",
+            "not asserted.",
         ),
         table(heads, [_size_row(size, sweep) for size in sizes]),
         points([_trend(name, sizes, sweep) for name in others] if len(sizes) > 1 else []),
         f"![gap to data parallel against size]({picture})" if picture else "",
-        paragraph(
-            "The paper's smallest sizes are for a GPU, and were not run for want of one (first with `--dry-run`; the rate",
-            "and H are those above unless `--set` says otherwise):",
-        ),
-        "    python -m benchmarks.comparison --parts scaling --sizes 35M,100M --device cuda --scaling-steps 5000 \\\n"
-        "        --set data.path=TEXT --set data.tokenizer=FOLDER --set model.context=1024 --set model.autocast=bf16",
+        "" if config.model.device == "cuda" else _ON_A_GPU,
     )
 
 
@@ -54,23 +59,23 @@ def _size_row(size: str, sweep: Sweep) -> list[str]:
     return [size, format_count(parameters), f"{rate:.2g}", *losses, *(gap(cell, reference) for cell in others)]
 
 
+def _every(sweep: Sweep) -> str:
+    """H, of those that have it."""
+    settings = [case.config.replicas for row in sweep.values() for case in row.cases.values()]
+    return ", ".join(str(one) for one in sorted({one.sync_every for one in settings if hasattr(one, "sync_every")}))
+
+
 def _trend(name: str, sizes: Sequence[str], sweep: Sweep) -> str:
     """Whether the gap of the last size is below that of the first, in the seeds that have both."""
     first, last = (_gaps(name, size, sweep) for size in (sizes[0], sizes[-1]))
     changes = [last[seed] - first[seed] for seed in first.keys() & last.keys()]
     if not changes:
         return f"`{name}`: no seed has both {sizes[0]} and {sizes[-1]} yet."
-    smaller = sum(change < 0 for change in changes)
-    mean = sum(changes) / len(changes)
-    return (
-        f"`{name}`: from {sizes[0]} to {sizes[-1]} the gap changes by {mean:+.3f} in the mean; it gets smaller in {smaller} "
-        f"of {len(changes)} seeds."
-    )
+    smaller, mean = sum(change < 0 for change in changes), sum(changes) / len(changes)
+    way = f"from {sizes[0]} to {sizes[-1]} the gap changes by {mean:+.3f} in the mean"
+    return f"`{name}`: {way}; it gets smaller in {smaller} of {len(changes)} seeds."
 
 
 def _gaps(name: str, size: str, sweep: Sweep) -> dict[int, float]:
     row, reference = sweep.get((name, size)), sweep.get((SWEPT[0], size))
-    if row is None or reference is None:
-        return {}
-    one, other = row.loss, reference.loss
-    return {seed: one[seed] - other[seed] for seed in one.keys() & other.keys()}
+    return {} if row is None or reference is None else differences(row, reference)

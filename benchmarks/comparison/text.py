@@ -20,9 +20,9 @@ def points(lines: Sequence[str]) -> str:
     return "\n".join(textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in lines)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first column is words."""
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
+    """A table whose first `names` columns are words."""
+    lines = [heads, ["---"] * names + ["---:"] * (len(heads) - names), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -46,7 +46,7 @@ def gap(row: Figures | None, reference: Figures | None) -> str:
     if row is reference:
         return "0"
     found = differences(row, reference)
-    return loss(Spread.of(found), sign=True) if found else "-"
+    return loss(Spread.of(found.values()), sign=True) if found else "-"
 
 
 def named(labels: Sequence[str]) -> str:
