@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from isles.network.costs import Lines
 from isles.network.forms import form_of
 from isles.network.job import Job
+from isles.network.links import Links
 from isles.network.ways import WAYS, Way
 
 EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
@@ -56,7 +58,7 @@ def plan(job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = Non
         raise ValueError(f"targets = {list(targets)}: choose shares between 0 and 1, such as 0.9")
     if every is not None and every < 1:
         raise ValueError(f"sync_every = {every}: choose 1 or more")
-    lines = Lines.of(job.links, range(job.workers))
+    lines = _lines(job.links, job.workers)
     made = [
         _first_enough(job, lines, way, targets, [every] if every else list(EVERY))
         for way in WAYS
@@ -79,8 +81,14 @@ def utilisation(job: Job, way: Way, every: int, lines: Lines) -> float:
 
 def curve(job: Job, one: Plan, factors: Sequence[float]) -> list[float]:
     """The plan's utilisation with every rate multiplied by each factor."""
-    lines = Lines.of(job.links, range(job.workers))
+    lines = _lines(job.links, job.workers)
     return [utilisation(job, one.way, one.every, lines.scaled(factor)) for factor in factors]
+
+
+@lru_cache(maxsize=1)
+def _lines(links: Links, workers: int) -> Lines:
+    """Kept, for a matrix of thousands of workers takes seconds."""
+    return Lines.of(links, range(workers))
 
 
 def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tried: list[int]) -> Plan:
