@@ -5,8 +5,8 @@ Low rank, r: an eighth of the width most matrices have, at least 1. A matrix (m,
 two factors of at most r columns, m and n long, one exchange after the other, in int4; everything else beside the first
 in int8.
 
-Momentum: 32 coefficients of each block of a matrix, at most 64 x 64, bfloat16 with places of 12 bits; half of a vector's
-entries with places of 8.
+Momentum: 32 coefficients of each block of a matrix, at most 64 x 64, bfloat16 with places of 12 bits; half of a
+vector's entries with places of 8.
 """
 
 from __future__ import annotations
