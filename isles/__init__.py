@@ -33,6 +33,7 @@ _NAMES = {
     "DDP": "isles.replicas.ddp",
     "FSDP": "isles.replicas.fsdp",
     "shard": "isles.replicas.sharded",
+    "DCTDP": "isles.replicas.dct_dp",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
     "StreamingDiLoCo": "isles.replicas.streaming",
@@ -47,6 +48,7 @@ _NAMES = {
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
     "DeMo": "isles.replicas.demo",
+    "IST": "isles.replicas.ist",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from isles.network.pauses import Pauses
     from isles.replicas import METHODS, method
     from isles.replicas.custom import Custom
+    from isles.replicas.dct_dp import DCTDP
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
     from isles.replicas.demo import DeMo
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
     from isles.replicas.fsdp import FSDP
+    from isles.replicas.ist import IST
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync

@@ -4,9 +4,13 @@ records     domains.Domain           a kind of text: name, difficulty, where it 
             assignment.Assignment    which expert trains on which sequence of a pool
             jobs.Job                 one expert's training: an ordinary run directory, and the weights it starts from
             registry.Forest          the experts that are served together: names and run directories, as JSON
+work        tasks                    runs one after another, or several at once in processes of their own
 core        mixture                  scores of E experts -> posterior -> one distribution (numbers only, no models)
             priors                   what is believed of the experts before a sequence begins
-            served.Served            a forest with its models loaded: scores, perplexity, next token, average
+            served.Served            models in memory: scores, next token, average
+            routing, clusters        gates that read the beginning of a text, or all of it as it grows
+            joining.Joined           a forest that answers in the way that was asked for
+            averages                 one set of parameters out of several experts, to branch from
             meters                   FLOPs of training, routing and serving; the budget rule; bytes
 systems     hdee                     seed -> branch by difficulty and budget -> ensemble with a domain posterior
             smalltalk                routers by balanced EM -> segments -> experts -> one expert a sequence

@@ -41,7 +41,7 @@ class Joining:
 
     def __post_init__(self) -> None:
         if self.prior not in PRIORS and not self.prior[:1].isdigit():
-            raise ValueError(unknown_name("prior", self.prior, [*PRIORS, "0.2,0.3,0.5"]))
+            raise ValueError(f"unknown prior {self.prior!r}: choose {', '.join(PRIORS)}, or shares such as 0.2,0.8")
         if self.route not in get_args(Route):
             raise ValueError(unknown_name("route", self.route, get_args(Route)))
 

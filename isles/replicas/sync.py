@@ -33,6 +33,7 @@ from isles.replicas.island import Alone, Copies, Island
 from isles.replicas.method_config import MethodConfig
 from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
 from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
+from isles.replicas.std import replica_std
 from isles.replicas.wrapping import Wrapping
 
 
@@ -48,8 +49,6 @@ class ReplicaSync(Wrapping):
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     spans_islands: ClassVar[bool] = False
     """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island`."""
-    copies: ClassVar[bool] = True
-    """Whether workers hold the same parameters, so that their values can be compared."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -96,7 +95,7 @@ class ReplicaSync(Wrapping):
         """The method that makes the workers of an island one replica, where there are islands."""
         self.island = Alone(trained) if self.inside is None else self._island_of(self.inside)
         self.shares = self.island.shares
-        """What this worker exchanges: the parameters, or its part of them in an island."""
+        """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
         self.steps = 0
         """Inner steps done."""
@@ -274,21 +273,11 @@ class ReplicaSync(Wrapping):
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)).
+        parameters)), of those that all of them hold.
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat, group = FlatParameters(self.shares), self.survivors()
-        own = flat.read(flat.new())
-        average = own.clone()
-        group.mean(average, codec("none"), channel="eval")
-        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
-        total = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        squares = torch.cat(group.all_gather(total.reshape(1), channel="eval")).sum()
-        sums = torch.stack([squares, torch.tensor(group.size * flat.numel, dtype=torch.float64)])
-        if self.inside is not None:
-            sums = torch.stack(self.inside.group.all_gather(sums, channel="eval")).sum(0)
-        return float(sums[0] / sums[1]) ** 0.5
+        return replica_std(self.shares, self.survivors(), None if self.inside is None else self.inside.group)
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock."""

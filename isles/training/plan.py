@@ -25,6 +25,7 @@ from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
+from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.network.links import links
 from isles.replicas import method
@@ -61,9 +62,10 @@ class Transfers:
 class Plan:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
-    flops: of a token, forward and backward; None where they cannot be counted. device: for "auto", what this machine
-    has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host. bytes_sent: by
-    worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not known.
+    flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
+    this machine has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host.
+    bytes_sent: by worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
+    known.
     """
 
     method: str
@@ -118,14 +120,14 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sketch(config.model)
-        flops = counted_flops(config.model, model, context)
+        parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
         seats = [_seat(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
         optimizer, notices = seats[0]
+        flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]
     outline = outlines[0]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if world.backend == "virtual":
         seconds: float | None = world.step_seconds
         if world.step_factors or world.step_jitter or world.pauses:
@@ -134,6 +136,8 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
             )
     else:
         seconds = measured_step(config, sequences, context) if probe else None
+        if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
+            notices.append("the step was measured on the whole model; a worker's part of it takes less")
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return Plan(
@@ -172,11 +176,12 @@ def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:
-    """FLOPs of a token, forward and backward: by formula for Isles' decoder; of another model what torch's counter
-    finds (products, convolutions, attention) in one forward pass, times three. `model` is its sketch; where it cannot
-    do without numbers and is small, it is built on the CPU. None where that does not work either.
+    """FLOPs of a token, forward and backward: by formula for Isles' decoder; of another model, or of a worker's part of
+    the decoder, what torch's counter finds (products, convolutions, attention) in one forward pass, times three.
+    `model` is its sketch; where it cannot do without numbers and is small, it is built on the CPU. None where that does
+    not work either.
     """
-    if config.own is None:
+    if config.own is None and sum(map(torch.Tensor.numel, model.parameters())) == count_parameters(config.shape()):
         return flops_per_token(config.shape())
     try:
         forward = _forward_flops(model, context)

@@ -38,6 +38,7 @@ _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
 }
 _OWN = {  # what is each worker's own even where anchors agree, by a part of the path
     ".residual": "error feedback",
+    ".thresholds": "thresholds",
     ".reference": "weights",
     ".flights.": "what is under way",
     ".local_momentum": "local momenta",
@@ -100,6 +101,7 @@ class _Common:
 
 def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -> _Common:
     first = checkpoints.read_shard(step, 0)
+    method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
     structure, tensors = split_state(_large(first))
     same = dict.fromkeys(tensors, True)
     sums: dict[str, Tensor] = {}

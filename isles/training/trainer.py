@@ -94,7 +94,7 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        compared = world.outer.size > 1 and world.inner.rank == 0 and self.optimizer.copies
+        compared = world.outer.size > 1 and world.inner.rank == 0 and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
 

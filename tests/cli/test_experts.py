@@ -92,6 +92,18 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["eval", "one.json", "--data", "short.txt"], ["(nearly) empty", "give more text"]),
     (["generate", "one.json", "--prompt", ""], ["the prompt is empty"]),
     (["generate", "gone.json", "--prompt", "x"], ["gone.json", "no forest"]),
+    (["generate", "one.json", "--prompt", "x", "--route", "growing"], ["--route", "are for forests that route"]),
+    (["generate", "one.json", "--prompt", "x", "--route", "twice"], ["unknown route 'twice'"]),
+    (["generate", "one.json", "--prompt", "x", "--prior", "cached"], ["--prior cached needs --data"]),
+    (["eval", "one.json", "--data", "easy.txt", "--prior", "0.5,0.5"], ["shares '0.5,0.5'", "give 1 numbers"]),
+    (["average", "one.json", "--out", "new"], ["either --data", "or --shares"]),
+    (["average", "one.json", "--out", "half/seed-0/seed-f24", "--shares", "1"], ["holds a model already"]),
+    (["forest", "half", "--out", "new.json"], ["'half' is missing", "model.safetensors"]),
+    (["forest", "half/seed-0/seed-f24", "--out", "one.json"], ["one.json: is there already"]),
+    (["hdee", *NEW, *sets(*HDEE, "hdee.branch=average")], ["hdee.branch", "raise hdee.iterations"]),
+    (["hdee", *NEW, *sets(*HDEE, "hdee.baselines=['half']")], ["hdee.baselines"]),
+    (["smalltalk", *NEW, *sets(*SMALLTALK, "smalltalk.seeds=[1,1]")], ["seeds = [1, 1]", "once"]),
+    (["smalltalk", *NEW, *sets(*SMALLTALK, "run.seed=1")], ["run.seed", "smalltalk.seeds says which"]),
 ]
 
 
@@ -138,3 +150,11 @@ def test_a_directory_is_gone_on_with_job_by_job(
     code, error = answer("experts", "eval", str(tmp_path / "half"))
     assert code == 0, error
     assert (tmp_path / "half" / "report.html").is_file()
+    runs = [str(path) for path in sorted((tmp_path / "half" / "seed-0").glob("*-r1"))]
+    forest, average = str(tmp_path / "forest.json"), str(tmp_path / "average")
+    code, error = answer("experts", "forest", *runs, "--out", forest)
+    assert code == 0, error
+    code, error = answer("experts", "average", forest, "--data", "medium.txt", "--out", average)
+    assert code == 0, error
+    code, error = answer("generate", average, "--prompt", "x", "--tokens", "2")
+    assert code == 0, error

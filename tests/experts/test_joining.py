@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from isles.experts import mixture
 from isles.experts.clusters import clustered, texts_of
@@ -237,31 +235,3 @@ def test_a_forest_of_one_is_its_expert_to_the_bit_and_the_shortest_context_count
     assert mixed.scores(tokens[:, :13]).shape == (2, 5, 12)
     with pytest.raises(ValueError, match="longer than the experts' shortest context of 12"):
         mixed.scores(tokens)
-
-
-def test_hard_em_never_raises_its_objective(routed: Built) -> None:
-    """Self-routing without capacities: the E-step takes each sequence's best model, exactly; the M-step lowers the
-    loss of what each got.
-    """
-    system, _ = routed
-    served = Served.load(Forest.load(system.out / "seed-0/forests/smalltalk.json").experts)
-    tokens = torch.cat([text.sequences("test", 8) for text in system.texts.values()])
-    optimizers = [torch.optim.SGD(run.model.parameters(), lr=0.1) for run in served.runs]
-    expert_of = torch.arange(len(tokens)) % 2
-
-    def objective(chosen: Tensor) -> float:
-        return float(-served.scores(tokens).sum(-1)[chosen, torch.arange(len(tokens))].sum())
-
-    history = [objective(expert_of)]
-    for _ in range(3):
-        expert_of = served.scores(tokens).sum(-1).argmax(0)
-        history.append(objective(expert_of))
-        for expert, (run, optimizer) in enumerate(zip(served.runs, optimizers, strict=True)):
-            mine = tokens[expert_of == expert]
-            if len(mine):
-                run.model(mine).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        history.append(objective(expert_of))
-    assert history == sorted(history, reverse=True) and history[-1] < history[0]
-    assert len(np.unique(expert_of.numpy())) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from isles.comm.errors import Diverged
-from isles.experts.assignment import Assignment, assign
-from isles.experts.em import RouterTask, train_router
+from isles.comm.mesh import Mesh
+from isles.experts.assignment import Assignment, assign, total
+from isles.experts.em import Router, RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.joining import Joining
 from isles.experts.planning import planned
@@ -117,6 +119,33 @@ def test_routers_that_are_the_experts_choose_the_best_one_of_each_sequence(built
     assert torch.equal(chosen, own.argmax(0))
     kept = own.gather(0, chosen[None])[0]
     assert all((kept >= own[torch.arange(12) % 2, torch.arange(12)]).tolist())
+
+
+def test_hard_em_never_raises_its_objective(built: Built, tmp_path: Path) -> None:
+    """On sequences that stay the same, without capacities: the E-step takes each one's best router, so it cannot lose;
+    the M-step trains each router on its own share alone, which then fits it better.
+    """
+    system = built[0]
+    pool = system.seeds["seed-0"].pool(system.trained)  # type: ignore[attr-defined]
+    own = replace(system.own, router_lr=0.005, router_warmup=0)
+    task = RouterTask(own=own, config=router_config(own, system.base, pool.folder), label=pool.label, out=tmp_path)
+
+    def rounds(world: Mesh, task: RouterTask) -> list[float]:
+        router = Router(task, world.outer)
+        scores = router._exchange()
+        history = [total(scores, router.expert_of)]
+        for _ in range(3):
+            router.expert_of = assign(scores, "unbalanced")
+            history.append(total(scores, router.expert_of))
+            router._train(router.sequences[router.expert_of == router.group.rank])
+            scores = router._exchange()
+            history.append(total(scores, router.expert_of))
+        return history
+
+    first, second = run_workers(rounds, 2, task.config, (task,), lambda event: None, tmp_path)
+    assert first == second == sorted(first)
+    steps = np.diff(first)
+    assert steps[1::2].min() > 0.01  # nats a token, of all sequences, by each M-step
 
 
 def test_one_expert_is_the_dense_run_to_the_bit(config: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from isles.models import SIZES, Decoder, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of
-from isles.models.sizes import matrices
+from isles.models.sizes import like_size, matrices
 
 EAGER = {"35M": 35e6, "100M": 100e6, "200M": 200e6, "300M": 300e6, "500M": 500e6, "1B": 1e9, "4B": 4e9}
 SMALL = ["0.13M", "0.5M", "2M", "10M"]
@@ -107,6 +107,20 @@ def test_an_unknown_size_names_the_closest() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="did you mean '35M'"):
         shape_of("35m")
+
+
+@pytest.mark.parametrize("size", ["0.5M", "10M", "35M"])
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
+def test_a_smaller_decoder_of_so_many_parameters(size: str, share: float) -> None:
+    """Within half a step of ffn of the wanted count, heads as wide as before; the shape itself for its own count."""
+    shape = SIZES[size]
+    small = like_size(shape, round(share * parameters(shape)))
+    step = 3 * small.d_model * small.layers
+    assert abs(parameters(small) - share * parameters(shape)) <= step / 2 + 1
+    assert small.head_dim == shape.head_dim and small.vocab == shape.vocab
+    assert small == shape if share == 1 else small.d_model < shape.d_model
+    with pytest.raises(ValueError, match="no decoder with heads of"):
+        like_size(shape, 1000)
 
 
 def test_counting_needs_no_torch() -> None:

@@ -10,6 +10,7 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.models.subnet import Axes, Axis
 
 LINKS = isles.Links(bandwidth=1e8, latency=0.01)
 
@@ -29,6 +31,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "ddp, small buckets": ("ddp", {"bucket_megabytes": 2e-4}),
     "ddp, bf16": ("ddp", {"codec": "bf16"}),
+    "ddp, low rank": ("ddp", {"codec": "powersgd:1", "error_feedback": "local", "bucket_megabytes": 3e-4}),
+    "ddp, int4": ("ddp", {"codec": "int4", "error_feedback": "global", "feedback_decay": 0.9}),
+    # Thresholds that are always new: as many entries as planned.
+    "dct-dp": ("dct-dp", {"sparsity": 0.9, "threshold_interval": 1, "exclude_below": 20, "bucket_megabytes": 3e-4}),
     "localsgd": ("localsgd", {"sync_every": 3}),
     "diloco": ("diloco", {"sync_every": 3, "outer_momentum": 0.5}),
     "diloco, int8": ("diloco", {"sync_every": 3, "outer_momentum": 0.5, "codec": "int8"}),
@@ -62,6 +68,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "demo",
         {"compression_topk": 2, "compression_chunk": 4, "value_dtype": "sign", "transform": "random", "base": "muon"},
     ),
+    "ist": ("ist", {"sync_every": 3}),
+    "ist, central": (
+        "ist",
+        {"sync_every": 3, "server": "central", "sampler": "stratified", "optimizer_state": "reset"},
+    ),
     "custom, low rank": (
         "custom",
         {"sync_every": 3, "outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
@@ -69,11 +80,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "noloco, seed 7": ("noloco", {"sync_every": 3, "seed": 7, "gamma": 0.3}),
 }
 
+DIVIDED = {name for name in RUNS if name.startswith("ist")}  # workers hold different parts, of different widths
+
 REAL_ONLY: dict[str, tuple[str, dict[str, Any]]] = {"ddp, native": ("ddp", {"reduction": "native"})}
 
 
 class Net(nn.Module):
-    """A two-layer network on 5 inputs."""
+    """A two-layer network on 5 inputs, which says what its units are."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -84,6 +97,10 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.first.T + self.bias) @ self.second.T
+
+    def split_axes(self) -> dict[str, Axes]:
+        unit = Axis(layer="net.hidden", units=11)
+        return {"first": (unit, None), "bias": (unit,), "second": (None, replace(unit, reads=True))}
 
 
 def batch(worker: int, step: int, rows: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ from tests.training.runs import ON_VIRTUAL, TINY, run, tiny, write_text
 
 MORE = {
     "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.001", "replicas.codec=int8"]),
+    "ddp-low-rank": ("ddp", ["replicas.codec=powersgd:2", "replicas.error_feedback=local"]),
+    "dct-dp-late": ("dct-dp", ["replicas.warmup_dense_steps=3", "replicas.bucket_megabytes=0.02"]),
     "diloco-bf16": ("diloco", ["replicas.codec=bf16"]),
     "noloco-single": ("noloco", ["replicas.exchange=single_vector"]),
     "noloco-late-anchors": ("noloco", ["replicas.prefetch_phi=false", "replicas.anchor_codec=int8"]),
@@ -176,6 +178,19 @@ def test_flops_of_another_model_are_counted_as_ours() -> None:
     own = ModelConfig(factory="tests.training.test_plan:decoder", context=128)
     assert counted_flops(own, sketch(config), 128) == pytest.approx(flops_per_token(SIZES["0.13M"]), rel=0.01)
     assert counted_flops(config, sketch(config), 128) == flops_per_token(SIZES["0.13M"])
+
+
+def test_a_worker_of_ist_is_planned_narrow(text: Path) -> None:
+    """Weights, gradients, Adam's state and FLOPs are those of its part; parameters and data parallel's bytes are those
+    of the model.
+    """
+    alone, four = (plan(of_case(text, "ist", workers=workers, steps=6)) for workers in (1, 4))
+    d, ffn, context, vocab = 16, 24, 16, 256
+    products, mlp = 4 * d * d, 3 * d * ffn
+    assert four.flops == 3 * (2 * (products + mlp // 4 + vocab * d) + 4 * d * context)
+    assert alone.parameters == four.parameters and alone.flops == flops_per_token(tiny(text).model.shape())
+    assert alone.gradients - four.gradients == 4 * (mlp - mlp // 4) == alone.weights - four.weights
+    assert alone.inner - four.inner == 2 * (alone.gradients - four.gradients)
 
 
 def decoder() -> Decoder:
