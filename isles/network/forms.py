@@ -3,6 +3,9 @@
 Low rank, r: an eighth of the width most matrices have, at least 1. A matrix (m, n) with 2 r (m + n) < m n travels as
 two factors of at most r columns, m and n long, one exchange after the other, in int4; everything else beside the first
 in int8.
+
+Units, IST's: of the MLPs' parameters each worker sends and gets its part with Adam's two moments, as the shards of a
+mean travel; the mean of the rest goes beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from isles.network.job import Job, Matrices, usual_matrices
+from isles.network.job import Job, Matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +44,23 @@ FORMS = {
     "randk:0.005": Form(phases=(round(0.005 * 4096) / 4096 * 32,)),
 }
 LOW_RANK = "low rank, int4"
+UNITS = "units"
 
 
 def form_of(codec: str, job: Job) -> Form:
-    """Of a name in `FORMS`, or of `LOW_RANK`."""
-    return FORMS[codec] if codec != LOW_RANK else low_rank(job)
+    """Of a name in `FORMS`, or of `LOW_RANK` or `UNITS`."""
+    return low_rank(job) if codec == LOW_RANK else units(job) if codec == UNITS else FORMS[codec]
+
+
+def units(job: Job) -> Form:
+    """See the module."""
+    own = job.mlp_share / job.workers
+    return Form(phases=(3 * 32 * own + 32 * (1 - job.mlp_share),), kept=3 * 4 * own)
 
 
 def low_rank(job: Job) -> Form:
     """See the module."""
-    matrices = usual_matrices(job.parameters, job.layers) if job.matrices is None else job.matrices
+    matrices = job.known_matrices
     rank = _rank(matrices)
     first = second = 0.0
     dense = job.parameters
