@@ -33,6 +33,7 @@ _NAMES = {
     "DDP": "isles.replicas.ddp",
     "FSDP": "isles.replicas.fsdp",
     "shard": "isles.replicas.sharded",
+    "DCTDP": "isles.replicas.dct_dp",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
     "StreamingDiLoCo": "isles.replicas.streaming",
@@ -46,8 +47,8 @@ _NAMES = {
     "PostLocalSGD": "isles.replicas.postlocal",
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
-    "IST": "isles.replicas.ist",
     "DeMo": "isles.replicas.demo",
+    "IST": "isles.replicas.ist",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from isles.network.pauses import Pauses
     from isles.replicas import METHODS, method
     from isles.replicas.custom import Custom
+    from isles.replicas.dct_dp import DCTDP
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
     from isles.replicas.demo import DeMo

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from isles.comm.codecs import Codec, Form
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.mean import Stamp, as_decoded, mean, sent_bytes, working_bytes
+from isles.comm.headers import Stamp
+from isles.comm.mean import as_decoded, mean, sent_bytes, working_bytes
 from isles.comm.transport import Steps
 
 if TYPE_CHECKING:

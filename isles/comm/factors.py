@@ -25,7 +25,8 @@ from torch import Tensor
 
 from isles.comm.averaging import Averaging
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.mean import Stamp, mean, sent_bytes, working_bytes
+from isles.comm.headers import Stamp
+from isles.comm.mean import mean, sent_bytes, working_bytes
 from isles.comm.transport import Steps, Work
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from torch import Tensor
 from isles.comm import collectives
 from isles.comm.codecs.base import Codec, as_bytes
 from isles.comm.errors import DeadlinePassed, PeerLost
+from isles.comm.headers import Stamp
 from isles.comm.mailbox import Letter, post
-from isles.comm.mean import Stamp, mean
+from isles.comm.mean import mean
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport, Work

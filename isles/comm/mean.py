@@ -23,36 +23,22 @@ noticed in the same round trip.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from isles.comm.codecs.base import Codec
-from isles.comm.errors import Diverged
+from isles.comm.headers import HEADER_BYTES, Headers, Stamp
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work
 
 if TYPE_CHECKING:
     from isles.comm.group import Call
 
-HEADER_BYTES = 32
-_MAGIC, _BROKEN = 0x49534C4553, 0x49534C4573  # "ISLES", "ISLEs"
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60
 _PHASES_A_PART = 2 * _MAX_SEGMENTS + 4  # scatter and gather of every segment, then the header
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Where a member is: its inner step and the 64-bit hash of its anchor (0: not compared). broken: what it sends is
-    not to be used by anyone.
-    """
-
-    step: int
-    digest: int = 0
-    broken: bool = False
 
 
 def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
@@ -126,7 +112,7 @@ def mean(
     Raises Diverged when a member's stamp differs. After any error, do not write to `buffer`: parts of it may still be
     on their way to members that are late.
     """
-    headers = _Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
+    headers = Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = _Wires()
     waiting: _Segment | None = None
@@ -184,36 +170,6 @@ def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
 def native_bytes(elements: int, dtype: torch.dtype, size: int) -> int:
     """Bytes that each member of a ring all-reduce sends: 2 (N-1)/N times the buffer, rounded up."""
     return -(-2 * (size - 1) * elements * dtype.itemsize // size)
-
-
-class _Headers:
-    """The stamps of all members, swapped beside the data."""
-
-    def __init__(self, call: Call, stamp: Stamp, phase: int) -> None:
-        self.group, self.stamp = call.group, stamp
-        self.turn = -1 if call.round is None else call.round
-        self.theirs = torch.zeros(self.group.size, HEADER_BYTES // 8, dtype=torch.int64)
-        mine = torch.tensor([_BROKEN if stamp.broken else _MAGIC, self.turn, stamp.step, stamp.digest])
-        self.works = [call.recv(position, self.theirs[position], phase) for position in self.group.others]
-        self.works += [call.send(position, mine, phase) for position in self.group.others]
-
-    def compare(self) -> Steps[bool]:
-        """Wait for the headers; raise Diverged for the first that differs. False if a member is broken."""
-        yield self.works
-        whole = not self.stamp.broken
-        for position in self.group.others:
-            magic, turn, step, digest = self.theirs[position].tolist()
-            peer = self.group.ranks[position]
-            if magic not in (_MAGIC, _BROKEN):
-                raise Diverged(peer, self.stamp.step, "it speaks another version of the protocol")
-            if (turn, step) != (self.turn, self.stamp.step):
-                raise Diverged(
-                    peer, self.stamp.step, f"it is at step {step}, round {turn}; this worker at round {self.turn}"
-                )
-            if digest != self.stamp.digest:
-                raise Diverged(peer, self.stamp.step, f"anchor hash {digest:#x} against {self.stamp.digest:#x} here")
-            whole = whole and magic == _MAGIC
-        return whole
 
 
 class _Wires:

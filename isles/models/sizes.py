@@ -155,6 +155,13 @@ def parameters(shape: Shape) -> int:
     return non_embedding_parameters(shape) + embedding_parameters(shape)
 
 
+def matrices(shape: Shape) -> tuple[tuple[int, int, int], ...]:
+    """(rows, columns, how many) of the decoder's matrices."""
+    d, L = shape.d_model, shape.layers
+    attention, mlp = ((3 * d, d, L), (d, d, L)), ((shape.ffn, d, 2 * L), (d, shape.ffn, L))
+    return (*attention, *mlp, (shape.vocab, d, 1 if shape.tie_embeddings else 2))
+
+
 def like_size(shape: Shape, count: int) -> Shape:
     """A smaller decoder of about `count` parameters: heads of the same width, and as near as may be the same ffn /
     d_model. ValueError where none is so small.
@@ -169,13 +176,6 @@ def like_size(shape: Shape, count: int) -> Shape:
     if not found:
         raise ValueError(f"no decoder with heads of {shape.head_dim} has so few as {count} parameters")
     return min(found, key=lambda one: abs(math.log(one.ffn * shape.d_model / (one.d_model * shape.ffn))))
-
-
-def matrices(shape: Shape) -> tuple[tuple[int, int, int], ...]:
-    """(rows, columns, how many) of the decoder's matrices."""
-    d, L = shape.d_model, shape.layers
-    attention, mlp = ((3 * d, d, L), (d, d, L)), ((shape.ffn, d, 2 * L), (d, shape.ffn, L))
-    return (*attention, *mlp, (shape.vocab, d, 1 if shape.tie_embeddings else 2))
 
 
 def flops_per_token(shape: Shape, *, backward: bool = True, sequence: int | None = None) -> int:

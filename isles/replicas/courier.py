@@ -12,7 +12,7 @@ from torch import Tensor
 from isles.comm.averaging import Averaging
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.group import Group
-from isles.comm.mean import Stamp
+from isles.comm.headers import Stamp
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Composition
 

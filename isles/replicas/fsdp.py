@@ -46,7 +46,6 @@ class FSDP(ReplicaSync):
     Config = FSDPConfig
     config: FSDPConfig
     level = "gradient"
-    copies = False
     agrees = True
 
     @classmethod
@@ -61,6 +60,7 @@ class FSDP(ReplicaSync):
             raise ValueError("the model is sharded over another group of workers: give both the same")
         if sharding.reshard_after_forward != self.config.reshard_after_forward:
             raise ValueError("reshard_after_forward is not what isles.shard was given: give both the same")
+        self.shares = []  # every worker has rows of its own
         if not self.is_sketch:
             same_settings(self.group, self._settings())
 

@@ -102,7 +102,7 @@ class IST(ReplicaSync):
         moments = {name: travels.get(id(parameter), {}) for name, parameter in divided.items()}
         self.store = Store(self.division, self.group.rank, divided, moments)
         self.subnet.begin(self.group.rank)
-        self.shares = self.subnet.undivided
+        self.shares = list(self.subnet.undivided)
         self.round = 0
         self.merged = 0  # inner steps done at the last merge
         self._consolidated = False

@@ -133,7 +133,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "warned",
         {"codec": BIASED, "error_feedback": ("none",), "rule": ("sgd", "nesterov", "heavy_ball", "noloco")},
-        "the codec takes a part of every outer gradient that never comes back",
+        "the codec takes a part of every gradient that never comes back",
         'error_feedback = "local"',
     ),
     Row(
@@ -176,13 +176,13 @@ BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
     ("refused", "sync_every > run.steps", "no exchange would fall into the run"),
     ("refused", "anchor_codec below int8", "anchors rounded so coarsely drift by a tenth of the weights' size"),
     ("refused", "overlap_steps >= sync_every", "a fragment would be sent again before its answer landed"),
+    ("refused", *DEMO_OUTER),
     (
         "refused",
         "ist with fragments, a codec or an outer rule",
-        "a unit has one holder: no mean is formed",
+        "a unit has one holder, so there is no mean to be formed",
     ),
     ("refused", "ist with fewer units in a layer than workers", "somebody would hold none"),
-    ("refused", *DEMO_OUTER),
     ("warned", "gamma >= 2 (1 - outer_momentum^2), in pairs", "replicas drift apart in large worlds"),
     ("warned", "fewer rounds than 20 / (1 - outer_momentum)", "the momentum does not come up to speed"),
     ("warned", "eager with more than 2 workers and outer_lr > 0.2", "a step is fresh by 1/workers only"),

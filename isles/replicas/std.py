@@ -19,7 +19,7 @@ def replica_std(shares: Sequence[Tensor], group: Group, island: Group | None) ->
     mean over the group on the channel "eval"; nothing is changed.
     """
     flat = FlatParameters(shares)
-    if not flat.numel:
+    if not flat.numel and island is None:
         return 0.0
     own = flat.read(flat.new())
     average = own.clone()

@@ -58,8 +58,6 @@ class ReplicaSync(Wrapping):
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     spans_islands: ClassVar[bool] = False
     """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island`."""
-    copies: ClassVar[bool] = True
-    """Whether workers hold the same parameters, so that their values can be compared."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -106,7 +104,7 @@ class ReplicaSync(Wrapping):
         """The method that makes the workers of an island one replica, where there are islands."""
         self.island = Alone(trained) if self.inside is None else self._island_of(self.inside)
         self.shares = self.island.shares
-        """What this worker exchanges: the parameters, or its part of them in an island."""
+        """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
         self.steps = 0
         """Inner steps done."""

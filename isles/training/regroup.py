@@ -38,6 +38,7 @@ _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
 }
 _OWN = {  # what is each worker's own even where anchors agree, by a part of the path
     ".residual": "error feedback",
+    ".thresholds": "thresholds",
     ".reference": "weights",
     ".flights.": "what is under way",
     ".local_momentum": "local momenta",

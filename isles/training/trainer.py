@@ -94,9 +94,8 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        compared = self.optimizer.shares if self.optimizer.copies else []
-        alone = world.outer.size == 1 or world.inner.rank > 0
-        self.sample = Sample(compared) if compared and not alone else None
+        compared = world.outer.size > 1 and world.inner.rank == 0 and self.optimizer.shares
+        self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
 
     @property

@@ -151,7 +151,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (train("--method", "custom", "replicas.group_size=2"), ["replicas.group_size = 2 has nothing to act on"]),
     (train("--method", "eager", "replicas.codec=powersgd:2", "replicas.sync_every=2"), ["codec powersgd x reading"]),
     (train("--method", "noloco", "replicas.codec=powersgd:2"), ["mixing groups", 'mixing = "all"']),
-    (train("--method", "ddp", "replicas.codec=powersgd:2"), ["outer methods, such as diloco"]),
+    (train("--method", "ddp", "replicas.codec=powersgd:0"), ["choose a rank of at least 1"]),
     (
         ["train", "--method", "ddp", "--set", "replicas.gamma=1"],
         ["replicas.gamma is a setting of noloco, streaming-noloco, custom, not of ddp"],

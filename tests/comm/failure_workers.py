@@ -12,7 +12,8 @@ from isles.comm import collectives
 from isles.comm.codecs import codec
 from isles.comm.errors import CommError, DeadlinePassed, Diverged
 from isles.comm.group import Group
-from isles.comm.mean import Stamp, mean
+from isles.comm.headers import Stamp
+from isles.comm.mean import mean
 from isles.comm.mesh import Mesh
 
 

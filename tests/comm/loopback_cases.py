@@ -7,7 +7,8 @@ from torch import nn
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.mean import Stamp, mean
+from isles.comm.headers import Stamp
+from isles.comm.mean import mean
 from isles.comm.mesh import Mesh
 from tests.netns import Wire, counted_so_far
 

@@ -14,7 +14,7 @@ from isles.comm.averaging import averaging
 from isles.comm.codecs import form
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.factors import Factors
-from isles.comm.mean import Stamp
+from isles.comm.headers import Stamp
 from isles.comm.mesh import Mesh
 
 LINKS = isles.Links(bandwidth=1e8, latency=0.01)

@@ -129,7 +129,8 @@ def test_closures(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_grad_scaler(name: str) -> None:
     """step(scaler=) unscales what was reduced, before clipping: a power of two changes no bit. An overflow makes its
-    worker skip the step; for ddp see below. Refused where all take one step together without having met before.
+    worker skip the step; for methods at gradient level see below. Refused where all take one step together without
+    having met before.
     """
 
     def worker(world: Mesh, scaled: bool, overflow: int) -> Any:
@@ -154,19 +155,20 @@ def test_grad_scaler(name: str) -> None:
         return
     plain, scaled = run(worker, 2, False, 0), run(worker, 2, True, 0)
     assert [result[:2] for result in plain] == [result[:2] for result in scaled]
-    if name != "ddp":
+    if name not in ("ddp", "dct-dp"):
         overflown = run(worker, 2, True, 5)
         assert [scale for _, _, scale in overflown] == [1024, 512]
         # LocalSGD and the like exchange at step 6; at step 5 worker 1 stood still
         assert [log[4] for log, _, _ in overflown] == [False, True]
 
 
-def test_ddp_spreads_an_overflow_so_that_all_skip_together() -> None:
-    """A non-finite gradient of one worker becomes everybody's mean: all skip, weights stay equal."""
+@pytest.mark.parametrize("name", ["ddp", "ddp, int4", "ddp, low rank", "dct-dp"])
+def test_ddp_spreads_an_overflow_so_that_all_skip_together(name: str) -> None:
+    """A non-finite gradient of one worker becomes everybody's mean, or is told: all skip, weights stay equal."""
 
     def worker(world: Mesh) -> Any:
         model = Net()
-        optimizer = wrap(world, "ddp", model)
+        optimizer = wrap(world, name, model)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(1, 5):
             loss = loss_of(model, world.rank, step) * (torch.inf if step == 3 and world.rank == 1 else 1.0)

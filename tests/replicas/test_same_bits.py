@@ -12,17 +12,19 @@ import pytest
 
 import isles
 from isles.comm.mesh import Mesh
+from tests.replicas.hook_workers import beside_the_hook
 from tests.replicas.workers import LINKS, RUNS, local_checkpoint, train_all
 
 NATIVE = "ddp, native"  # gloo's own sums: another order, so not among those that are equal to the bit
 STEPS, SAVE_AT = 11, 4  # three rounds of three, and a shorter one at the end; a checkpoint in the middle of a round
 SAVED = ["ddp, small buckets", "localsgd", "diloco, int8", "noloco", "noloco, lossy", "noloco, single vector"]
-SAVED += ["streaming, int4", "eager, int8", "diloco, topk", "demo"]
+SAVED += ["ddp, low rank", "dct-dp", "streaming, int4", "eager, int8", "diloco, topk", "demo"]
 
 
-def both(world: Mesh) -> tuple[Any, Any]:
+def both(world: Mesh) -> tuple[Any, ...]:
     """What the processes of one world do."""
-    return train_all(world, [*RUNS, NATIVE], STEPS), local_checkpoint(world, SAVED, STEPS, SAVE_AT)
+    hook = beside_the_hook(world) if world.size == 2 else None
+    return train_all(world, [*RUNS, NATIVE], STEPS), local_checkpoint(world, SAVED, STEPS, SAVE_AT), hook
 
 
 @cache
@@ -65,6 +67,11 @@ def test_the_backend_s_own_reduction_is_near(size: int) -> None:
     for mine, theirs in zip(own, two_shot, strict=True):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
         assert mine["bytes"]["sent"] == mine["planned"]
+
+
+def test_torch_s_powersgd_hook_agrees() -> None:
+    """Same rank, bases and error: five steps of ddp with codec = "powersgd:2" give the hook's gradients, to 1e-5."""
+    assert max(result[2] for result in real(2)) < 1e-5
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -31,6 +31,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "ddp, small buckets": ("ddp", {"bucket_megabytes": 2e-4}),
     "ddp, bf16": ("ddp", {"codec": "bf16"}),
+    "ddp, low rank": ("ddp", {"codec": "powersgd:1", "error_feedback": "local", "bucket_megabytes": 3e-4}),
+    "ddp, int4": ("ddp", {"codec": "int4", "error_feedback": "global", "feedback_decay": 0.9}),
+    # Thresholds that are always new: as many entries as planned.
+    "dct-dp": ("dct-dp", {"sparsity": 0.9, "threshold_interval": 1, "exclude_below": 20, "bucket_megabytes": 3e-4}),
     "localsgd": ("localsgd", {"sync_every": 3}),
     "diloco": ("diloco", {"sync_every": 3, "outer_momentum": 0.5}),
     "diloco, int8": ("diloco", {"sync_every": 3, "outer_momentum": 0.5, "codec": "int8"}),
@@ -59,15 +63,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparta": ("sparta", {"sync_every": 3, "fraction": 0.3}),
     "sparseloco": ("sparseloco", {"sync_every": 3}),
     "dilocox": ("dilocox", {"sync_every": 3, "rank": 1, "start_compress": 1, "window": 0}),
-    "ist": ("ist", {"sync_every": 3}),
-    "ist, central": (
-        "ist",
-        {"sync_every": 3, "server": "central", "sampler": "stratified", "optimizer_state": "reset"},
-    ),
     "demo": ("demo", {"check_every": 3}),
     "demo, bits": (
         "demo",
         {"compression_topk": 2, "compression_chunk": 4, "value_dtype": "sign", "transform": "random", "base": "muon"},
+    ),
+    "ist": ("ist", {"sync_every": 3}),
+    "ist, central": (
+        "ist",
+        {"sync_every": 3, "server": "central", "sampler": "stratified", "optimizer_state": "reset"},
     ),
     "custom, low rank": (
         "custom",

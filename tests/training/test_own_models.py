@@ -28,6 +28,7 @@ from tests.training.runs import (
     DIVIDED,
     EVERY_3,
     ON_VIRTUAL,
+    OWN_SETTINGS,
     TINY,
     Told,
     metrics,
@@ -55,6 +56,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def tiny(text: Path, model: list[str], *more: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:
     every = ["replicas.sync_every=3"] if method in EVERY_3 else []
+    every += OWN_SETTINGS[method] if method == "dct-dp" else []  # which sends small tensors whole
     every += ["replicas.fragments=whole"] if method.startswith("streaming") else []  # the models have no list of blocks
     flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
     return read_config(None, flags, [f"data.path={text}", *OF_RUN, *model, *every, *more])

@@ -28,6 +28,8 @@ from tests.training.runs import ON_VIRTUAL, TINY, run, tiny, write_text
 
 MORE = {
     "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.001", "replicas.codec=int8"]),
+    "ddp-low-rank": ("ddp", ["replicas.codec=powersgd:2", "replicas.error_feedback=local"]),
+    "dct-dp-late": ("dct-dp", ["replicas.warmup_dense_steps=3", "replicas.bucket_megabytes=0.02"]),
     "diloco-bf16": ("diloco", ["replicas.codec=bf16"]),
     "noloco-single": ("noloco", ["replicas.exchange=single_vector"]),
     "noloco-late-anchors": ("noloco", ["replicas.prefetch_phi=false", "replicas.anchor_codec=int8"]),

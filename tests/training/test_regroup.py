@@ -97,7 +97,7 @@ def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) 
     assert read_config(str(path / "config.toml"), {}, []).world.workers == after
     assert f"{after} workers instead of {before} after step {AT}" in notes[0]
     means = "\n".join(note for note in notes if note.startswith("replaced"))
-    assert ("weights" in means) == (name not in ("ddp", "demo"))
+    assert ("weights" in means) == (name not in ("ddp", "dct-dp", "demo"))
     assert ("local momenta" in means) == (name == "demo")
     own_anchors = name in ("eager", "sparta") or (
         name == "noloco" and before > 2
