@@ -7,6 +7,9 @@ in int8.
 
 Momentum: 32 coefficients of each block of a matrix, at most 64 x 64, bfloat16 with places of 12 bits; half of a
 vector's entries with places of 8.
+
+Units, IST's: of the MLPs' parameters each worker sends and gets its part with Adam's two moments, as the shards of a
+mean travel; the mean of the rest goes beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from isles.network.job import Job, Matrices, usual_matrices
+from isles.network.job import Job, Matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +48,25 @@ FORMS = {
     "topk:64+int2": Form(phases=(_SPARSE,), back=32 / _SPARSE),
     "randk:0.005": Form(phases=(round(0.005 * 4096) / 4096 * 32,)),
 }
-LOW_RANK, MOMENTUM = "low rank, int4", "momentum, bf16"
-_EDGE, _KEPT = 64, 32
+LOW_RANK, MOMENTUM, UNITS = "low rank, int4", "momentum, bf16", "units"
+_EDGE, _KEPT = 64, 32  # DeMo's
 
 
 def form_of(codec: str, job: Job) -> Form:
-    """Of a name in `FORMS`, or of `LOW_RANK` or `MOMENTUM`."""
-    made = {LOW_RANK: low_rank, MOMENTUM: momentum}
+    """Of a name in `FORMS`, or of `LOW_RANK`, `MOMENTUM` or `UNITS`."""
+    made = {LOW_RANK: low_rank, MOMENTUM: momentum, UNITS: units}
     return made[codec](job) if codec in made else FORMS[codec]
+
+
+def units(job: Job) -> Form:
+    """See the module."""
+    own = job.mlp_share / job.workers
+    return Form(phases=(3 * 32 * own + 32 * (1 - job.mlp_share),), kept=3 * 4 * own)
 
 
 def low_rank(job: Job) -> Form:
     """See the module."""
-    matrices = _matrices(job)
+    matrices = job.known_matrices
     rank = _rank(matrices)
     first = second = 0.0
     dense = job.parameters
@@ -76,15 +85,11 @@ def low_rank(job: Job) -> Form:
 
 def momentum(job: Job) -> Form:
     """See the module. Everyone's goes to everyone: there is no mean that could come back in one piece."""
-    matrices = _matrices(job)
+    matrices = job.known_matrices
     blocks = sum(count * math.ceil(rows / _EDGE) * math.ceil(columns / _EDGE) for rows, columns, count in matrices)
     vectors = max(job.parameters - sum(rows * columns * count for rows, columns, count in matrices), 0.0)
     bits = blocks * _KEPT * (16 + 12) + vectors * _KEPT / _EDGE * (16 + 8)
     return Form(phases=(bits / job.parameters,), back=math.inf)
-
-
-def _matrices(job: Job) -> Matrices:
-    return usual_matrices(job.parameters, job.layers) if job.matrices is None else job.matrices
 
 
 def _rank(matrices: Matrices) -> int:

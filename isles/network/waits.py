@@ -15,6 +15,7 @@ partner (`costs.partner_seconds`).
 | sparseloco       | t, of the largest entries only |
 | sparta           | H = 1: t, of a random part |
 | demo             | H = 1: t, of the largest coefficients, all to all |
+| ist              | t, of units there and back, and of the mean of the rest |
 
 localsgd, fedavg, postlocal-sgd (in the end) and slowmo wait as diloco does, delayed as eager does. Every function
 takes the job, its lines, the form of what is sent, and H.
@@ -37,7 +38,7 @@ _TURNS = 4
 
 
 def for_mean(job: Job, lines: Lines, form: Form, every: int) -> float:
-    """diloco, sparseloco, sparta, demo."""
+    """diloco, sparseloco, sparta, demo, ist."""
     return _mean(job, lines, form)
 
 
