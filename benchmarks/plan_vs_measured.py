@@ -23,8 +23,10 @@ from benchmarks._slow_line import main
 from benchmarks._stage import play
 from benchmarks.netns import SEGMENT, Case, on_the_line, run
 from isles.network.costs import Lines
+from isles.network.job import Job
 from isles.network.links import Links
-from isles.network.planner import WAYS, Job, utilisation
+from isles.network.planner import utilisation
+from isles.network.ways import WAYS
 
 PACE = 0.150  # seconds that the computation of a step takes
 H = 5

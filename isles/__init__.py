@@ -31,6 +31,8 @@ _NAMES = {
     "OuterSync": "isles.replicas.outer",
     "NoSync": "isles.replicas.none",
     "DDP": "isles.replicas.ddp",
+    "FSDP": "isles.replicas.fsdp",
+    "shard": "isles.replicas.sharded",
     "DCTDP": "isles.replicas.dct_dp",
     "LocalSGD": "isles.replicas.localsgd",
     "DiLoCo": "isles.replicas.diloco",
@@ -45,6 +47,8 @@ _NAMES = {
     "PostLocalSGD": "isles.replicas.postlocal",
     "SPARTA": "isles.replicas.sparta",
     "SparseLoCo": "isles.replicas.sparseloco",
+    "DeMo": "isles.replicas.demo",
+    "IST": "isles.replicas.ist",
     "Custom": "isles.replicas.custom",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
@@ -66,15 +70,19 @@ if TYPE_CHECKING:
     from isles.replicas.dct_dp import DCTDP
     from isles.replicas.ddp import DDP
     from isles.replicas.delayed import DelayedDiLoCo
+    from isles.replicas.demo import DeMo
     from isles.replicas.diloco import DiLoCo
     from isles.replicas.dilocox import DiLoCoX
     from isles.replicas.eager import EagerDiLoCo
     from isles.replicas.fedavg import FedAvg
+    from isles.replicas.fsdp import FSDP
+    from isles.replicas.ist import IST
     from isles.replicas.localsgd import LocalSGD
     from isles.replicas.noloco import NoLoCo
     from isles.replicas.none import NoSync
     from isles.replicas.outer import OuterSync
     from isles.replicas.postlocal import PostLocalSGD
+    from isles.replicas.sharded import shard
     from isles.replicas.slowmo import SlowMo
     from isles.replicas.sparseloco import SparseLoCo
     from isles.replicas.sparta import SPARTA

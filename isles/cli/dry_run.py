@@ -57,7 +57,7 @@ def _head(config: Config, plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     from isles.report.units import format_bytes
 
-    own = [("weights", plan.weights), ("gradients", plan.gradients), ("AdamW's state", plan.inner)]
+    own = [("weights", plan.weights), ("gradients", plan.gradients), ("inner optimizer", plan.inner)]
     when = {"always": "", "exchange": "from the first exchange on", "end": "when validating, and at the end"}
     rows = [(what, nbytes, f"on {plan.device}") for what, nbytes in own]
     rows += [(held.what, held.nbytes, ", ".join(filter(None, ("host", when[held.when])))) for held in plan.held]

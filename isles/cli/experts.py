@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="The built-in run in a smal
 JobNames = Annotated[
     list[str] | None, typer.Option("--job", metavar="NAME", help="Train this run alone, as on its machine; repeatable.")
 ]
+AtOnce = Annotated[
+    int, typer.Option("--at-once", metavar="N", help="Train so many runs at a time, each in a process.", min=1)
+]
 Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far they are, and train nothing.")]
 
 
@@ -35,10 +39,11 @@ def hdee(
     out: Out = None,
     quick: Quick = False,
     job: JobNames = None,
+    at_once: AtOnce = 1,
     jobs: Jobs = False,
 ) -> None:
     """Train and judge HDEE ensembles: one expert a domain, unequal sizes and steps at one budget."""
-    _run("hdee", config, set_ or [], out, quick, job or [], jobs)
+    _run(_Words("hdee", config, set_ or [], quick, job or [], at_once), out, jobs)
 
 
 @app.command("smalltalk")
@@ -48,25 +53,43 @@ def smalltalk(
     out: Out = None,
     quick: Quick = False,
     job: JobNames = None,
+    at_once: AtOnce = 1,
     jobs: Jobs = False,
 ) -> None:
     """Train and judge SMALLTALK LM: routers part the text, each expert trains alone on its share."""
-    _run("smalltalk", config, set_ or [], out, quick, job or [], jobs)
+    _run(_Words("smalltalk", config, set_ or [], quick, job or [], at_once), out, jobs)
+
+
+Prior = Annotated[
+    str, typer.Option(help="What is believed before a text: uniform, cached, updating, or shares such as 0.2,0.8.")
+]
+Top = Annotated[int | None, typer.Option("--top-experts", help="So many experts of the prior (or weights).", min=1)]
+Prefix = Annotated[
+    int | None, typer.Option(help="Tokens from which a forest that routes chooses. Default: all it may.")
+]
+Route = Annotated[
+    str,
+    typer.Option(help="once: one expert, by the prefix. growing: weights that are computed again as the text grows."),
+]
 
 
 @app.command("eval")
 def evaluate(
     path: Annotated[Path, typer.Argument(metavar="OUT|FOREST.json", help="What isles experts made.")],
     data: Annotated[str | None, typer.Option(help="Judge a forest on this text instead.")] = None,
-    prior: Annotated[str, typer.Option(help="With FOREST.json: uniform, cached or updating.")] = "uniform",
-    top_k: Annotated[int | None, typer.Option(help="With FOREST.json: so many experts of the prior.", min=1)] = None,
+    prior: Prior = "uniform",
+    top_experts: Top = None,
+    prefix: Prefix = None,
+    route: Route = "once",
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts_show import print_forest, print_results
+    from isles.experts.joining import Joining
 
+    joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if path.is_dir():
-        if data is not None or top_k is not None or prior != "uniform":
-            raise ValueError(f"--data, --prior and --top-k judge one forest: name a file of {path / 'forests'}")
+        if data is not None or joining != Joining():
+            raise ValueError(f"options judge one forest: name a file of {path}/seed-N/forests, or leave them out")
         system = _opened(path)
         _refuse_undone(system)
         with _progress() as progress:
@@ -75,34 +98,91 @@ def evaluate(
         return
     if data is None:
         raise ValueError(f"--data is missing: on which text is {path} to be judged?")
-    print_forest(path, data, prior, top_k)
+    print_forest(path, data, joining)
 
 
 @app.command("generate")
 def generate(
-    forest: Annotated[Path, typer.Argument(metavar="FOREST.json", help="A file of OUT/forests.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    forest: Annotated[Path, typer.Argument(metavar="FOREST.json", help="A file of OUT/seed-N/forests.")],
+    prompt: Annotated[list[str], typer.Option(help="Text to go on from; several are answered one after another.")],
     tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among so many likeliest tokens (0: all).", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    prior: Prior = "uniform",
+    data: Annotated[str | None, typer.Option(help="With --prior cached: text of the domain, for the prior.")] = None,
+    top_experts: Top = None,
+    prefix: Prefix = None,
+    route: Route = "once",
 ) -> None:
-    """Continue a prompt: HDEE by the mixed distribution, SMALLTALK by the one expert that the prompt is routed to."""
-    from isles.experts.speaking import speaker
+    """Continue prompts: HDEE by the mixed distribution, SMALLTALK by the one expert that a prompt is routed to."""
+    import torch
+
+    from isles.experts.joining import Joining
+    from isles.experts.speaking import Speaker
     from isles.models.generate import generate as sample
 
-    voice = speaker(forest, prompt)
-    ids = sample(
-        voice.logits,
-        voice.tokens,
-        new_tokens=tokens,
-        context=voice.context,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-    )
-    print(prompt + voice.tokenizer.decode(list(ids)))
-    print(voice.note, file=sys.stderr)
+    joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
+    speaker = Speaker(forest, joining, data)
+    for text in prompt:
+        voice = speaker.voice(text)
+        ids = list(
+            sample(
+                voice.logits,
+                voice.tokens,
+                new_tokens=tokens,
+                context=voice.context,
+                temperature=temperature,
+                top_k=top_k,
+                seed=seed,
+            )
+        )
+        print(text + speaker.tokenizer.decode(ids))
+        print(voice.note, file=sys.stderr)
+        speaker.listen(torch.cat([voice.tokens, torch.tensor(ids)]))
+
+
+@app.command("forest")
+def forest(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Finished runs with one tokenizer.")],
+    out: Annotated[Path, typer.Option(metavar="FOREST.json", help="The file to write.")],
+) -> None:
+    """Put finished runs together as a forest that mixes them, wherever they were trained."""
+    from isles.experts.registry import forest_of
+    from isles.experts.served import Served
+
+    made = forest_of(runs)
+    Served.load(made.experts)  # one tokenizer, and models that can be read
+    if out.exists():
+        raise ValueError(f"--out {out}: is there already; name another file")
+    made.save(out)
+    print(f"{out}: {', '.join(member.name for member in made.experts)}")
+
+
+@app.command("average")
+def average(
+    forest: Annotated[Path, typer.Argument(metavar="FOREST.json", help="Experts of one shape, from one seed.")],
+    out: Annotated[Path, typer.Option(help="New directory: name it in run.start, isles eval or isles generate.")],
+    data: Annotated[str | None, typer.Option(help="Text of a new domain: shares are the posterior on it.")] = None,
+    shares: Annotated[str | None, typer.Option(help="Shares of the experts, such as 0.2,0.8.")] = None,
+) -> None:
+    """Average the parameters of a forest's experts, to branch a new expert from (BTM)."""
+    from dataclasses import replace
+
+    from isles.experts.averages import shares_on, write_average
+    from isles.experts.priors import given
+    from isles.experts.registry import Forest
+    from isles.experts.served import Served
+
+    served = Served.load(Forest.load(forest).experts)
+    if shares is not None and data is None:
+        found = given(shares, len(served)).exp().tolist()
+    elif data is not None and shares is None:
+        found = shares_on(served, replace(served.runs[0].config.data, path=data))
+    else:
+        raise ValueError("give either --data (shares by the posterior on that text) or --shares")
+    write_average(served, found, out)
+    print(f"{out}: " + ", ".join(f"{share:.3f} {name}" for name, share in zip(served.names, found, strict=True)))
 
 
 @app.command("config")
@@ -130,30 +210,45 @@ def plan(
     print_plan(read(system, settings(system), config, set_ or [], quick=quick), json)
 
 
-def _run(
-    name: str, config: str | None, assignments: list[str], out: Path | None, quick: bool, only: list[str], listing: bool
-) -> None:
+@dataclass(frozen=True)
+class _Words:
+    """What `isles experts SYSTEM` was given, but for --out and --jobs."""
+
+    system: str
+    config: str | None
+    assignments: list[str]
+    quick: bool
+    only: list[str]
+    at_once: int
+
+    def again(self, out: Path) -> str:
+        """The command that goes on in `out`."""
+        words = ["isles", "experts", self.system, *([self.config] if self.config else [])]
+        words += ["--quick"] if self.quick else []
+        words += [part for word in self.assignments for part in ("--set", word)]
+        words += [part for word in self.only for part in ("--job", word)]
+        words += ["--at-once", str(self.at_once)] if self.at_once > 1 else []
+        return shlex.join([*words, "--out", str(out)])
+
+
+def _run(words: _Words, out: Path | None, listing: bool) -> None:
     from isles.cli.experts_show import print_jobs, print_results
     from isles.experts.border import read
     from isles.experts.systems import opened, settings
-    from isles.training.launch import Interrupted
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    asked = read(name, settings(name), config, assignments, quick=quick)
-    out = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    asked = read(words.system, settings(words.system), words.config, words.assignments, quick=words.quick)
+    out = out or Path("runs") / f"{words.system}-{datetime.now():%Y%m%d-%H%M%S}"
     system = opened(asked, out)
     if listing:
         print_jobs(system)
         return
     try:
         with _progress() as progress:
-            done = system.train(progress, only)
+            done = system.train(progress, words.only, words.at_once)
             results = system.evaluate(progress) if done else None
-    except (Interrupted, KeyboardInterrupt):
-        words = ["isles", "experts", name, *([config] if config else []), *(["--quick"] if quick else [])]
-        words += [part for word in assignments for part in ("--set", word)]
-        words += [part for word in only for part in ("--job", word)]
-        print(f"isles: stopped; go on with: {shlex.join([*words, '--out', str(out)])}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"isles: stopped; go on with: {words.again(out)}", file=sys.stderr)
         raise typer.Exit(130) from None
     if results is None:
         print_jobs(system)

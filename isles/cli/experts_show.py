@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from isles.cli.progress import Progress as Bar
+from isles.cli.progress import bars
 from isles.cli.table import print_table
 from isles.experts.border import Asked
 from isles.experts.hdee import TRAINED
 from isles.experts.jobs import Progress
+from isles.experts.joining import Joining
 from isles.experts.system import System
 from isles.report.panels import Table
 from isles.report.units import format_bytes
 
 
 class Shown(Progress):
-    """One bar (or plain lines) for each run, after another."""
+    """A bar (or plain lines) for each run that is under way."""
 
     def __init__(self) -> None:
-        self.bar: Bar | None = None
+        self.runs: dict[str, Bar] = {}
+        self.bars = bars()
 
     def __enter__(self) -> Shown:
         return self
@@ -30,33 +32,34 @@ class Shown(Progress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self.bars.stop()
 
     def begin(self, name: str, workers: int, steps: int) -> None:
         """See Progress."""
-        self._stop()
-        self.bar = Bar(name, workers, steps)
-        if not self.bar.console.is_terminal:  # there the bar names it
-            print(name, file=sys.stderr)
-        self.bar.__enter__()
+        if not self.runs:
+            self.bars = bars()  # one that was stopped stays on the screen
+            self.bars.start()
+        self.runs[name] = Bar(name, workers, steps, self.bars, plain=f"{name}  ")
 
-    def line(self, line: dict[str, Any]) -> None:
+    def line(self, name: str, line: dict[str, Any]) -> None:
         """See Progress."""
-        if self.bar is not None:
-            self.bar.line(line)
+        self.runs[name].line(line)
 
-    def end(self, summary: dict[str, Any]) -> None:
+    def end(self, name: str) -> None:
         """See Progress."""
-        self._stop()
+        run = self.runs.pop(name)
+        if not self.runs:
+            self.bars.stop()
+        elif self.bars.console.is_terminal:  # the display holds those that are under way
+            self.bars.remove_task(run.task)
+            self._say(f"{name}  done")
 
     def notice(self, text: str) -> None:
         """See Progress."""
-        print(f"note: {text}", file=sys.stderr)
+        self._say(f"note: {text}")
 
-    def _stop(self) -> None:
-        if self.bar is not None:
-            self.bar.__exit__(None, None, None)
-            self.bar = None
+    def _say(self, text: str) -> None:
+        self.bars.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_jobs(system: System[Any]) -> None:
@@ -80,11 +83,11 @@ def print_results(results: dict[str, Any], out: Path) -> None:
     print(f"results {out / 'results.json'}", f"report  {write_report(out)}", sep="\n")
 
 
-def print_forest(path: Path, data: str, prior: str, top_k: int | None) -> None:
+def print_forest(path: Path, data: str, joining: Joining) -> None:
     """Perplexity of one forest on a text."""
     from isles.experts.on_text import judged_on
 
-    found = judged_on(path, data, prior, top_k)
+    found = judged_on(path, data, joining)
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:<{width}}  {value}")

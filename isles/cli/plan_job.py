@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from isles.models.sizes import Shape
+    from isles.network.job import Job
     from isles.network.links import Links
-    from isles.network.planner import Job, Plan
+    from isles.network.planner import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,13 @@ class Asked:
 
 def job_of(asked: Asked) -> tuple[Job, str]:
     """The job, and its network's name. ValueError that names what is missing or wrong."""
-    from isles.network.planner import Job
+    from isles.models.sizes import matrices
+    from isles.network.job import Job
     from isles.network.units import parse_count, parse_seconds
 
-    known = {} if asked.like is None else _of_run(asked.like)
+    known, shape = ({}, None) if asked.like is None else _of_run(asked.like)
+    if asked.params is not None or asked.layers is not None:
+        shape = None
     if asked.params is not None:
         known["--params"] = parse_count("--params", asked.params)
     if asked.layers is not None:
@@ -78,6 +83,7 @@ def job_of(asked: Asked) -> tuple[Job, str]:
         workers=int(known["--workers"]),
         links=network,
         tokens=tokens,
+        matrices=None if shape is None else matrices(shape),
         step_tokens=None if tokens is None else known["--step-tokens"],
     )
     return job, name
@@ -107,9 +113,8 @@ def _toml(value: str) -> str:
     return value if value.replace(".", "", 1).isdigit() else f'"{value}"'
 
 
-def _of_run(folder: str) -> dict[str, float]:
-    """What a run that has ended says of its steps."""
-    from isles.models.sizes import SIZES
+def _of_run(folder: str) -> tuple[dict[str, float], Shape | None]:
+    """What a run that has ended says of its steps, and the shape of its decoder; None: another model."""
     from isles.report.rundir import read_run
 
     run = read_run(folder)
@@ -127,9 +132,24 @@ def _of_run(folder: str) -> dict[str, float]:
         "--step-time": values["compute_seconds"] / values["steps"],
         "--step-tokens": values["tokens"] / values["steps"],
     }
-    size = SIZES.get(run.setting("model", "size"))
-    layers = run.setting("model", "layers") or (size.layers if size else None)
-    return known | ({"--layers": layers} if isinstance(layers, int) else {})
+    shape = _shape_of(run.config.get("model"), values["parameters"])
+    return known | ({} if shape is None else {"--layers": shape.layers}), shape
+
+
+def _shape_of(section: object, counted: float) -> Shape | None:
+    """Of a run's [model]; None where that is of another model than the decoder with so many parameters."""
+    from isles.models.config import ModelConfig
+    from isles.models.sizes import parameters
+    from isles.tables import typed
+
+    if not isinstance(section, dict):
+        return None
+    try:
+        model: ModelConfig = typed("model", ModelConfig, section)
+    except ValueError:
+        return None
+    shape = model.shape() if model.own is None else None
+    return shape if shape is not None and parameters(shape) == counted else None
 
 
 def _on_gpu(asked: Asked, known: dict[str, float]) -> float:

@@ -12,27 +12,31 @@ from rich.progress import Progress as Bar
 _PLAIN_LINES = 10  # over a whole run, where there is no terminal
 
 
+def bars() -> Bar:
+    """A display for bars of one or more runs; hidden where there is no terminal."""
+    console = Console(stderr=True)
+    return Bar(
+        TextColumn("[bold]{task.description}[/] {task.fields[workers]} workers"),
+        BarColumn(),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]}  sent {task.fields[sent]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
 class Progress:
     """Fed with lines of metrics.jsonl from all workers; shows the slowest worker's step, mean loss, bytes and time
-    left.
+    left. bar: where it is shown, beside others; its own by default. plain: what plain lines begin with.
     """
 
-    def __init__(self, method: str, workers: int, steps: int) -> None:
-        self.steps, self.workers = steps, workers
+    def __init__(self, method: str, workers: int, steps: int, bar: Bar | None = None, plain: str = "") -> None:
+        self.steps, self.workers, self.plain = steps, workers, plain
         self.latest: dict[int, dict[str, Any]] = {}
-        self.console = Console(stderr=True)
         self.next_plain = 0
-        self.bar = Bar(
-            TextColumn(f"[bold]{method}[/] {workers} workers"),
-            BarColumn(),
-            TextColumn(
-                "step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]}  sent {task.fields[sent]}"
-            ),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self.task = self.bar.add_task("train", total=steps, loss="-", sent="-")
+        self.bar = bar or bars()
+        self.console = self.bar.console
+        self.task = self.bar.add_task(method, total=steps, workers=workers, loss="-", sent="-")
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -60,4 +64,5 @@ class Progress:
         self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=f"{sent} a worker")
         if not self.console.is_terminal and (step >= self.next_plain or step == self.steps):
             self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
-            self.console.print(f"step {step}/{self.steps}  loss {loss:.3f}  sent {sent} a worker", highlight=False)
+            words = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent} a worker"
+            self.console.print(words, highlight=False, markup=False, soft_wrap=True)

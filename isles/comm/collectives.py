@@ -53,10 +53,10 @@ def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
 
 def all_to_all(call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Steps[None]:
     """outgoing[p] to position p, incoming[p] from position p; contiguous tensors, sizes may differ from pair to
-    pair.
+    pair. Nothing is sent where one is empty.
     """
-    works = [call.recv(position, incoming[position]) for position in call.group.others]
-    works += [call.send(position, outgoing[position]) for position in call.group.others]
+    works = [call.recv(position, incoming[position]) for position in call.group.others if incoming[position].numel()]
+    works += [call.send(position, outgoing[position]) for position in call.group.others if outgoing[position].numel()]
     incoming[call.group.rank].copy_(outgoing[call.group.rank])
     yield works
 

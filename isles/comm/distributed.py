@@ -86,8 +86,20 @@ class DistributedTransport:
 
         With NCCL every rank needs a GPU of its own and has made it the current one (torch.cuda.set_device).
         """
-        group = self._native_group(ranks, "nccl" if buffer.is_cuda else "gloo")
+        group = self.process_group(ranks, buffer.device.type)
         return self._watch(None, buffer, lambda: dist.all_reduce(buffer, group=group, async_op=True), ask_sender=False)
+
+    def process_group(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
+        """See Transport.process_group: over NCCL for "cuda", else over gloo. Made once; its first use meets the members
+        without a deadline.
+        """
+        key = (ranks, "nccl" if device == "cuda" else "gloo")
+        if key not in self._native_groups:
+            # Only the members meet: other groups of the mesh are made by their own.
+            made = dist.new_group(list(ranks), timeout=_NEVER, backend=key[1], use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._native_groups[key] = made
+        return self._native_groups[key]
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
         """See Transport.run."""
@@ -133,15 +145,6 @@ class DistributedTransport:
                 message.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             _LOG.debug("closed all connections: %s", _first_line(error))
-
-    def _native_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-        key = (ranks, backend)
-        if key not in self._native_groups:
-            # Only the members meet: other groups of the mesh are made by their own.
-            made = dist.new_group(list(ranks), timeout=_NEVER, backend=backend, use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._native_groups[key] = made
-        return self._native_groups[key]
 
     def _post(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
         assert buffer.dtype == torch.uint8 and buffer.device.type == "cpu", "gloo takes uint8 views of CPU memory"

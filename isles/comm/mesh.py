@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from isles.comm.distributed import DistributedTransport
 from isles.comm.group import Group, Ledger
@@ -49,6 +49,18 @@ class Mesh:
     def size(self) -> int:
         """Number of workers."""
         return self.world.size
+
+    def islands(self, inner: int) -> Mesh:
+        """The same workers in islands of `inner`. ValueError where they are not islands of so many."""
+        world = self.world
+        arranged = arrange(
+            world.transport,
+            inner=inner,
+            local_rank=self.local_rank,
+            deadlines=world.deadlines,
+            ledger=world.ledger,
+        )
+        return replace(arranged, report=self.report, stop_here=self.stop_here)
 
     def close(self) -> None:
         """Give back connections and threads."""

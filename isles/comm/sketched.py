@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from isles.comm.group import Group
+from isles.comm.mesh import Mesh, arrange
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps, Transfer, Work
@@ -19,15 +20,19 @@ def sketched_group(size: int, *, native: bool) -> Group:
     return Group(SketchedTransport(size, native), tuple(range(size)))
 
 
+def sketched_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
+    """The arranged world of `workers`, as `rank` sees it; see `sketched_group`."""
+    return arrange(SketchedTransport(workers, native, rank), inner=inner)
+
+
 class SketchedTransport:
     """See the module. ValueError for whatever wants to be sent."""
 
-    rank = 0
     step_seconds = 0.0
     away_seconds = 0.0
 
-    def __init__(self, size: int, native: bool) -> None:
-        self.size, self.native, self.traffic = size, native, Traffic()
+    def __init__(self, size: int, native: bool, rank: int = 0) -> None:
+        self.size, self.native, self.rank, self.traffic = size, native, rank, Traffic()
 
     def _refuse(self) -> NoReturn:
         raise ValueError("this method exchanges something while it is made, which cannot be planned: run it instead")
@@ -42,6 +47,10 @@ class SketchedTransport:
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
         """See Transport.native_sum."""
+        self._refuse()
+
+    def process_group(self, ranks: tuple[int, ...], device: str) -> NoReturn:
+        """See Transport.process_group."""
         self._refuse()
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:

@@ -118,12 +118,18 @@ class Transport(Protocol):
 
     @property
     def native(self) -> bool:
-        """True if the backend has a collective of its own, `native_sum`."""
+        """True if the backend has a collective of its own, `native_sum`, and process groups."""
         ...
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
         collective: NCCL for CUDA buffers. The order of the sums is the backend's. ValueError where there is none.
+        """
+        ...
+
+    def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
+        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for what torch does by itself
+        among them. ValueError where there is none.
         """
         ...
 

@@ -58,7 +58,6 @@ class VirtualCluster:
         self.workers = workers
         self.links = preset(links) if isinstance(links, str) else links
         self.links.check(workers)
-        self.links.warn_of_downlinks(workers)
         self.step_seconds = step_seconds
         self.speeds = (1.0,) * workers if speeds is None else tuple(speeds)
         if len(self.speeds) != workers or not all(speed > 0 for speed in self.speeds):

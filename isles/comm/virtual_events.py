@@ -1,8 +1,8 @@
 """The event queue of a virtual run: what happens on the network, in order of virtual time.
 
-Events of one moment are ordered by kind, then by rank, then by age: service ends come before arrivals, so that
-everything that arrives at one moment is known before the first of it is handed out; a deadline comes last, so that
-what arrives exactly at its deadline is in time.
+Events of one moment are ordered by kind, then by rank, then by age: service ends come first, so that a line is free for
+what comes in; then arrivals, so that everything that arrives at one moment is known before the first of it is handed
+out; a deadline comes last, so that what arrives exactly at its deadline is in time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-SERVED, ARRIVED, DEADLINE = range(3)
+SERVED, ENTERS, ARRIVED, DEADLINE = range(4)
 
 Event = list[Any]
 """[time, kind, rank, age, action]; ages differ, so comparing never comes to the action. None: it was cancelled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ class VirtualTransport:
         """See Transport.native_sum: there is none here."""
         raise ValueError("the virtual backend has no collective of its own: use the two-shot mean")
 
+    def process_group(self, ranks: tuple[int, ...], device: str) -> NoReturn:
+        """See Transport.process_group: there is none here."""
+        raise ValueError("the virtual backend holds all workers in one process: torch has no process group of them")
+
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
         """See Transport.run. Messages a failed transfer has asked for are dropped when they come."""
         with self._worker:
@@ -118,8 +122,9 @@ class VirtualTransport:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way.
 
-        A run that continues from the states of all workers computes the same bits, if the uplinks were idle: each
-        worker's own sends gone, and for shared uplinks all workers at one virtual time (behind a barrier).
+        A run that continues from the states of all workers computes the same bits, if the lines were idle: each
+        worker's own sends gone, and for shared uplinks and narrow downlinks all workers at one virtual time (behind a
+        barrier). Else only times differ, by what was on those lines.
         """
         with self._worker:
             if any(not transfer.finished for transfer in self._transfers):

@@ -1,7 +1,13 @@
-"""Messages of a virtual run: from a send, over the shared uplink and the latency, to the receive they belong to.
+"""Messages of a virtual run: from a send, over the lines of both ends and the latency, to the receive they belong to.
 
-    send -> waits and is served on the sender's uplink -> gone (the send is done) -> latency -> arrived (the receive
-    is done)
+    send -> waits and is served on the sender's uplink -> gone (the send is done) -> latency
+                   first bit -> latency -> served on the target's downlink ->  whichever is later: arrived (the receive
+                                                                               is done)
+
+A message comes in while it still leaves, so one alone takes the time of the slower of the two lines. Those that come in
+share a downlink fairly, each with all of its bits from the moment of its first: a share that a slow sender cannot fill
+is not given to the others at once, but when that message has had its bits. A downlink that the others' uplinks together
+cannot fill is left out: it keeps nobody waiting.
 
 Bytes are copied once, when the message is gone, straight into the receive that is posted for it; if there is none
 yet, or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
@@ -22,25 +28,31 @@ from torch import Tensor
 
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
-from isles.comm.virtual_events import ARRIVED, SERVED, Event, Timeline
+from isles.comm.virtual_events import ARRIVED, ENTERS, SERVED, Event, Timeline
 from isles.comm.virtual_transfer import VirtualWork
 from isles.network.links import Links
-from isles.network.uplink import Uplink
+from isles.network.pipe import Pipe
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Message:
-    """One message on its way."""
+    """One message on its way. latency: seconds that each of its bits takes. down: the downlink that it goes through,
+    None where that does not count.
+    """
 
-    __slots__ = ("arrival", "data", "number", "receive", "sent", "source", "tag", "target")
+    __slots__ = ("arrival", "bits", "data", "down", "latency", "lines", "receive", "sent", "source", "tag", "target")
 
-    def __init__(self, source: int, target: int, tag: Tag, number: int, data: Bytes, sent: VirtualWork) -> None:
-        self.source, self.target, self.tag, self.number = source, target, tag, number
+    def __init__(
+        self, source: int, target: int, tag: Tag, latency: float, data: Bytes, sent: VirtualWork, down: int | None
+    ) -> None:
+        self.source, self.target, self.tag, self.latency, self.down = source, target, tag, latency, down
+        self.bits = 8.0 * data.nbytes
         self.data: Bytes | None = data  # the sender's own bytes until it is gone, then a copy, or None once delivered
         self.sent = sent
         self.receive: VirtualWork | None = None
-        self.arrival = 0.0
+        self.lines = 1 if down is None else 2  # that are not done with it
+        self.arrival = 0.0  # not before
 
 
 class Wire:
@@ -52,8 +64,16 @@ class Wire:
         """Messages sent so far, [source][target]: the jitter's counter."""
         self.latest: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
         """Latest arrival, [source][(target, channel)]."""
-        self._uplinks: list[Uplink[Message]] = [Uplink(links.rate(u)) for u in range(links.uplink_count(size))]
-        self._completions: list[Event | None] = [None] * len(self._uplinks)
+        count = links.uplink_count(size)
+        self._pipes: list[Pipe[Message]] = [Pipe(links.rate(line)) for line in range(count)]  # up, then those down
+        self._downs: list[int | None] = [None] * count
+        """By line: the place in `_pipes` of its downlink, None where it keeps nobody waiting."""
+        for line in links.narrow_downlinks(size):
+            self._downs[line] = len(self._pipes)
+            self._pipes.append(Pipe(links.down_rate(line)))
+        self._completions: list[Event | None] = [None] * len(self._pipes)
+        self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
+        """When the latest message comes to the target's downlink, [source][(target, channel)]."""
         self._posted: dict[tuple[int, int | None, Tag], deque[VirtualWork]] = {}  # (target, source, tag)
         self._arrived: dict[tuple[int, Tag], dict[int, deque[Message]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
@@ -67,9 +87,13 @@ class Wire:
         number = self.numbers[source][target]
         self.numbers[source][target] += 1
         self._coming[target, source, tag] += 1
-        message = Message(source, target, tag, number, data.numpy(), work)
+        latency = self.links.message_latency(source, target, number=number, seed=self.seed)
+        down = self._downs[self.links.uplink_of(target)]
+        message = Message(source, target, tag, latency, data.numpy(), work, down)
         index = self.links.uplink_of(source)
-        self._uplinks[index].add(self.timeline.now, (source, tag.channel), 8.0 * data.numel(), message)
+        begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
+        if begins and down is not None:
+            self._leaves(message)
         self._watch(index)
 
     def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
@@ -119,30 +143,60 @@ class Wire:
             work.finish(PeerLost(rank, self._lost[rank]))
 
     def _watch(self, index: int) -> None:
-        """Keep the event of an uplink's next completion true; every arrival and departure may move it."""
-        event, time = self._completions[index], self._uplinks[index].next_completion()
+        """Keep the event of a line's next completion true; every arrival and departure may move it."""
+        event, time = self._completions[index], self._pipes[index].next_completion()
         if event is not None and event[4] is not None:
             if event[0] == time:
                 return
             self.timeline.cancel(event)
         self._completions[index] = None
         if time < float("inf"):
-            self._completions[index] = self.timeline.at(time, SERVED, index, partial(self._served, index))
+            act = self._gone if index < len(self._downs) else self._come
+            self._completions[index] = self.timeline.at(time, SERVED, index, partial(act, index))
 
-    def _served(self, index: int) -> None:
+    def _leaves(self, message: Message) -> None:
+        """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
+        path, entered = (message.target, message.tag.channel), self._entered[message.source]
+        time = entered[path] = max(self.timeline.now + message.latency, entered.get(path, 0.0))
+        self.timeline.at(time, ENTERS, message.source, partial(self._enters, message))
+
+    def _enters(self, message: Message) -> None:
+        assert message.down is not None
+        flow = (message.source, message.target, message.tag.channel)
+        self._pipes[message.down].add(self.timeline.now, flow, message.bits, message)
+        self._watch(message.down)
+
+    def _gone(self, index: int) -> None:
         """The last bit has left: copy the bytes, so that the sender may write over them, and let the latency run."""
-        time, message = self._uplinks[index].complete()
-        assert time == self.timeline.now, (time, self.timeline.now)
-        self._watch(index)
-        source, target, tag = message.source, message.target, message.tag
-        if target not in self._lost:
+        message = self._complete(index)
+        if message.target not in self._lost:
             self._bind(message)
-        seconds = self.links.message_latency(source, target, number=message.number, seed=self.seed)
-        path = (target, tag.channel)
-        message.arrival = max(time + seconds, self.latest[source].get(path, 0.0))
-        self.latest[source][path] = message.arrival
-        self.timeline.at(message.arrival, ARRIVED, source, partial(self._arrive, message))
+        self._through(message, self.timeline.now + message.latency)
         message.sent.finish()
+
+    def _come(self, index: int) -> None:
+        """The downlink is through with a message."""
+        self._through(self._complete(index), self.timeline.now)
+
+    def _complete(self, index: int) -> Message:
+        time, message, following = self._pipes[index].complete()
+        assert time == self.timeline.now, (time, self.timeline.now)
+        if following is not None and following.down is not None and index != following.down:
+            self._leaves(following)
+        self._watch(index)
+        return message
+
+    def _through(self, message: Message, time: float) -> None:
+        """One line is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
+        its channel.
+        """
+        message.lines -= 1
+        if message.lines:
+            message.arrival = time
+            return
+        path, latest = (message.target, message.tag.channel), self.latest[message.source]
+        message.arrival = latest[path] = max(time, message.arrival, latest.get(path, 0.0))
+        self.timeline.at(message.arrival, ARRIVED, message.source, partial(self._arrive, message))
 
     def _bind(self, message: Message) -> None:
         key = (message.target, message.source, message.tag)

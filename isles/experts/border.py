@@ -68,9 +68,9 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
         ("data", "path", "the text of experts is that of the domains: list them as [domains.NAME]"),
         ("run", "start", "each run starts from the seed that the system chooses"),
         ("run", "steps", f"the steps of the runs stand in [{system}]"),
-        ("run", "seed", "hdee.seeds says which"),
+        ("run", "seed", f"{system}.seeds says which"),
     ):
-        if key in runs.get(section, {}) and not (key == "seed" and system != "hdee"):
+        if key in runs.get(section, {}):
             raise ValueError(f"{section}.{key}: {why}: take it out")
     own = typed(system, cls, tables.get(system, {}))
     domains = tables.get("domains", {})

@@ -135,6 +135,11 @@ class Pool:
     corpus: Corpus
     folder: Path
 
+    @property
+    def held(self) -> np.ndarray:
+        """(M, context + 1) validation sequences of its domains."""
+        return self.corpus.validation.tokens.reshape(-1, self.rows.shape[1])
+
 
 def pooled(texts: Sequence[DomainText], folder: Path, seed: int, *, judged: int) -> Pool:
     """The training windows of `texts` in equal numbers (of the smallest), shuffled; kept in `folder`, which a second

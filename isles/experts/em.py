@@ -116,13 +116,15 @@ class Router:
         scores_NE = self._exchange()
         self.expert_of = assign(scores_NE, self.own.assignment)
         self._agree(number)
-        best = np.sort(scores_NE, axis=1)
+        best, traffic = np.sort(scores_NE, axis=1), self.group.traffic["outer"]
         return {
             "loss": loss,
             "load": int((self.expert_of == self.group.rank).sum()),
             "purity": purity(self.expert_of, self.task.label[self.sequences]),
+            "displaced": float((self.expert_of != scores_NE.argmax(1)).mean()),  # by balance, from their best router
             "margin": float((best[:, -1] - best[:, -2]).mean()) if self.group.size > 1 else None,
-            "bytes_sent": self.group.traffic["outer"].bytes_sent,
+            "bytes_sent": traffic.bytes_sent,
+            "bytes_received": traffic.bytes_received,
         }
 
     def _train(self, mine: np.ndarray) -> float:

@@ -2,7 +2,7 @@
 
 OUT/experts.toml             what was asked for
 OUT/domains/*.jsonl          the default domains, where none were listed
-OUT/seed-0/mixture/          what the seeds train on (a stored corpus)
+OUT/seed-0/mixture/          what the seeds train on (a stored corpus), and splits/0 1 2: random thirds of it
 OUT/seed-0/seed-f192/ ...    runs: seeds and experts (`jobs`)
 OUT/seed-0/forests/*.json    one forest a variant and iteration (`registry`)
 OUT/results.json             everything that was measured; means over seeds beside each seed's
@@ -12,8 +12,7 @@ Called again with the same words it goes on where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isles.data.corpus import rows_corpus
 from isles.experts import hdee, mixture
-from isles.experts.domains import TRAINED, Part, of_difficulty, pooled, read_domains
+from isles.experts.averages import averaged
+from isles.experts.domains import TRAINED, DomainText, Part, of_difficulty, pooled, read_domains, store_rows
 from isles.experts.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import Job, Progress
 from isles.experts.judging import WAYS, judge, mean_of
@@ -49,7 +50,7 @@ class Hdee(System[HdeeConfig]):
         self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
         if self.asked.domains:  # the default ones are known to be enough, and may have to be written
             domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
-            hdee.plan(self.own, self.base, domains, 0, self.out, "")
+            hdee.plan(self.own, self.base, domains, 0, self.out)
 
     def remarks(self) -> list[str]:
         """See System.remarks."""
@@ -65,8 +66,7 @@ class Hdee(System[HdeeConfig]):
 
     def plan(self, seed: int) -> HdeePlan:
         """The jobs of one seed."""
-        path = self.own.seed_path or str(self.folder(seed) / "mixture")
-        return hdee.plan(self.own, self.base, self.domains, seed, self.folder(seed), path)
+        return hdee.plan(self.own, self.base, self.domains, seed, self.folder(seed))
 
     def folder(self, seed: int) -> Path:
         """Where the runs of a seed lie."""
@@ -76,12 +76,15 @@ class Hdee(System[HdeeConfig]):
         """See System.placed_jobs."""
         return [(self.folder(seed).name, job) for seed in self.own.seeds for job in self.plan(seed).jobs]
 
-    def prepare(self, progress: Progress) -> None:
-        """The mixture that the seeds train on."""
-        for seed in self.own.seeds:
-            folder = self.folder(seed) / "mixture"
-            if not self.own.seed_path and not folder.exists():
-                pooled(self.trained, folder, seed, judged=self.own.sequences)
+    def prepare(self, folder: str, progress: Progress) -> None:
+        """The mixture that the seeds and the dense baseline train on, and its random thirds."""
+        place = self.out / folder
+        seed = next(seed for seed in self.own.seeds if self.folder(seed) == place)
+        pool = pooled(self.trained, place / hdee.MIXTURE, seed, judged=self.own.sequences)
+        for third in range(len(TRAINED)) if "random" in self.own.baselines else ():
+            rows = pool.rows[third :: len(TRAINED)]  # they are in a random order already
+            corpus = rows_corpus(f"random third {third}", pool.corpus.tokenizer, rows, pool.held)
+            store_rows(corpus, place / "splits" / str(third))
 
     def evaluate(self, progress: Progress) -> dict[str, Any]:
         """Judge every forest on every domain and write the forests and OUT/results.json."""
@@ -113,44 +116,42 @@ class Hdee(System[HdeeConfig]):
 
     def _judge_seed(self, seed: int) -> dict[str, Any]:
         folder, plan = self.folder(seed), self.plan(seed)
-        runs: dict[str, SavedRun] = {}
-        scored: dict[tuple[str, str, str], Tensor] = {}
-
-        def scores(name: str, domain: str, part: Part) -> Tensor:
-            """(N, T) of one run, computed once however many forests it stands in."""
-            if (name, domain, part) not in scored:
-                run = runs[name] if name in runs else runs.setdefault(name, load_run(folder / name))
-                scored[name, domain, part] = score(run, self.texts[domain].sequences(part, self.own.sequences))
-            return scored[name, domain, part]
-
-        def of(names: Sequence[str], domain: str, part: Part) -> Tensor:
-            return torch.stack([scores(name, domain, part) for name in names])
-
+        scored = _Scored(folder, self.texts, self.own.sequences)
         seed_name = plan.seeds[self.own.ffn[1]]
-        gate = self._ridge(load_run(folder / seed_name))
-        record: dict[str, Any] = {"seed": {d: mixture.perplexity(scores(seed_name, d, "test")) for d in self.texts}}
+        gate = self._ridge(scored.run(seed_name))
+        record: dict[str, Any] = {"seed": self._alone(scored, seed_name)}
+        if plan.dense:
+            record["dense"] = self._alone(scored, plan.dense)
+        if plan.random:
+            record["random"] = {domain: scored.judged(plan.random, domain) for domain in self.texts}
         for variant in self.own.variants:
             record[variant] = {}
             for iteration in range(1, self.own.iterations + 1):
                 forest = self.forest(variant, seed, iteration)
                 forest.save(folder / "forests" / f"{variant}-r{iteration}.json")
-                names = [member.name for member in forest.experts]
-                told = record[variant][f"r{iteration}"] = {}
-                for domain in self.texts:
-                    test, prior = of(names, domain, "test"), of(names, domain, "prior")
-                    told[domain] = judge(test, prior).as_json()
-                    chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
-                    one = test[torch.from_numpy(chosen), torch.arange(len(chosen))]
-                    told[domain]["perplexity"]["ridge"] = mixture.perplexity(one)
-                    told[domain]["with_seed"] = judge(
-                        of([*names, seed_name], domain, "test"), of([*names, seed_name], domain, "prior")
-                    ).perplexity["posterior"]
+                names = tuple(member.name for member in forest.experts)
+                told = record[variant][f"r{iteration}"] = {
+                    domain: scored.judged(names, domain) for domain in self.texts
+                }
+                for domain, found in told.items():
+                    found["perplexity"]["ridge"] = self._by_ridge(gate, scored.of(names, domain, "test"), domain)
+                    found["with_seed"] = scored.judged((*names, seed_name), domain)["perplexity"]["posterior"]
                     if variant.startswith("m-ho"):
-                        weights = cached(prior, statistic="mean").exp().tolist()
-                        averaged = self._average([runs[name] for name in names], names, weights)
-                        rows = self.texts[domain].sequences("test", self.own.sequences)
-                        told[domain]["parameter_average"] = mixture.perplexity(score(averaged, rows))
+                        found["parameter_average"] = self._by_average(scored, names, domain)
         return record
+
+    def _alone(self, scored: _Scored, name: str) -> dict[str, float]:
+        return {domain: mixture.perplexity(scored.one(name, domain, "test")) for domain in self.texts}
+
+    def _by_ridge(self, gate: RidgeGate, test_ENT: Tensor, domain: str) -> float:
+        chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
+        return mixture.perplexity(test_ENT[torch.from_numpy(chosen), torch.arange(len(chosen))])
+
+    def _by_average(self, scored: _Scored, names: Sequence[str], domain: str) -> float:
+        """BTM's one model, its shares those of the cached prior."""
+        shares = cached(scored.of(names, domain, "prior"), statistic="mean").exp().tolist()
+        one = averaged(Served(names, [scored.run(name) for name in names]), shares)
+        return mixture.perplexity(score(one, self.texts[domain].sequences("test", self.own.sequences)))
 
     def _posterior_over_text(self) -> dict[str, Any]:
         """How the posterior of the first forest moves over one test sequence of each trained domain."""
@@ -175,13 +176,37 @@ class Hdee(System[HdeeConfig]):
             gate.add(difficulty, np.concatenate([self.texts[d.name].training_rows()[:, :-1].ravel() for d in seen]))
         return gate
 
-    def _average(self, runs: list[SavedRun], names: list[str], weights: list[float]) -> SavedRun:
-        """BTM's one model, its weights those of the cached prior."""
-        model = deepcopy(runs[0].model)
-        model.load_state_dict(Served(names, runs).average(weights))
-        return replace(runs[0], model=model)
-
     def _bytes(self) -> Bytes:
         shapes = [replace(self.base.model, ffn=ffn).shape() for ffn in self.own.ffn]
         weights = [4 * parameters(shape) for shape in shapes]
         return bytes_of(weights, weights, shapes[0].vocab, serving=3)
+
+
+class _Scored:
+    """What the runs of one seed say of the domains: each asked once, however many forests it stands in."""
+
+    def __init__(self, folder: Path, texts: Mapping[str, DomainText], sequences: int) -> None:
+        self.folder, self.texts, self.sequences = folder, texts, sequences
+        self.runs: dict[str, SavedRun] = {}
+        self.scores: dict[tuple[str, str, Part], Tensor] = {}
+
+    def run(self, name: str) -> SavedRun:
+        """A run of the folder."""
+        if name not in self.runs:
+            self.runs[name] = load_run(self.folder / name)
+        return self.runs[name]
+
+    def one(self, name: str, domain: str, part: Part) -> Tensor:
+        """(N, T) of one run."""
+        key = name, domain, part
+        if key not in self.scores:
+            self.scores[key] = score(self.run(name), self.texts[domain].sequences(part, self.sequences))
+        return self.scores[key]
+
+    def of(self, names: Sequence[str], domain: str, part: Part) -> Tensor:
+        """(E, N, T) of several."""
+        return torch.stack([self.one(name, domain, part) for name in names])
+
+    def judged(self, names: Sequence[str], domain: str) -> dict[str, Any]:
+        """Several as a forest, in all ways of joining them."""
+        return judge(self.of(names, domain, "test"), self.of(names, domain, "prior")).as_json()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isles.experts.averages import make_average
 from isles.models import flops_per_token, limits
 from isles.training.border import read_config
 from isles.training.checkpoint import Checkpoints
@@ -28,14 +30,22 @@ _PLACES = {"data": ("path", "cache"), "run": ("start", "loggers")}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """name: of the run directory. config: the whole run. role: "seed", "expert" or "dense". domains: what the weights
-    have seen since the seed, in order.
+    """name: of the run directory. config: the whole run. role: "seed", "expert", "random" or "dense". domains: what the
+    weights have seen since the seed, in order. parents: names of the jobs of the same folder whose average, by their
+    posterior on the job's text, it starts from (`averages`; `run.start` says where that average lies).
     """
 
     name: str
     config: Config
     role: str
     domains: tuple[str, ...] = ()
+    parents: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the jobs that must be done before, all of the same folder."""
+        start = self.config.run.start
+        return self.parents or ((Path(start).name,) if start else ())
 
     @property
     def flops(self) -> float | None:
@@ -55,12 +65,12 @@ class Progress:
     """What a person is told while jobs run; the command line shows it. Every call may be ignored."""
 
     def begin(self, name: str, workers: int, steps: int) -> None:
-        """A run begins."""
+        """A run begins; several may be under way."""
 
-    def line(self, line: dict[str, Any]) -> None:
+    def line(self, name: str, line: dict[str, Any]) -> None:
         """A line of its metrics."""
 
-    def end(self, summary: dict[str, Any]) -> None:
+    def end(self, name: str) -> None:
         """It ended."""
 
     def notice(self, text: str) -> None:
@@ -91,9 +101,12 @@ def train(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
         _refuse_other(job, out)
     elif out.exists():
         _clear(out)
-    progress.begin(job.name, job.config.world.workers, job.config.run.steps)
-    summary = launch(job.config, out, progress.line, progress.notice, steps[-1] if steps else None)
-    progress.end(summary)
+    if job.parents:
+        make_average(job.parents, folder, Path(job.config.run.start), job.config.data)
+    name = f"{folder.name}/{job.name}"
+    progress.begin(name, job.config.world.workers, job.config.run.steps)
+    launch(job.config, out, partial(progress.line, name), progress.notice, steps[-1] if steps else None)
+    progress.end(name)
     return _carded(job, out)
 
 

@@ -92,11 +92,13 @@ def _sure_after(believed_ENT: Tensor) -> float:
     return float(first_N.double().mean())
 
 
-def mean_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean of equal nested records of numbers (one a seed), number by number."""
+def mean_of(records: Sequence[Any]) -> Any:
+    """Mean of equal nested records of numbers or None (one a seed), number by number."""
     first = records[0]
+    if first is None:
+        return None
     if isinstance(first, dict):
         return {key: mean_of([record[key] for record in records]) for key in first}
     if isinstance(first, list):
-        return [mean_of(list(column)) for column in zip(*records, strict=True)]  # type: ignore[return-value]
-    return sum(records) / len(records)  # type: ignore[return-value,arg-type]
+        return [mean_of(list(column)) for column in zip(*records, strict=True)]
+    return sum(records) / len(records)

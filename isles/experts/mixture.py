@@ -73,8 +73,8 @@ def geometric(scores_ENT: Tensor) -> Tensor:
 
 
 def top_k(log_prior: Tensor, k: int) -> Tensor:
-    """The prior with all but its `k` largest entries at log 0, normalised again; equal entries: the first expert stays.
-    ValueError unless 1 <= k <= E.
+    """The prior (or weights: E first) with all but its `k` largest entries at log 0, normalised again; equal entries:
+    the first expert stays. ValueError unless 1 <= k <= E.
     """
     experts = log_prior.shape[0]
     if not 1 <= k <= experts:

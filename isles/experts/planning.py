@@ -27,7 +27,7 @@ def _hdee(asked: Asked[hdee.HdeeConfig]) -> dict[str, Any]:
         domains = read_domains(asked.domains, Path(), 0)
     else:
         domains = [Domain(name=f"default-{d}", path="-", difficulty=d) for d in TRAINED]
-    made = hdee.plan(own, base, domains, own.seeds[0], Path(), "-")
+    made = hdee.plan(own, base, domains, own.seeds[0], Path())
     cells = [hdee.cell(own, base, variant) for variant in own.variants]
     weights = [4 * parameters(replace(base.model, ffn=ffn).shape()) for ffn in own.ffn]
     crossing = bytes_of(weights, weights, base.model.shape().vocab, serving=len(TRAINED))

@@ -50,6 +50,11 @@ class Forest:
         if self.routers and len(self.routers) != len(self.experts):
             raise ValueError(f"{len(self.routers)} routers for {len(self.experts)} experts: one each is needed")
 
+    @property
+    def gated(self) -> bool:
+        """Whether a gate chooses among the experts; else all are mixed."""
+        return bool(self.routers) or self.clusters is not None
+
     def add(self, member: Member) -> Forest:
         """With one expert more."""
         return replace(self, experts=(*self.experts, member))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isles.data.tokenizer import Tokenizer
+from isles.experts import mixture
 from isles.experts.assignment import assign
 from isles.experts.clusters import TAU, Clusters, texts_of
 from isles.experts.registry import Forest
@@ -30,8 +31,8 @@ class Gate(Protocol):
         """(E, N) float64 for sequences (N, T), of which the first `prefix` tokens are read; shorter ones whole."""
         ...
 
-    def chances(self, scores_EN: Tensor) -> Tensor:
-        """(E, N): what the scores mean as probabilities."""
+    def log_chances(self, scores_EN: Tensor) -> Tensor:
+        """(E, N): what the scores mean as probabilities, in logs."""
         ...
 
 
@@ -48,9 +49,9 @@ class Routers:
             raise ValueError("routing needs a prompt of at least 2 tokens: give a longer one")
         return self.models.scores(tokens[:, :length]).sum(-1)
 
-    def chances(self, scores_EN: Tensor) -> Tensor:
+    def log_chances(self, scores_EN: Tensor) -> Tensor:
         """Bayes with a uniform prior."""
-        return scores_EN.softmax(0)
+        return scores_EN.log_softmax(0)
 
 
 class ByClusters:
@@ -64,9 +65,9 @@ class ByClusters:
         texts = texts_of(tokens[:, :prefix].numpy(), self.tokenizer)
         return torch.from_numpy(-self.clusters.distances(texts).T)
 
-    def chances(self, scores_EN: Tensor) -> Tensor:
+    def log_chances(self, scores_EN: Tensor) -> Tensor:
         """c-BTM's weights."""
-        return (scores_EN / TAU).softmax(0)
+        return (scores_EN / TAU).log_softmax(0)
 
 
 def gate_of(forest: Forest, tokenizer: Tokenizer) -> Gate | None:
@@ -79,6 +80,24 @@ def gate_of(forest: Forest, tokenizer: Tokenizer) -> Gate | None:
 def route(gate: Gate, tokens: Tensor, prefix: int) -> Tensor:
     """(N,) the expert of each sequence, the lower number where two score the same."""
     return torch.from_numpy(assign(gate.scores(tokens, prefix).T.numpy(), "unbalanced"))
+
+
+def weights_of(gate: Gate, tokens: Tensor, experts: int) -> Tensor:
+    """(E, N) log-weights of what follows sequences (N, T), of which the gate reads all; uniform behind a single token,
+    which says too little.
+    """
+    if tokens.shape[1] < 2:
+        return mixture.uniform(experts)[:, None].expand(experts, len(tokens))
+    return gate.log_chances(gate.scores(tokens, tokens.shape[1]))
+
+
+def growing(gate: Gate, tokens: Tensor, experts: int, every: int) -> Tensor:
+    """(E, N, T) log-weights of the tokens of (N, T + 1) behind the first, for `mixture.mix`: those of `weights_of` for
+    the text so far, computed again after each `every` tokens. (c-BTM, arXiv 2303.14177, where `every` is 1.)
+    """
+    length = tokens.shape[1] - 1
+    blocks = [weights_of(gate, tokens[:, : start + 1], experts) for start in range(0, length, every)]
+    return torch.stack(blocks, dim=-1).repeat_interleave(every, dim=-1)[..., :length]
 
 
 def to_wire(mean_N: Tensor) -> Tensor:

@@ -7,15 +7,17 @@ tokens (N, T)      --every expert, mixture-->  log-probabilities of the next tok
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isles.data import load_tokenizer
+from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
-from isles.experts.registry import Forest, Member
+from isles.experts.registry import Member
 from isles.models import limits
+from isles.training.border import read_config
 from isles.training.saved import SavedRun, load_run
 
 BATCH = 32  # sequences a forward pass
@@ -121,10 +123,9 @@ class Served:
             )
 
 
-def load_forest(path: Path) -> tuple[Forest, Served]:
-    """A forest's file, and its models."""
-    forest = Forest.load(path)
-    return forest, Served.load(forest.experts)
+def tokenizer_of(member: Member) -> Tokenizer:
+    """An expert's, without its model. ValueError where it is missing."""
+    return load_tokenizer(read_config(str(member.run / "config.toml"), {}, []).data.tokenizer)
 
 
 @torch.no_grad()

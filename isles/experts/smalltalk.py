@@ -43,18 +43,20 @@ class RouterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SmalltalkConfig:
-    """experts: E, and as many routers. gate: what parts the text and chooses, "routers", or c-BTM's "clusters" over
-    words, which need no training, for comparison. steps: of each expert; its batch is data.batch_size. prefix: tokens
-    that routers read in training and at inference. prefixes: lengths that routing is judged with, none longer than
-    prefix. router: their shape; the vocabulary and context are the experts'. rounds: of training and assigning.
-    round_sequences: new sequences of a round, a router. router_batch: sequences of a router's step. router_lr,
-    router_warmup: a constant rate, after so many steps of linear warm-up. router_length: what routers train on,
-    "prefix" or "full" sequences. assignment: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for
-    comparison. chunk: sequences that are assigned together when the pool is parted (0: all). dense: models to compare
-    with, trained on the whole pool with E times the "batch" or E times the "steps". characters: of each default domain.
-    sequences: so many of each domain are judged.
+    """seeds: one whole set of runs each; tables show means. experts: E, and as many routers. gate: what parts the text
+    and chooses, "routers", or c-BTM's "clusters" over words, which need no training, for comparison. steps: of each
+    expert; its batch is data.batch_size. prefix: tokens that routers read in training and at inference. prefixes:
+    lengths that routing is judged with, none longer than prefix. router: their shape; the vocabulary and context are
+    the experts'. rounds: of training and assigning. round_sequences: new sequences of a round, a router. router_batch:
+    sequences of a router's step. router_lr, router_warmup: a constant rate, after so many steps of linear warm-up.
+    router_length: what routers train on, "prefix" or "full" sequences. assignment: "greedy" (the paper's), or
+    "sequential", "optimal", "unbalanced" for comparison. reweigh_every: tokens after which the weights of the mixture
+    that grows with the text are computed again, where it is judged. chunk: sequences that are assigned together when
+    the pool is parted (0: all). dense: models to compare with, trained on the whole pool with E times the "batch" or E
+    times the "steps". characters: of each default domain. sequences: so many of each domain are judged.
     """
 
+    seeds: tuple[int, ...] = (0,)
     experts: int = 4
     gate: GateName = "routers"
     steps: int = 256_000
@@ -68,15 +70,19 @@ class SmalltalkConfig:
     router_warmup: int = 1000
     router_length: Literal["prefix", "full"] = "prefix"
     assignment: Rule = "greedy"
+    reweigh_every: int = 16
     chunk: int = 0
     dense: tuple[Dense, ...] = get_args(Dense)
     characters: int = 600_000
     sequences: int = 256
 
     def __post_init__(self) -> None:
-        for key in ("experts", "steps", "rounds", "round_sequences", "router_batch", "characters", "sequences"):
+        counts = ("experts", "steps", "rounds", "round_sequences", "router_batch", "reweigh_every")
+        for key in (*counts, "characters", "sequences"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds = {list(self.seeds)}: name at least one, each of 0 or more, once")
         if self.prefix < 2:
             raise ValueError(f"prefix = {self.prefix}: a router scores the tokens after the first; choose 2 or more")
         if self.router_batch > self.round_sequences:
@@ -90,6 +96,11 @@ class SmalltalkConfig:
                 )
         if self.chunk and self.chunk < self.experts:
             raise ValueError(f"chunk = {self.chunk}: choose 0 (all) or at least one sequence an expert")
+
+
+def seeded(base: Config, seed: int) -> Config:
+    """What every run of a seed shares."""
+    return configured(base, steps=base.run.steps, path=base.data.path, run={"seed": seed})
 
 
 def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:

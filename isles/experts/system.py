@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from isles.experts.border import Asked, keep
 from isles.experts.domains import Domain, DomainText, read_domains
 from isles.experts.jobs import Job, Progress, state, train
+from isles.experts.tasks import Task, carry_out
 from isles.models import limits
 
 RESULTS = "results.json"
@@ -31,6 +32,10 @@ class System(ABC, Generic[Own]):
         keep(asked, out)
         characters: int = self.own.characters  # type: ignore[attr-defined]
         self.domains: list[Domain] = read_domains(asked.domains, out / "domains", characters, self.held_out)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process of its own gets the words, and reads the texts itself."""
+        return type(self), (self.asked, self.out)
 
     @cached_property
     def texts(self) -> dict[str, DomainText]:
@@ -53,8 +58,8 @@ class System(ABC, Generic[Own]):
     def placed_jobs(self) -> list[tuple[str, Job]]:
         """(folder below OUT, job) of every run, in an order in which each finds what it starts from."""
 
-    def prepare(self, progress: Progress) -> None:
-        """What must be there before the runs start."""
+    def prepare(self, folder: str, progress: Progress) -> None:
+        """Make the texts in `folder` (below OUT) that its jobs read."""
 
     @abstractmethod
     def evaluate(self, progress: Progress) -> dict[str, Any]:
@@ -64,9 +69,10 @@ class System(ABC, Generic[Own]):
         """(job, state) of every run by its path below OUT."""
         return {f"{folder}/{job.name}": (job, state(job, self.out / folder)) for folder, job in self.placed_jobs()}
 
-    def train(self, progress: Progress, only: Sequence[str] = ()) -> bool:
-        """Train what is not done yet; with `only` these jobs alone (paths below OUT), for which no more has to be here
-        than what they read: their text, and the run that they start from. True when all are done.
+    def train(self, progress: Progress, only: Sequence[str] = (), at_once: int = 1) -> bool:
+        """Train what is not done yet, `at_once` runs at a time; with `only` these jobs alone (paths below OUT), for
+        which no more has to be here than what they read: their text, and the run that they start from. True when all
+        are done.
 
         ValueError: unknown job, an empty domain, or the run that a job starts from is not there.
         """
@@ -78,15 +84,27 @@ class System(ABC, Generic[Own]):
             for remark in self.remarks():
                 progress.notice(remark)
             _ = self.texts  # an empty domain is found before hours are spent on the others
-        wanted = {name: job for name, (job, _) in jobs.items() if not only or name in only}
-        if not all(Path(job.config.data.path).exists() for job in wanted.values()):
-            self.prepare(progress)
-        for name, job in wanted.items():
-            start = job.config.run.start
-            if start and not (Path(start) / "model.safetensors").is_file():
-                raise ValueError(f"{name} starts from {start}, which is not there: train it, or copy it there, first")
-            train(job, (self.out / name).parent, progress)
+        carry_out(
+            self._tasks({name: job for name, (job, _) in jobs.items() if not only or name in only}), at_once, progress
+        )
         return all(state == "done" for _, state in self.jobs().values())
+
+    def _tasks(self, wanted: Mapping[str, Job]) -> list[Task]:
+        """The wanted runs, and before them the texts that are not there yet. ValueError as in `train`."""
+        runs: list[Task] = []
+        unmade: set[str] = set()
+        for name, job in wanted.items():
+            place = (self.out / name).parent
+            needs = {f"{place.name}/{need}": place / need for need in job.needs}
+            for need, run in needs.items():
+                start = Path(job.config.run.start)
+                if not any(need in wanted or (one / "model.safetensors").is_file() for one in (run, start)):
+                    raise ValueError(f"{name} starts from {run}, which is not there: train it, or copy it there, first")
+            if not Path(job.config.data.path).exists():
+                unmade.add(place.name)
+            runs.append(Task(name=name, work=partial(train, job, place), needs=(place.name, *needs)))
+        texts = [Task(name=folder, work=partial(self.prepare, folder)) for folder in sorted(unmade)]
+        return [*texts, *runs]
 
     def write_results(self, results: dict[str, Any]) -> dict[str, Any]:
         """Keep them, and give them back."""

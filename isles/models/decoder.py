@@ -48,21 +48,21 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.head_dim = shape.heads, shape.head_dim
         self.qkv = _linear(shape.d_model, 3 * shape.d_model, device, dtype)
         self.out = _linear(shape.d_model, shape.d_model, device, dtype)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """(B, T, D) to (B, T, D)."""
-        B, T, D = x_BTD.shape
-        H = self.heads
-        qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, D // H)
+        B, T, _ = x_BTD.shape
+        H, C = self.heads, self.head_dim  # H C is D, or less in a subnet (isles.models.subnet) of some of the heads
+        qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, C)
         qk_BTNC, v_BTHC = qkv_BTNC.split((2 * H, H), dim=2)
         q_BTHC, k_BTHC = rotary(qk_BTNC).chunk(2, dim=2)
         mixed_BHTC = F.scaled_dot_product_attention(
             q_BTHC.transpose(1, 2), k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), is_causal=True
         )
-        return self.out(mixed_BHTC.transpose(1, 2).reshape(B, T, D))
+        return self.out(mixed_BHTC.transpose(1, 2).reshape(B, T, H * C))
 
 
 class MLP(nn.Module):

@@ -23,7 +23,8 @@ Sizes of the papers, and how their labels compare with our counts:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -32,6 +33,8 @@ __all__ = [
     "Shape",
     "embedding_parameters",
     "flops_per_token",
+    "like_size",
+    "matrices",
     "non_embedding_parameters",
     "parameters",
     "shape_of",
@@ -150,6 +153,29 @@ def embedding_parameters(shape: Shape) -> int:
 def parameters(shape: Shape) -> int:
     """All trainable numbers of the decoder, tied ones counted once."""
     return non_embedding_parameters(shape) + embedding_parameters(shape)
+
+
+def matrices(shape: Shape) -> tuple[tuple[int, int, int], ...]:
+    """(rows, columns, how many) of the decoder's matrices."""
+    d, L = shape.d_model, shape.layers
+    attention, mlp = ((3 * d, d, L), (d, d, L)), ((shape.ffn, d, 2 * L), (d, shape.ffn, L))
+    return (*attention, *mlp, (shape.vocab, d, 1 if shape.tie_embeddings else 2))
+
+
+def like_size(shape: Shape, count: int) -> Shape:
+    """A smaller decoder of about `count` parameters: heads of the same width, and as near as may be the same ffn /
+    d_model. ValueError where none is so small.
+    """
+    found = []
+    for heads in range(1, shape.heads + 1):
+        width = heads * shape.head_dim
+        least = replace(shape, d_model=width, heads=heads, ffn=1)
+        ffn = 1 + round((count - parameters(least)) / (3 * width * shape.layers))
+        if ffn >= 1:
+            found.append(replace(least, ffn=ffn))
+    if not found:
+        raise ValueError(f"no decoder with heads of {shape.head_dim} has so few as {count} parameters")
+    return min(found, key=lambda one: abs(math.log(one.ffn * shape.d_model / (one.d_model * shape.ffn))))
 
 
 def flops_per_token(shape: Shape, *, backward: bool = True, sequence: int | None = None) -> int:

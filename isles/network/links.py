@@ -1,16 +1,16 @@
-"""What a message between two workers costs: rate of the uplink it leaves by, latency to the target, jitter of that
-latency.
+"""What a message between two workers costs: rates of the uplink it leaves by and of the downlink it comes in by,
+latency to the target, jitter of that latency.
 
-    arrival = end of service on the sender's uplink (`isles.network.uplink`) + latency(source, target) * factor
+    arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
-Units: bits per second, seconds. `isles.network.costs` takes the receivers' downlinks into account; the virtual backend
-charges uplinks and latencies only, and warns where a downlink is the narrower of the two.
+Several share a line fairly (`isles.network.pipe`). What two ranks behind one line send each other goes over it too, up
+and down. Units: bits per second, seconds.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -132,16 +132,17 @@ class Links:
         """Seconds of latency of the `number`-th message from `source` to `target`: a pure function of its arguments."""
         return self.base_latency(source, target) * lognormal(self.jitter, seed, source, target, number)
 
-    def warn_of_downlinks(self, workers: int) -> None:
-        """Warn where a downlink, which is not charged on the virtual clock, would be narrower than the uplink."""
-        lines = range(self.uplink_count(workers))
-        narrow = [line for line in lines if self.down_rate(line) < self.rate(line)]
-        if narrow:
-            warnings.warn(
-                f"downlink of uplink {narrow[0]} is below its bandwidth: the virtual clock charges uplinks only; "
-                "give bandwidth the lower of the two",
-                stacklevel=3,
-            )
+    def narrow_downlinks(self, workers: int) -> list[int]:
+        """Lines (numbers of uplinks) whose downlink is less than what all who may send to them can send at once."""
+        if self.downlink is None:
+            return []
+        rates = [self.rate(line) for line in range(self.uplink_count(workers))]
+        behind = Counter(map(self.uplink_of, range(workers)))  # ranks that share a line send to each other too
+        return [
+            line
+            for line in range(len(rates))
+            if self.down_rate(line) < sum(rate for other, rate in enumerate(rates) if other != line or behind[line] > 1)
+        ]
 
 
 def _of(rates: Rate, uplink: int) -> float:

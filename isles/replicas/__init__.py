@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 METHODS: dict[str, tuple[str, str]] = {
     "none": ("isles.replicas.none:NoSync", "every worker trains alone"),
     "ddp": ("isles.replicas.ddp:DDP", "average gradients every step"),
+    "fsdp": ("isles.replicas.fsdp:FSDP", "the same, every worker holding a share of weights and inner state"),
     "dct-dp": ("isles.replicas.dct_dp:DCTDP", "average the gradients' largest entries every step"),
     "localsgd": ("isles.replicas.localsgd:LocalSGD", "average parameters every H steps"),
     "diloco": ("isles.replicas.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
@@ -30,6 +31,8 @@ METHODS: dict[str, tuple[str, str]] = {
     "sparta": ("isles.replicas.sparta:SPARTA", "average a random part of the parameters every step"),
     "sparseloco": ("isles.replicas.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
     "dilocox": ("isles.replicas.dilocox:DiLoCoX", "low-rank 4-bit DiLoCo whose means arrive a round late"),
+    "demo": ("isles.replicas.demo:DeMo", "the largest coefficients of every worker's momentum, every step"),
+    "ist": ("isles.replicas.ist:IST", "a narrow part of the model each, divided anew every H steps"),
     "custom": ("isles.replicas.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
 }
 

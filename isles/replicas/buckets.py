@@ -77,6 +77,7 @@ def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.devi
             size = 0
         runs[-1].append(parameter)
         size += bytes_here
-    if len(runs) > MAX_FRAGMENTS:
-        raise ValueError(f"{len(runs)} buckets are too many (at most {MAX_FRAGMENTS}): raise bucket_megabytes")
+    most = MAX_FRAGMENTS - 1  # the last is for what an island spreads
+    if len(runs) > most:
+        raise ValueError(f"{len(runs)} buckets are too many (at most {most}): raise bucket_megabytes")
     return [Bucket(index, run, device) for index, run in enumerate(runs)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 
 from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
 from isles.errors import unknown_name
+from isles.replicas.legal import DEMO_OUTER
 
 _MANY_LR = 0.2  # of eager methods, for more than two workers
 
@@ -85,3 +88,31 @@ def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
         f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
         f"steps; {even} would be one"
     ]
+
+
+def refuse_nested(outer: Any, inner: Any) -> None:
+    """ValueError for a method around one at optimizer level."""
+    if inner.level == "optimizer":
+        when, because = DEMO_OUTER
+        raise ValueError(f"{type(outer).__name__} around {type(inner).__name__} ({when}): {because}")
+
+
+def refuse_scaler(optimizer: Any) -> None:
+    """ValueError for a gradient scaler at optimizer level."""
+    if optimizer.level == "optimizer":
+        raise ValueError(
+            f"{type(optimizer).__name__} takes no gradient scaler: a worker whose gradient overflows would leave out a "
+            "step that all others take; train in bfloat16 or float32, which need none"
+        )
+
+
+def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:
+    """ValueError unless `state` was saved by `method` with these settings around parameters of these shapes."""
+    if state["method"] != method:
+        raise ValueError(f"the state is of {state['method']}, this is {method}: use the method it was saved with")
+    for field in fields(config):
+        here, saved = getattr(config, field.name), state["config"].get(field.name)
+        if here != saved:
+            raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
+    if state["shapes"] != shapes:
+        raise ValueError("the state is of a model with other parameter shapes: load it into its own model")

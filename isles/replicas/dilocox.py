@@ -44,9 +44,9 @@ class DiLoCoX(OuterSync):
     def compose(self) -> Composition:
         """See OuterSync.compose."""
         config = self.config
-        form = config.form([parameter.shape for parameter in self.parameters])
+        form = config.form([share.shape for share in self.shares])
         self.adaptive = None
-        if isinstance(form, LowRank) and config.rounds_averaged and form.compresses(self.parameters):
+        if isinstance(form, LowRank) and config.rounds_averaged and form.compresses(self.shares):
             self.adaptive = Adaptive(
                 first_rank=form.rank,
                 first_every=config.sync_every,

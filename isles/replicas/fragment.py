@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isles.comm.averaging import averaging
 from isles.comm.transport import Transfer
@@ -67,13 +67,14 @@ class Flight:
 
 
 class Fragment:
-    """Parameters and the flat vectors (n,) that belong to them, 4 bytes an entry each for float32 models: the anchor,
-    the outer rule's `vectors`, the `residual` of error feedback where there is one, the `reference` that progress is
-    counted from where it is not the anchor. `averaging`, `anchor_averaging`: how its means are taken.
+    """Parameters (this worker's shares of number `places` of the model's) and the flat vectors (n,) that belong to
+    them, 4 bytes an entry each for float32 models: the anchor, the outer rule's `vectors`, the `residual` of error
+    feedback where there is one, the `reference` that progress is counted from where it is not the anchor. `averaging`,
+    `anchor_averaging`: how its means are taken.
     """
 
-    def __init__(self, index: int, parameters: Sequence[nn.Parameter], parts: Composition) -> None:
-        self.index = index
+    def __init__(self, index: int, places: Sequence[int], parameters: Sequence[Tensor], parts: Composition) -> None:
+        self.index, self.places = index, places
         self.flat = FlatParameters(parameters)
         self.anchor = self.flat.read(self.flat.new())
         self.vectors = {name: torch.zeros_like(self.anchor) for name in parts.rule.vectors}
@@ -107,6 +108,11 @@ class Fragment:
         """Reuse a landed flight's buffers for a later round: fresh pages cost more than the arithmetic."""
         for exchange in flight.exchanges():
             self._spare.extend(buffer for buffer in (exchange.buffer, exchange.own) if buffer is not None)
+
+    def swapped(self, *, keeps_own: bool) -> Exchange:
+        """An exchange of anchors that are equal everywhere, without a message."""
+        own = self.anchor.clone() if keeps_own else None
+        return Exchange(self.staging().copy_(self.anchor), None, own)
 
     def compensate(self, payload: Tensor) -> bool:
         """payload <- payload + residual, residual <- the same. False if the sum is not finite."""
@@ -173,6 +179,19 @@ class Fragment:
             state["whole"],
             state["balanced"],
         )
+
+
+def fragments_of(parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Fragment]:
+    """The fragments of `parts`, of this worker's shares of the parameters in each."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    cut = [[places[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
+    return [Fragment(index, own, [shares[place] for place in own], parts) for index, own in enumerate(cut)]
+
+
+def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:
+    """Write each fragment's flat vector into the live weights."""
+    for fragment, flat in zip(fragments, weights, strict=True):
+        fragment.flat.write(flat)
 
 
 def without_partners(state: dict[str, Any]) -> dict[str, Any]:

@@ -69,16 +69,21 @@ def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None 
     return cut
 
 
+def blocks_of(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """Name and members of the model's ModuleList with the most parameters; none without one."""
+    lists = [(name, list(module)) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(
+        lists, key=lambda entry: sum(p.numel() for block in entry[1] for p in block.parameters()), default=("", [])
+    )
+
+
 def _by_blocks(model: nn.Module, pattern: str, layers: int | None) -> list[list[str]]:
-    lists = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-    ]
-    if not lists:
+    name, blocks = blocks_of(model)
+    if not blocks:
         raise ValueError(
             f'fragments = "{pattern}" needs a model with its blocks in an nn.ModuleList; choose "whole", or name the '
             "fragments one by one"
         )
-    name, blocks = max(lists, key=lambda entry: sum(parameter.numel() for parameter in entry[1].parameters()))
     if layers is None:
         layers = min(_LAYERS, -(-len(blocks) // 2))
     count = -(-len(blocks) // layers)

@@ -168,16 +168,27 @@ TABLE: tuple[Row, ...] = (
     ),
 )
 
+DEMO_OUTER = (
+    "demo x any outer rule",
+    "demo's workers take the same step, so weights are equal and an outer rule finds nothing; choose one of the two",
+)
 BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
     ("refused", "sync_every > run.steps", "no exchange would fall into the run"),
     ("refused", "anchor_codec below int8", "anchors rounded so coarsely drift by a tenth of the weights' size"),
     ("refused", "overlap_steps >= sync_every", "a fragment would be sent again before its answer landed"),
+    ("refused", *DEMO_OUTER),
+    (
+        "refused",
+        "ist with fragments, a codec or an outer rule",
+        "a unit has one holder, so there is no mean to be formed",
+    ),
+    ("refused", "ist with fewer units in a layer than workers", "somebody would hold none"),
     ("warned", "gamma >= 2 (1 - outer_momentum^2), in pairs", "replicas drift apart in large worlds"),
     ("warned", "fewer rounds than 20 / (1 - outer_momentum)", "the momentum does not come up to speed"),
     ("warned", "eager with more than 2 workers and outer_lr > 0.2", "a step is fresh by 1/workers only"),
     ("warned", "sync_every no multiple of the fragments", "they are sent at uneven steps"),
 )
-"""What numbers decide, said where they are known."""
+"""What numbers decide, and methods that are no choice of parts: said where they are known."""
 
 
 def refusal(choice: Mapping[str, str]) -> str | None:

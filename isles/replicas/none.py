@@ -18,6 +18,7 @@ class NoSync(ReplicaSync):
 
     Config = NoneConfig
     level = "parameter"
+    spans_islands = True
     agrees = False
 
     def schedule(self, steps: int) -> list[Planned]:

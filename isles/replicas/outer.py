@@ -1,5 +1,4 @@
-"""The one outer loop: what every method that exchanges parameters does after an inner step. No paper's formula stands
-here.
+"""The one outer loop: what methods that exchange parameters do after an inner step. No paper's formula stands here.
 
 After inner step t, for the fragments that the cadence names:
 
@@ -28,10 +27,10 @@ from torch import Tensor, nn
 from isles.comm.group import Group
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum
 from isles.replicas.courier import Courier
-from isles.replicas.fragment import Exchange, Flight, Fragment, without_partners
+from isles.replicas.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.legal import warnings
 from isles.replicas.parts import Composition
-from isles.replicas.planned import Held, Planned, outer_memory, planned_rounds
+from isles.replicas.planned import Held, Planned, landings, outer_memory, planned_rounds
 from isles.replicas.sweep import Sweep
 from isles.replicas.sync import ReplicaSync
 
@@ -40,6 +39,7 @@ class OuterSync(ReplicaSync):
     """An outer method: a `Composition` run by the one loop."""
 
     level = "parameter"
+    spans_islands = True
 
     @abstractmethod
     def compose(self) -> Composition:
@@ -51,14 +51,13 @@ class OuterSync(ReplicaSync):
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.group, parts)
-        self.fragments = [Fragment(i, own, parts) for i, own in enumerate(parts.fragments or [self.parameters])]
+        self.fragments = fragments_of(parts, self.parameters, self.shares)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
-                own = fragment.anchor.clone() if parts.cadence.rounds_late else None
-                fragment.ahead = Exchange(fragment.staging().copy_(fragment.anchor), None, own)
+                fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
 
     @torch.no_grad()
     def after_inner_step(self) -> None:
@@ -78,13 +77,15 @@ class OuterSync(ReplicaSync):
         if not late:
             self._drain()
         rest = [fragment.index for fragment in self.fragments if fragment.sent < self.steps]
-        for flight in [self._oldest(self.fragments[index]) for index in rest]:
-            if flight is not None:
-                flight.lands = self.steps
+        for index in rest:
+            oldest = next((flight for flight in self.flights if flight.fragment.index == index), None)
+            if oldest is not None:
+                oldest.lands = self.steps
         self._exchange(rest, None if late else self.steps)
         self._drain()
+        show(self.fragments, [fragment.anchor for fragment in self.fragments])
+        self.island.spread(self.everything)
         for fragment in self.fragments:
-            fragment.flat.write(fragment.anchor)
             if fragment.ahead is not None:
                 self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
 
@@ -110,6 +111,11 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.schedule."""
         return planned_rounds(self.parts, self.fragments, self.group.size, steps)
 
+    def spread_bytes(self, steps: int) -> int:
+        """See ReplicaSync.spread_bytes: a fragment after each landing, everything at the end."""
+        landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
+        return sum(map(self.island.spread_bytes, [*(self.fragments[i].places for i in landed), self.everything]))
+
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
         return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
@@ -125,20 +131,21 @@ class OuterSync(ReplicaSync):
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.parameters)
+        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
         """See ReplicaSync.evaluation_weights: the anchors."""
         live = [fragment.flat.read(fragment.flat.new()) for fragment in self.fragments]
-        for fragment in self.fragments:
-            fragment.flat.write(fragment.anchor)
+        show(self.fragments, [fragment.anchor for fragment in self.fragments])
+        self.island.spread(self.everything, "eval")
         try:
-            yield self.model
+            with super().evaluation_weights() as model:
+                yield model
         finally:
-            for fragment, weights in zip(self.fragments, live, strict=True):
-                fragment.flat.write(weights)
+            show(self.fragments, live)
+            self.island.spread(self.everything, "eval")
 
     def outer_state(self) -> dict[str, Any]:
         """See ReplicaSync.outer_state."""
@@ -181,6 +188,7 @@ class OuterSync(ReplicaSync):
             if self.courier.is_alone(fragment):
                 fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
                 fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
+                self.island.spread(fragment.places)
             else:
                 fragments.append(fragment)
         payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
@@ -207,9 +215,6 @@ class OuterSync(ReplicaSync):
             self.courier.receive(flight, self._snapshot)
             self._land(flight, None)
 
-    def _oldest(self, fragment: Fragment) -> Flight | None:
-        return next((flight for flight in self.flights if flight.fragment is fragment), None)
-
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
         return Sweep(fragment, self.parts, self.agrees).snapshot(out)
 
@@ -229,9 +234,11 @@ class OuterSync(ReplicaSync):
             self.skipped += 1
             if not self.parts.reading.needs_own:
                 fragment.skip()
+                self.island.spread(fragment.places)
                 return
             flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
         fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
+        self.island.spread(fragment.places)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -112,6 +113,14 @@ def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int,
             assert fragment.anchor_averaging is not None
             plan.append(_planned(landed[index], steps, fragment, round, "anchor", groups, fragment.anchor_averaging))
     return sorted(plan, key=lambda planned: planned.sent)
+
+
+def landings(plan: Sequence[Planned], late: int) -> list[int]:
+    """The fragment of each landing of `plan`. late: rounds between sending and landing; so often nothing lands, before
+    the first answer.
+    """
+    sent = Counter(planned.fragment for planned in plan if planned.what == "payload")
+    return [index for index, count in sent.items() for _ in range(count + min(late, count))]
 
 
 def groups_of(mixing: Mixing, round: int, size: int) -> tuple[tuple[int, ...], ...]:

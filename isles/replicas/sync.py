@@ -7,18 +7,17 @@ It wraps the user's inner optimizer and is used like one:
     optimizer.step()          # reduce gradients, clip, inner step, outer step when due
     optimizer.zero_grad()
 
-Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, the inner optimizer's
-step, `after_inner_step` (methods at parameter level). A method is a subclass with a `Config`.
+Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, `before_inner_step`
+(at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method is a subclass with a
+`Config`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,11 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.errors import unknown_name
+from isles.replicas.checks import refuse_nested, refuse_other_run, refuse_scaler
 from isles.replicas.flat import FlatParameters
+from isles.replicas.island import Alone, Copies, Island
 from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
+from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
+from isles.replicas.std import replica_std
+from isles.replicas.wrapping import Wrapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class MethodConfig:
         return False
 
 
-class ReplicaSync(Optimizer):
+class ReplicaSync(Wrapping):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them; its state
@@ -53,8 +56,12 @@ class ReplicaSync(Optimizer):
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
+    spans_islands: ClassVar[bool] = False
+    """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island`."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
+    usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
+    """The inner optimizer that a run gives it where the user names none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -87,14 +94,18 @@ class ReplicaSync(Optimizer):
             raise ValueError(f"give {type(self).__name__} a config or options ({', '.join(options)}), not both")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
-        self.inner = inner  # first: param_groups and state below are the inner optimizer's
-        super().__init__(inner.param_groups, inner.defaults)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
+        super().__init__(inner, trained)
         self.model, self.group, self.max_norm = model, group, max_norm
         self.config = config if config is not None else self.Config(**options)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not self.parameters:
-            raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
-        self._refuse_strangers(inner.param_groups)
+        self.inside = inner if isinstance(inner, ReplicaSync) else None
+        """The method that makes the workers of an island one replica, where there are islands."""
+        self.island = Alone(trained) if self.inside is None else self._island_of(self.inside)
+        self.shares = self.island.shares
+        """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
+        self.everything = range(len(self.shares))
         self.steps = 0
         """Inner steps done."""
         self.gradient_norm: Tensor | None = None
@@ -102,49 +113,31 @@ class ReplicaSync(Optimizer):
         self._charged = 0.0
         self._begin()
 
-    # The optimizer's face.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's, shared."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's, shared."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state:
-            self.inner.state = state
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's. ValueError for parameters that are not exchanged: those that were no trainable ones
-        of the model when it was wrapped.
+    def as_island(self) -> Island:
+        """What the workers of `group` own of the one replica that they are together. ValueError for a method that does
+        not make them one.
         """
-        if not hasattr(self, "parameters"):  # called by Optimizer.__init__, with the inner optimizer's own groups
-            super().add_param_group(param_group)
-            return
-        self.inner.add_param_group(param_group)
-        try:
-            self._refuse_strangers(self.param_groups[-1:])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    def _refuse_strangers(self, groups: Sequence[dict[str, Any]]) -> None:
-        own = set(map(id, self.parameters))
-        strange = sum(p.requires_grad and id(p) not in own for group in groups for p in group["params"])
-        if strange:
+        if self.level != "gradient" or not self.agrees:
             raise ValueError(
-                f"{strange} parameters of the inner optimizer are not trainable parameters of the model and would "
-                "never be exchanged: wrap the module that holds them all, after setting requires_grad"
+                f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP"
             )
+        return Copies(self.parameters, self.group)
+
+    def _island_of(self, inside: ReplicaSync) -> Island:
+        refuse_nested(self, inside)
+        if not self.spans_islands:
+            raise ValueError(
+                f"{type(self).__name__} takes an optimizer of one worker: across islands use an outer method, such as "
+                "DiLoCo"
+            )
+        if set(inside.group.ranks) & set(self.group.ranks) != {self.group.transport.rank}:
+            raise ValueError(
+                "the island's group and the group across islands share other workers: give world.inner and world.outer "
+                "of isles.mesh(outer=..., inner=...)"
+            )
+        if self.max_norm is not None:
+            raise ValueError("max_norm clips the island's gradient: give it to the method inside the island")
+        return inside.as_island()
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """One inner step and whatever is due after it.
@@ -152,29 +145,34 @@ class ReplicaSync(Optimizer):
         closure: re-evaluates the model and returns the loss, as in torch.optim. scaler: a torch.amp.GradScaler whose
         scaled loss was back-propagated; it is unscaled before clipping, and updated.
         """
+        if scaler is not None:
+            refuse_scaler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.inside is not None:
+            self.inside.step(scaler=scaler)
+        else:
+            self._inner_step(scaler)
+        self.steps += 1
+        self.after_inner_step()
+        return loss
+
+    def _inner_step(self, scaler: Any) -> None:
         self.reduce_gradients()
         self.charge(max(1.0 - self._charged, 0.0))  # the shares charged so far may add up to a little over 1
         self._charged = 0.0
         if scaler is not None:
             scaler.unscale_(self.inner)
         if self.max_norm is not None:
-            self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+            self.gradient_norm = self.clip(self.max_norm)
+        self.before_inner_step()
         if scaler is not None:
             scaler.step(self.inner)
             scaler.update()
         else:
             self.inner.step()
-        self.steps += 1
-        self.after_inner_step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's."""
-        self.inner.zero_grad(set_to_none)
 
     # What a method fills in.
 
@@ -187,6 +185,13 @@ class ReplicaSync(Optimizer):
 
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their 2-norm is at most `max_norm`; what it was."""
+        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def before_inner_step(self) -> None:
+        """Optimizer level: make `.grad`, which is clipped, the update that all replicas apply."""
 
     def after_inner_step(self) -> None:
         """Parameter level: exchange what is due after inner step `self.steps`."""
@@ -202,20 +207,31 @@ class ReplicaSync(Optimizer):
         return []
 
     def outline(self, steps: int) -> Outline:
-        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show."""
-        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
+        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
+        island bytes are those of this worker and of those at its place in other islands, inside and across.
+        """
+        own = outline(self.schedule(steps), steps, self.opening(), per_step=False)
+        if self.inside is None:
+            return own
+        inside = self.inside.outline(steps).sent[self.inside.group.rank] + self.spread_bytes(steps)
+        return replace(own, sent=tuple(nbytes + inside for nbytes in own.sent))
+
+    def spread_bytes(self, steps: int) -> int:
+        """Bytes that this worker sends inside its island in `steps` steps for what lands on it."""
+        return 0
 
     def opening(self) -> tuple[int, ...]:
         """Bytes that each position sends while the optimizer is made."""
-        totals = Counter[torch.dtype]()
-        for tensor in self._shared():
-            totals[tensor.dtype] += tensor.nbytes
-        return opening_bytes(list(totals.values()), self.group.size)
+        inside = self.island.spread_bytes(self.everything)
+        if self.inside is not None:
+            inside += self.inside.opening()[self.inside.group.rank]
+        return tuple(inside + own for own in opening_bytes(bytes_by_format(self._shared()), self.group.size))
 
     def memory(self) -> list[Held]:
         """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
-        flat = FlatParameters(self.parameters)
-        return [Held("weights and their mean", 2 * flat.numel * flat.dtype.itemsize, "end")]
+        flat = FlatParameters(self.shares)
+        inside = [] if self.inside is None else self.inside.memory()
+        return [*inside, Held("weights and their mean", 2 * flat.numel * flat.dtype.itemsize, "end")]
 
     def gauges(self) -> dict[str, float]:
         """Numbers of the method's own that go into each line of metrics: feedback_ratio, rank, ..."""
@@ -228,14 +244,16 @@ class ReplicaSync(Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around all backward passes of a step but the last, with gradient accumulation: they only accumulate."""
-        yield
+        with nullcontext() if self.inside is None else self.inside.no_sync():
+            yield
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
         """The model with the weights that should be judged (the anchor where there is one), the live ones restored
         after.
         """
-        yield self.model
+        with nullcontext(self.model) if self.inside is None else self.inside.evaluation_weights() as model:
+            yield model
 
     def survivors(self) -> Group:
         """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
@@ -253,7 +271,7 @@ class ReplicaSync(Optimizer):
         buffers that belong to the state are averaged.
         """
         self.finish()
-        averaged = [] if self.agrees else list(self.parameters)
+        averaged = [] if self.agrees else list(self.shares)
         kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
         averaged += [b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()]
         if averaged:
@@ -261,23 +279,17 @@ class ReplicaSync(Optimizer):
             total = flat.read(flat.new())
             self.survivors().mean(total, codec("none"))
             flat.write(total)
-        return self.model
+            self.island.spread(self.everything)
+        return self.model if self.inside is None else self.inside.consolidate()
 
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)).
+        parameters)), of those that all of them hold.
 
         Costs one mean over the group; the weights are not touched.
         """
-        flat, group = FlatParameters(self.parameters), self.survivors()
-        own = flat.read(flat.new())
-        average = own.clone()
-        group.mean(average, codec("none"), channel="eval")
-        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
-        total = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        squares = group.all_gather(total.reshape(1), channel="eval")
-        return float(torch.cat(squares).sum() / (group.size * flat.numel)) ** 0.5
+        return replica_std(self.shares, self.survivors(), None if self.inside is None else self.inside.group)
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock."""
@@ -296,7 +308,7 @@ class ReplicaSync(Optimizer):
             "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
             "shapes": self._shapes(),
             "steps": self.steps,
-            "inner": self.inner.state_dict(),
+            "inner": self.inner_state(),
             "outer": self.outer_state(),
             "traffic": self.group.traffic.state_dict(),
             "transport": self.group.transport.state_dict(),
@@ -306,24 +318,35 @@ class ReplicaSync(Optimizer):
         """Continue exactly from `state_dict`, given the model's weights of that moment. ValueError for another method
         or config.
         """
-        if state_dict["method"] != type(self).__name__:
-            saved, here = state_dict["method"], type(self).__name__
-            raise ValueError(f"the state is of {saved}, this is {here}: use the method it was saved with")
-        for field in fields(self.config):
-            here, saved = getattr(self.config, field.name), state_dict["config"].get(field.name)
-            if here != saved:
-                raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
-        if state_dict["shapes"] != self._shapes():
-            raise ValueError("the state is of a model with other parameter shapes: load it into its own model")
+        refuse_other_run(state_dict, type(self).__name__, self.config, self._shapes())
         self.settle()
         self.steps = state_dict["steps"]
-        self.inner.load_state_dict(state_dict["inner"])
+        self.load_inner_state(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
         self.group.traffic.load_state_dict(state_dict["traffic"])
         self.group.transport.load_state_dict(state_dict["transport"])
 
     def _shapes(self) -> list[list[int]]:
         return [list(parameter.shape) for parameter in self.parameters]
+
+    def inner_state(self) -> Any:
+        """The inner optimizer's part of `state_dict`."""
+        return self.inner.state_dict()
+
+    def load_inner_state(self, state: Any) -> None:
+        """Restore `inner_state`."""
+        self.inner.load_state_dict(state)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that this worker holds, by name: plain tensors, live."""
+        return dict(self.model.state_dict()) if self.inside is None else self.inside.weights()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Restore `weights`. RuntimeError where they are of another model."""
+        if self.inside is None:
+            self.model.load_state_dict(weights)
+        else:
+            self.inside.load_weights(weights)
 
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""
@@ -349,48 +372,24 @@ class ReplicaSync(Optimizer):
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
         if self.is_sketch:
             return
-        tensors = self._shared()
-        inner = _settings(self.inner) if self.level == "gradient" else []  # equal gradients want equal steps
-        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
-        self._compare(
-            _fingerprint(f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"),
-            "its method, settings or model shapes differ; start all workers with the same ones",
-        )
-        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
-            self.group.broadcast(flat)
-            parts = flat.split([tensor.numel() for tensor in same])
-            torch._foreach_copy_(same, [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)])
-        weights = FlatParameters(self.parameters)
-        held = weights.read(weights.new())
-        self._compare(
-            weights.digest(held),
-            "its weights differ after the broadcast; check memory and versions",
-        )
+        same_settings(self.group, self._settings())
+        spread_from_first(self.group, self._shared())
+        self.island.spread(self.everything)
+        same_weights(self.group, self.shares)
+
+    def _settings(self) -> str:
+        """What must be the same on all workers, beside their weights."""
+        inner = settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
+        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
+        return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
+
+    def _shared(self) -> Sequence[Tensor]:
+        """What must be equal on all workers of the group at the start."""
+        trained = set(map(id, self.parameters))
+        frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in trained]
+        return [*self.shares, *map(self.island.own, frozen), *self.model.buffers()]
 
     @property
     def is_sketch(self) -> bool:
         """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
         return self.parameters[0].is_meta
-
-    def _shared(self) -> Sequence[Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    def _compare(self, value: int, detail: str) -> None:
-        values = [int(theirs) for theirs in self.group.all_gather(torch.tensor([value]))]
-        usual = Counter(values).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
-        for position, theirs in enumerate(values):
-            if theirs != usual:
-                raise Diverged(self.group.ranks[position], 0, detail)
-
-
-def _settings(inner: Optimizer) -> list[Any]:
-    """The hyper-parameters that are plain numbers: objects may print differently on every worker."""
-    items = [item for group in inner.param_groups for item in group.items() if item[0] != "params"]
-    plain = [(key, float(value) if isinstance(value, Tensor) else value) for key, value in items]
-    return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
-
-
-def _fingerprint(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

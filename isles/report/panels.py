@@ -113,6 +113,10 @@ class Table:
     names: int = 1
 
 
+Titled = tuple[str, str, Table]
+"""Heading, what the table holds, the table."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
     """A picture with its heading, its legend (css, text) and the sentences below it; without a picture only those."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isles.network.planner import Job, Plan, curve
+from isles.network.job import Job
+from isles.network.planner import Plan, curve
 from isles.report.panels import Chart, Line, Panel, Table, plain
 from isles.report.sheet import Sheet
 from isles.report.style import SERIES

@@ -15,6 +15,7 @@ _PRESETS: dict[str, tuple[str, str]] = {
     "eager-table2": ("isles.report.eager_sheets:table2", "latency that each overlap tolerates"),
     "noloco-latency": ("isles.report.noloco_sheets:latency", "a tree against a pair when messages take random times"),
     "noloco-barrier": ("isles.report.noloco_sheets:barrier", "waiting for all against waiting for a partner"),
+    "ist-quadratic": ("isles.report.ist_sheets:quadratic", "where independent subnets settle, off the optimum"),
     "noloco-quadratic": ("isles.report.noloco_sheets:quadratic", "NoLoCo's theory: mean, variance, stability region"),
 }
 

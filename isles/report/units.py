@@ -87,3 +87,8 @@ def _three_digits(value: float) -> str:
     magnitude = abs(value)
     decimals = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
     return f"{value:,.{decimals}f}"
+
+
+def format_perplexity(value: float | None) -> str:
+    """Three decimals, which is what perplexities and shares are compared by; "-" where there is none."""
+    return "-" if value is None else f"{value:.3f}"

@@ -176,8 +176,9 @@ def _method_of(tables: Tables) -> str:
 
 
 def _embedded(name: str) -> Tables:
-    """The built-in small run, with its table for the method."""
+    """The built-in small run, with its table for the method, and what that says of the inner optimizer."""
     tables = tomllib.loads(files("isles.training").joinpath("embedded.toml").read_text(encoding="utf-8"))
-    methods = tables.pop("methods")
-    tables["replicas"] = {"method": name, **methods.get(name, {})}
+    own = tables.pop("methods").get(name, {})
+    tables["inner"] |= own.pop("inner", {})
+    tables["replicas"] = {"method": name, **own}
     return tables

@@ -29,7 +29,9 @@ _LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behi
 class WorldConfig:
     """Who trains, and over what.
 
-    workers: replicas. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all
+    workers: all of them; replicas, unless inner is above 1. inner: workers of an island, which has one replica: inside,
+    they share its batch by the method `inside` (ddp or fsdp); across islands the run's method exchanges, each worker
+    its part. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all
     workers in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps
     results equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a file of
     your own (`isles.network.own`). step_seconds: virtual only: what an inner step is charged with. step_factors:
@@ -45,6 +47,8 @@ class WorldConfig:
     """
 
     workers: int = 4
+    inner: int = 1
+    inside: Literal["ddp", "fsdp"] = "ddp"
     backend: Literal["distributed", "virtual"] = "distributed"
     threads: int = 1
     links: str = "home-fibre"
@@ -58,9 +62,16 @@ class WorldConfig:
     slowest_link: float = 10e6
 
     def __post_init__(self) -> None:
-        for key in ("workers", "threads"):
+        for key in ("workers", "inner", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        if self.workers % self.inner:
+            raise ValueError(
+                f"inner = {self.inner}: {self.workers} workers are not islands of {self.inner}; choose a divisor of "
+                "world.workers"
+            )
+        if self.inside != "ddp" and self.inner == 1:
+            raise ValueError(f'inside = "{self.inside}" acts within islands only: set world.inner, or method = "fsdp"')
         if not 0 <= self.step_seconds < math.inf:
             raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
         if not 0 < self.slowest_link < math.inf:
@@ -94,6 +105,11 @@ class WorldConfig:
     def pauses(self) -> Pauses | None:
         """When workers of a virtual run are away."""
         return Pauses(every=self.pause_every, seconds=self.pause_seconds) if self.pause_every else None
+
+    @property
+    def islands(self) -> int:
+        """Replicas: islands, or workers where each is one."""
+        return self.workers // self.inner
 
     @property
     def factors(self) -> tuple[float, ...]:

@@ -35,8 +35,9 @@ def footprints(workers: int) -> list[Footprint]:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a run would be told is not asked for here
-            inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            optimizer = method(name)(model, inner, sketched_group(workers, native=True))
+            kind, group = method(name), sketched_group(workers, native=True)
+            part = kind.local_part(model, group, kind.Config())
+            optimizer = kind(part, torch.optim.SGD(part.parameters(), lr=1.0), group)
         sums = dict.fromkeys(("always", "exchange", "end"), 0.0)
         for held in optimizer.memory():
             sums[held.when] += held.nbytes / parameters

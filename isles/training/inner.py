@@ -1,4 +1,5 @@
-"""The inner optimizer: AdamW with linear warm-up and cosine decay over the whole run, and clipping.
+"""The inner optimizer: AdamW, or SGD without momentum, with linear warm-up and cosine decay over the whole run, and
+clipping.
 
     lr(step) = lr * step / warmup_steps                                        for step <= warmup_steps
              = lr * (f + (1 - f) (1 + cos(pi * done)) / 2)                      done: share of the steps after the
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerConfig:
-    """lr: peak learning rate. betas, weight_decay: AdamW's. max_norm: clip the (reduced) gradient to this 2-norm, 0
-    for no clipping.
+    """optimizer: adamw; sgd: without momentum, x - lr (g + weight_decay x); auto: what the method is made for, which is
+    sgd for demo and adamw for all others. lr: peak learning rate. betas: AdamW's. weight_decay: of matrices. max_norm:
+    clip the (reduced) gradient to this 2-norm, 0 for no clipping.
 
     warmup_steps: inner steps of linear warm-up. final_lr_fraction: share of the peak reached at the last step.
     accumulation: batches a step whose gradients are averaged before the inner step.
     """
 
+    optimizer: Literal["auto", "adamw", "sgd"] = "auto"
     lr: float = 6e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -60,8 +63,10 @@ def lr_factor(step: int, steps: int, config: InnerConfig) -> float:
     return config.final_lr_fraction + (1 - config.final_lr_fraction) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def adamw(model: nn.Module, config: InnerConfig) -> Optimizer:
-    """AdamW over the trainable parameters; no weight decay on vectors (norm gains)."""
+def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Optimizer:
+    """The configured optimizer over the trainable parameters; no weight decay on vectors (norm gains). usual: what
+    "auto" stands for.
+    """
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -69,21 +74,37 @@ def adamw(model: nn.Module, config: InnerConfig) -> Optimizer:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     fused = not any(parameter.is_meta for parameter in trained)  # a model without numbers has no kernels
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused)
+    if chosen(config, usual) == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
 
 
-def adamw_bytes(parameters: Iterable[Tensor]) -> int:
-    """Memory of AdamW's state in bytes: two moments of each trainable parameter, and a float32 step count."""
+def chosen(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Literal["adamw", "sgd"]:
+    """Which optimizer it is; usual: see `inner_optimizer`."""
+    return usual if config.optimizer == "auto" else config.optimizer
+
+
+def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]) -> int:
+    """Memory of its state in bytes. AdamW: two moments of each trainable parameter, and a float32 step count. SGD:
+    none.
+    """
+    if optimizer == "sgd":
+        return 0
     return sum(2 * parameter.nbytes + 4 for parameter in parameters if parameter.requires_grad)
 
 
-def warm_up_notices(config: InnerConfig, steps: int) -> list[str]:
-    """What a user should know about the schedule of a run of `steps`."""
+def inner_notices(config: InnerConfig, usual: Literal["adamw", "sgd"], steps: int) -> list[str]:
+    """What a user should know about the inner optimizer of a run of `steps`, and about its schedule."""
+    notices = []
+    if chosen(config, usual) == "sgd" and config.betas != InnerConfig.betas:
+        notices.append(f"inner.betas = {list(config.betas)} are AdamW's, and the inner optimizer is SGD: not used")
     if config.warmup_steps <= steps:
-        return []
+        return notices
     reached = config.lr * lr_factor(steps, steps, config)
     return [
+        *notices,
         f"inner.warmup_steps = {config.warmup_steps} is more than the run's {steps} steps: the rate ends at "
-        f"{reached:.2g} instead of {config.lr:g}; lower it"
+        f"{reached:.2g} instead of {config.lr:g}; lower it",
     ]

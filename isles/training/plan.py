@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,17 +20,19 @@ from torch import nn
 
 from isles.comm.codecs import codec
 from isles.comm.mean import sent_bytes
-from isles.comm.sketched import sketched_group
+from isles.comm.sketched import sketched_mesh
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
+from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.network.links import links
+from isles.replicas import method
 from isles.replicas.planned import Held, Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
-from isles.training.inner import adamw, adamw_bytes
+from isles.training.inner import chosen, inner_bytes, inner_optimizer
 from isles.training.saved import start_file
 from isles.training.trainer import check_vocabulary
 from isles.training.wrapped import wrapped
@@ -59,9 +62,10 @@ class Transfers:
 class Plan:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
-    flops: of a token, forward and backward; None where they cannot be counted. device: for "auto", what this machine
-    has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host. bytes_sent: by
-    worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not known.
+    flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
+    this machine has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host.
+    bytes_sent: by worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
+    known.
     """
 
     method: str
@@ -116,13 +120,14 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sketch(config.model)
-        group = sketched_group(world.workers, native=world.backend == "distributed")
-        optimizer, notices = wrapped(config, model, group)
+        parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
+        seats = [_seat(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
+        optimizer, notices = seats[0]
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
-    outline = optimizer.outline(run.steps)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    outlines = [seat.outline(run.steps) for seat, _ in seats]
+    outline = outlines[0]
     if world.backend == "virtual":
         seconds: float | None = world.step_seconds
         if world.step_factors or world.step_jitter or world.pauses:
@@ -131,6 +136,8 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
             )
     else:
         seconds = measured_step(config, sequences, context) if probe else None
+        if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
+            notices.append("the step was measured on the whole model; a worker's part of it takes less")
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return Plan(
@@ -142,12 +149,12 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         flops=flops,
         device=choose_device(config.model).type if config.model.device == "auto" else config.model.device,
         tokens_per_step=world.workers * sequences * context,
-        weights=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *model.buffers())),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
-        inner=adamw_bytes(optimizer.parameters),
+        inner=inner_bytes(optimizer.parameters, chosen(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),
         outline=outline,
-        bytes_sent=tuple(map(sum, zip(outline.opening, outline.sent, strict=True))),
+        bytes_sent=_by_worker(outlines),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         transfers=_transfers(config, outline, seconds),
@@ -155,12 +162,26 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     )
 
 
+def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer of the worker at `place` of the first island, and what its user should know."""
+    world = config.world
+    mesh = sketched_mesh(world.workers, inner=world.inner, rank=place, native=world.backend == "distributed")
+    return wrapped(config, model, mesh.outer, mesh.inner)
+
+
+def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:
+    """Bytes that each worker sends in the run, by rank. outlines: of the places in an island."""
+    columns = [map(sum, zip(outline.opening, outline.sent, strict=True)) for outline in outlines]
+    return tuple(nbytes for island in zip(*columns, strict=True) for nbytes in island)
+
+
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:
-    """FLOPs of a token, forward and backward: by formula for Isles' decoder; of another model what torch's counter
-    finds (products, convolutions, attention) in one forward pass, times three. `model` is its sketch; where it cannot
-    do without numbers and is small, it is built on the CPU. None where that does not work either.
+    """FLOPs of a token, forward and backward: by formula for Isles' decoder; of another model, or of a worker's part of
+    the decoder, what torch's counter finds (products, convolutions, attention) in one forward pass, times three.
+    `model` is its sketch; where it cannot do without numbers and is small, it is built on the CPU. None where that does
+    not work either.
     """
-    if config.own is None:
+    if config.own is None and sum(map(torch.Tensor.numel, model.parameters())) == count_parameters(config.shape()):
         return flops_per_token(config.shape())
     try:
         forward = _forward_flops(model, context)
@@ -183,13 +204,15 @@ def _forward_flops(model: nn.Module, context: int) -> int:
 
 
 def measured_step(config: Config, sequences: int, context: int) -> float:
-    """Median seconds of an inner step (forward, backward, AdamW) of one worker that has this machine to itself."""
+    """Median seconds of an inner step (forward, backward, inner optimizer) of one worker that has this machine to
+    itself.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(config.world.threads)
     try:
         model = build(config.model, seed=config.run.seed)
         device = next(model.parameters()).device
-        optimizer = adamw(model, config.inner)
+        optimizer = inner_optimizer(model, config.inner, method(config.method).usual_inner)
         tokens = torch.zeros(sequences // config.inner.accumulation, context + 1, dtype=torch.int64, device=device)
         times = []
         for _ in range(1 + _PROBES):

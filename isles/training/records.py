@@ -38,7 +38,7 @@ class Records:
         self.file: TextIO | None = None
         self.shards: Counter[int] = Counter()
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-        self.spread = Spread(config.world.workers)
+        self.spread = Spread(config.world.islands)
 
     def __enter__(self) -> Records:
         return self

@@ -41,6 +41,7 @@ _OWN = {  # what is each worker's own even where anchors agree, by a part of the
     ".thresholds": "thresholds",
     ".reference": "weights",
     ".flights.": "what is under way",
+    ".local_momentum": "local momenta",
 }
 
 
@@ -68,6 +69,8 @@ def prepare(run: Path, workers: int | None) -> Resumption:
     before, after = checkpoints.manifest(step)["workers"], config.world.workers
     if before == after:
         return Resumption(config, step, [])
+    if config.world.inner > 1:
+        raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
     plan(config)  # refuses what the method or the batch cannot be
     Loader(
         load_corpus(config.data),
@@ -98,6 +101,7 @@ class _Common:
 
 def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -> _Common:
     first = checkpoints.read_shard(step, 0)
+    method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
     structure, tensors = split_state(_large(first))
     same = dict.fromkeys(tensors, True)
     sums: dict[str, Tensor] = {}

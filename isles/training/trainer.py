@@ -68,10 +68,9 @@ class Trainer:
         check_vocabulary(vocab, corpus.tokenizer)
         if world.local_rank == 0:  # every machine has files of its own
             world.report({"corpus": corpus.sha256, "rank": world.rank})
-        group = world.outer
         self.corpus = corpus
         self.loader = Loader(
-            corpus, config.data, context=context, worker=group.rank, workers=group.size, seed=config.run.seed
+            corpus, config.data, context=context, worker=world.rank, workers=world.size, seed=config.run.seed
         )
         _check_batch(self.loader)
         model = build(config.model, seed=config.run.seed, rank=world.local_rank)
@@ -79,7 +78,7 @@ class Trainer:
             check_contract(model, config.model.factory, context)
         if config.run.start:
             start_weights(model, config.run.start)
-        self.optimizer, notices = wrapped(config, model, group)  # refuses what cannot work
+        self.optimizer, notices = wrapped(config, model, world.outer, world.inner)  # refuses what cannot work
         self.model = self.optimizer.model
         self.device = next(self.model.parameters()).device
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -95,7 +94,8 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        self.sample = Sample(self.optimizer.parameters) if group.size > 1 else None
+        compared = world.outer.size > 1 and world.inner.rank == 0 and self.optimizer.shares
+        self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
 
     @property
@@ -128,7 +128,7 @@ class Trainer:
         """Everything that the next steps of this worker depend on, and its running totals."""
         return {
             "optimizer": self.optimizer.state_dict(),  # first: it waits for what is under way
-            "model": dict(self.model.state_dict()),
+            "model": self.optimizer.weights(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
@@ -143,7 +143,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
         try:
-            self.model.load_state_dict(state["model"])
+            self.optimizer.load_weights(state["model"])
         except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
             raise ValueError(
                 "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
@@ -246,7 +246,7 @@ class Trainer:
 
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
-        traffic, group = self.world.world.traffic, self.world.outer
+        traffic, workers = self.world.world.traffic, self.world.size
         computing = self.training_seconds - traffic.total("blocked_seconds", "outer", "inner")
         self.optimizer.finish()
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
@@ -256,12 +256,12 @@ class Trainer:
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
         model = self.optimizer.consolidate()
-        speaks = self.optimizer.survivors().rank == 0  # for all
+        speaks = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
         if speaks and out is not None:
             save_model(model, out / "model.safetensors")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
-        ddp = [sent_bytes(parameters, dtype, codec("none"), group.size, position) for position in range(group.size)]
+        ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]
         return {
             "tokens": self.tokens,
             "parameters": parameters,
@@ -324,6 +324,7 @@ def train_worker(
     from. corpus: see `Trainer`.
     """
     torch.manual_seed(draws_seed(config.run.seed, world.rank))
+    world = world.islands(config.world.inner)
     trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None

@@ -1,4 +1,4 @@
-"""The optimizer of a run: the method that the configuration names, around AdamW."""
+"""The optimizer of a run: the method that the configuration names, around the inner one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ from isles.errors import in_section
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
-from isles.training.inner import adamw, warm_up_notices
+from isles.training.inner import inner_notices, inner_optimizer
 
 
-def wrapped(config: Config, model: nn.Module, group: Group) -> tuple[ReplicaSync, list[str]]:
-    """The optimizer, and what a user should know about these settings. ValueError, with the key, where the run cannot
-    mean what they say.
+def wrapped(
+    config: Config, model: nn.Module, group: Group, island: Group | None = None
+) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
+    `group` is then across them. ValueError, with the key, where the run cannot mean what they say.
     """
+    kind, max_norm = method(config.method), config.inner.max_norm or None
     try:
-        kind = method(config.method)
-        part = kind.local_part(model, group, config.replicas)
-        optimizer = kind(
-            part, adamw(part, config.inner), group, config.replicas, max_norm=config.inner.max_norm or None
-        )
-        notices = warm_up_notices(config.inner, config.run.steps)
+        if kind.level == "optimizer" and config.model.autocast == "fp16":
+            raise ValueError(
+                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} has no use for: "bf16"'
+            )
+        if island is None or island.size == 1:
+            part = kind.local_part(model, group, config.replicas)
+            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
+        else:
+            if not kind.spans_islands:
+                raise ValueError(
+                    f"world.inner = {config.world.inner}: {config.method} does not exchange between islands; take an "
+                    "outer method, such as diloco, or leave world.inner out"
+                )
+            inside = method(config.world.inside)
+            part = inside.local_part(model, island, inside.Config())
+            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            optimizer = kind(part, inside(part, inner, island, max_norm=max_norm), group, config.replicas)
+        notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
         return optimizer, notices + optimizer.advise(config.run.steps)

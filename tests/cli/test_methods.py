@@ -34,7 +34,7 @@ def test_the_memory_table_is_the_formulas(capsys: pytest.CaptureFixture[str]) ->
     always = {row[0]: float(row[1]) for row in rows}
     by_bytes = {
         0: "none",
-        4: "ddp localsgd fedavg postlocal-sgd",
+        4: "ddp localsgd fedavg postlocal-sgd demo",
         8: "diloco streaming-diloco delayed eager noloco streaming-noloco slowmo sparta sparseloco custom",
         16: "dilocox",
     }

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from isles.comm.virtual import VirtualCluster
 from isles.network.links import Links
 
 JITTERY = Links(bandwidth=[4e4, 8e4, 1e5], latency=0.05, jitter=1.0, uplinks=[0, 1, 1, 2, 2])
+NARROW = replace(JITTERY, downlink=[7e4, 3e4, 1e4])
 
 
 def pattern(seed, nap=0.0):
@@ -71,10 +73,10 @@ def pattern(seed, nap=0.0):
     return worker
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_results_do_not_depend_on_slots(seed):
+@pytest.mark.parametrize(("links", "seed"), [*((JITTERY, s) for s in range(25)), *((NARROW, s) for s in range(9))])
+def test_results_do_not_depend_on_slots(links, seed):
     def results(slots, nap=0.0):
-        cluster = VirtualCluster(5, links=JITTERY, compute_jitter=0.2, slots=slots, seed=seed, speeds=[1, 1, 1.5, 1, 2])
+        cluster = VirtualCluster(5, links=links, compute_jitter=0.2, slots=slots, seed=seed, speeds=[1, 1, 1.5, 1, 2])
         return cluster.run(pattern(seed, nap))
 
     once = results(1)
@@ -111,7 +113,14 @@ def test_jitter_never_lets_a_message_overtake(slots):
     assert arrivals == sorted(arrivals)
     alone = [0.001 * (n + 1) + wild.message_latency(0, 1, number=n, seed=0) for n in range(60)]
     assert arrivals != pytest.approx(sorted(alone))
-    assert arrivals == pytest.approx([max(alone[: n + 1]) for n in range(60)], rel=1e-9)
+    in_order = [max(alone[: n + 1]) for n in range(60)]
+    assert arrivals == pytest.approx(in_order, rel=1e-9)
+    free, through = 0.0, []
+    for first in in_order:  # each takes 2 ms of the downlink, and begins 1 ms before its last bit would be there
+        free = max(first - 0.001, free) + 0.002
+        through.append(free)
+    narrow = VirtualCluster(2, links=replace(wild, downlink=4e3), slots=slots).run(worker)[1]
+    assert narrow == pytest.approx(through, rel=1e-9)
 
 
 def test_one_slot_runs_one_thread_and_two_run_two():

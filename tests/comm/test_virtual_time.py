@@ -1,5 +1,7 @@
 """The virtual clock: what messages and computation take, to closed forms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from isles.comm.virtual import VirtualCluster
 from isles.network.links import Links
 
 KBIT = Links(bandwidth=8000.0)  # 1000 bytes a second
+KBIT_LATE = Links(bandwidth=8000.0, latency=0.25)
 slots = pytest.mark.parametrize("slots", [1, 2])
 
 
@@ -80,6 +83,54 @@ def test_ranks_behind_one_uplink_share_it():
     # Rank 0 alone for 1 s, then half the rate: 3 s. Rank 1 has 1000 bytes left by then: 4 s.
     assert VirtualCluster(4, links=shared).run(worker) == [near(3.0), near(4.0), near(3.0), near(4.0)]
     assert VirtualCluster(4, links=KBIT).run(worker) == [near(2.0), near(3.0), near(2.0), near(3.0)]
+
+
+@slots
+def test_a_message_alone_takes_the_slower_of_two_lines(slots):
+    """4000 bits: gone after 0.5 s; through the downlink in 1 s from its first bit on, and a second one behind it."""
+
+    def worker(transport):
+        begin = start_send if transport.rank == 0 else start_recv
+        both = [begin(transport, 1 - transport.rank, 500, Tag("outer", number)) for number in range(2)]
+        return [transfer.wait() for transfer in both]
+
+    links = Links(bandwidth=8000.0, latency=0.25, downlink=4000.0)
+    sent, received = VirtualCluster(2, links=links, slots=slots).run(worker)
+    assert sent == [near(0.5), near(1.0)]
+    assert [at for at, _, _ in received] == [near(1.25), near(2.25)]
+    for wide in (8000.0, 1e9):  # to the bit as without a downlink
+        runs = [VirtualCluster(2, links=one).run(worker) for one in (replace(links, downlink=wide), KBIT_LATE)]
+        assert runs[0] == runs[1]
+
+
+def test_messages_that_come_together_share_the_downlink():
+    """8000 bits from each of 1, 2, 3; 3 begins a second later. 1 and 2 at 6000 a second each, then all at 4000 until
+    these are through at 1.5 s; what is left of 3, 6000 bits, has the 12,000 to itself: through at 2 s, when its last
+    bit has just left. Worker 4 on a line of 500 a second keeps to that, however free the downlink.
+    """
+
+    def worker(transport):
+        if transport.rank:
+            transport.compute(1.0 if transport.rank == 3 else 0.0)
+            return start_send(transport, 0, 1000, Tag("outer", 0)).wait()
+        return [start_recv(transport, peer, 1000, Tag("outer", 0)).wait() for peer in range(1, transport.size)]
+
+    links = Links(bandwidth=8000.0, latency=0.25, downlink=12_000.0)
+    times = [at for at, _, _ in VirtualCluster(4, links=links).run(worker)[0]]
+    assert times == [near(1.75), near(1.75), near(2.25)]
+    slow = Links(bandwidth=[8000.0, 8000.0, 500.0], latency=0.25, downlink=8000.0)
+    times = [at for at, _, _ in VirtualCluster(3, links=slow).run(worker)[0]]
+    assert times == [near(2.25), near(16.25)]  # not in turn: 1 shares with 2 until both have had their bits
+
+
+def test_a_line_shares_its_downlink():
+    def worker(transport):
+        if transport.rank < 2:
+            return start_recv(transport, transport.rank + 2, 1000, Tag("outer", 0)).wait()[0]
+        return start_send(transport, transport.rank - 2, 1000, Tag("outer", 0)).wait()
+
+    household = Links(bandwidth=8000.0, downlink=8000.0, uplinks=[0, 0, 1, 2])
+    assert VirtualCluster(4, links=household).run(worker) == [near(2.0), near(2.0), near(1.0), near(1.0)]
 
 
 @slots

@@ -68,8 +68,8 @@ def asked(system: str, config: Path, *more: str) -> Asked[object]:
     return read(system, settings(system), str(config), [*own, *more])
 
 
-def made(system: str, config: Path, out: Path, *more: str) -> System[object]:
+def made(system: str, config: Path, out: Path, *more: str, at_once: int = 1) -> System[object]:
     """Trained to the end."""
     system_ = opened(asked(system, config, *more), out)
-    assert system_.train(Progress())
+    assert system_.train(Progress(), at_once=at_once)
     return system_

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from isles.experts.border import keep, read, template
 from isles.experts.domains import read_domains
 from isles.experts.hdee import HdeeConfig, cell
 from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.joining import Joining
 from isles.experts.registry import Forest
 from isles.experts.served import Served, score
 from isles.experts.system import System
@@ -72,6 +75,72 @@ def test_shared_experts_are_one_run_and_variants_change_the_others_alone(
     again = made("hdee", system_config(system), system.out.parent / "again", "hdee.variants=['m-ho-i-ho']")
     there = again.out / "seed-0" / forests["m-ho-i-he"].experts[1].name
     assert weights_sha256(there) == weights_sha256(medium.pop())
+
+
+def test_random_splits_are_thirds_of_the_mixture_and_worth_little_more_than_one(
+    built: tuple[System[Any], dict[str, Any]],
+) -> None:
+    system, results = built
+    folder = system.out / "seed-0"
+    mixture_NT, *thirds = (
+        np.load(folder / name / "train-tokens.npy").reshape(-1, 17)
+        for name in ("mixture", "splits/0", "splits/1", "splits/2")
+    )
+    assert all(np.array_equal(third, mixture_NT[place::3]) for place, third in enumerate(thirds))
+    mean = results["mean"]
+
+    def summed(told: dict[str, Any], way: str) -> float:
+        return sum(math.log(told[domain]["perplexity"][way]) for domain in ("easy", "medium", "difficult"))
+
+    def best_alone(told: dict[str, Any]) -> float:
+        trained = [told[domain]["alone"] for domain in ("easy", "medium", "difficult")]
+        return min(sum(math.log(alone[expert]) for alone in trained) for expert in range(3))
+
+    random, by_domain = mean["random"], mean["m-ho-i-ho"]["r1"]
+    assert best_alone(random) - summed(random, "posterior") < 3 * math.log(1.05)
+    assert best_alone(by_domain) - summed(by_domain, "posterior") > 3 * math.log(1.3)
+    # The dense model has seen as much text as all experts of a variant, on all domains.
+    dense = json.loads((folder / "dense-f24-t72" / "summary.json").read_text())
+    one = json.loads((folder / "easy-f24-t24-r1" / "summary.json").read_text())
+    assert dense["tokens"] == 3 * one["tokens"]
+    assert all(mean["dense"][domain] < mean["seed"][domain] for domain in ("easy", "medium", "difficult"))
+
+
+def test_another_machine_needs_the_seed_and_the_domain_alone(
+    built: tuple[System[Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    system, _ = built
+    shutil.copytree(system.out / "seed-0/seed-f24", tmp_path / "out/seed-0/seed-f24")
+    config = write_domains(tmp_path)
+    shutil.copy(system_config(system).parent / "difficult.txt", tmp_path)
+    for other in ("easy.txt", "medium.txt", "apart.txt"):
+        (tmp_path / other).unlink()
+    there = opened(asked("hdee", config), tmp_path / "out")
+    name = "seed-0/difficult-f24-t36-r1"
+    assert not there.train(Progress(), [name])
+    assert weights_sha256(there.out / name) == weights_sha256(system.out / name)
+    assert {path.name for path in (there.out / "seed-0").iterdir()} == {"seed-f24", "difficult-f24-t36-r1"}
+    with pytest.raises(ValueError, match=r"difficult-f32-t24-r1 starts from .*seed-f32, which is not there"):
+        there.train(Progress(), ["seed-0/difficult-f32-t24-r1"])
+
+
+def test_experts_of_several_diloco_workers_are_experts(config: Path, tmp_path: Path) -> None:
+    words = ["hdee.variants=['m-ho-i-ho']", "hdee.baselines=[]", "world.workers=2", "replicas.method=diloco"]
+    system = made("hdee", config, tmp_path, *words, "replicas.sync_every=6", "replicas.outer_lr=1.0")
+    mean = system.evaluate(Progress())["mean"]
+    for place, domain in enumerate(("easy", "medium", "difficult")):
+        told = mean["m-ho-i-ho"]["r1"][domain]
+        assert min(range(3), key=told["alone"].__getitem__) == place
+        assert told["alone"][place] < mean["seed"][domain]
+    for job, _ in system.jobs().values():
+        summary = json.loads((tmp_path / "seed-0" / job.name / "summary.json").read_text())
+        rounds = math.ceil(job.config.run.steps / 6)
+        assert summary["method"] == "diloco" and summary["workers"] == 2
+        assert summary["bytes_sent_per_worker"] >= rounds * 4 * summary["parameters"]
+        if job.config.run.start:
+            card = json.loads((tmp_path / "seed-0" / job.name / "expert.json").read_text())
+            assert card["seed_sha256"] == weights_sha256(Path(job.config.run.start))
+            assert card["bytes_to_other_experts"] == 0
 
 
 def system_config(system: System[Any]) -> Path:
@@ -178,7 +247,7 @@ def test_a_text_that_an_expert_was_trained_on_is_judged_where_it_was_not(
     monkeypatch.setattr(on_text, "SEQUENCES", 12)
     for domain in ("easy", "difficult"):
         path = system.out / "seed-0/forests/m-ho-i-ho-r1.json"
-        found = on_text.judged_on(path, system.texts[domain].domain.path, "uniform", None)
+        found = on_text.judged_on(path, system.texts[domain].domain.path, Joining())
         told = results["mean"]["m-ho-i-ho"]["r1"][domain]
         assert found["perplexity"] == f"{told['perplexity']['posterior']:.4f}"
         alone = [value.split()[0] for name, value in found.items() if name.endswith("alone")]
@@ -207,7 +276,7 @@ def test_iterations_chain_each_expert_through_the_domains_of_its_difficulty(conf
     remark = opened(asked("hdee", two), tmp_path / "one").remarks()[0]
     assert "hdee.iterations = 1: only the seeds train on easy-2, medium-2, difficult-2; raise it" in remark
     domains = read_domains(request.domains, tmp_path, 1)
-    made_of = hdee.plan(request.own, request.base, domains, 0, tmp_path, "seed.txt")  # type: ignore[arg-type]
+    made_of = hdee.plan(request.own, request.base, domains, 0, tmp_path)  # type: ignore[arg-type]
     by_name = {job.name: job for job in made_of.jobs}
     first, second = made_of.forests["m-ho-i-he"]
     for before, after, difficulty in zip(first, second, ("easy", "medium", "difficult"), strict=True):

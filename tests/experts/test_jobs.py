@@ -49,20 +49,22 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_again(text: Path, tmp_
     assert train(job(config), tmp_path / "cut", Progress())["sha256"] == fresh["sha256"]
 
 
-def test_a_run_that_stopped_goes_on_to_the_same_weights(text: Path, tmp_path: Path) -> None:
-    config = tiny(text, "run.checkpoint_every=4", method="none", workers=1)
+@pytest.mark.parametrize(("method", "workers"), [("none", 1), ("diloco", 2)])
+def test_a_run_that_stopped_goes_on_to_the_same_weights(method: str, workers: int, text: Path, tmp_path: Path) -> None:
+    config = tiny(text, "run.checkpoint_every=4", method=method, workers=workers)
     whole = train(job(config), tmp_path, Progress())
+    assert (whole["bytes_sent_per_worker"] > 0) == (workers > 1) and whole["bytes_to_other_experts"] == 0
     for name in ("summary.json", "model.safetensors", "expert.json"):
         (tmp_path / "one" / name).unlink()
     assert state(job(config), tmp_path) == "stopped at step 4"
     begun = []
 
     class Told(Progress):
-        def line(self, line: dict[str, object]) -> None:
+        def line(self, name: str, line: dict[str, object]) -> None:
             begun.append(line["step"])
 
     assert train(job(config), tmp_path, Told())["sha256"] == whole["sha256"]
-    assert begun == [6] and state(job(config), tmp_path) == "done"
+    assert begun == [6] * workers and state(job(config), tmp_path) == "done"
 
 
 def test_a_run_that_goes_on_is_left_alone_and_another_one_is_refused(text: Path, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Stage 2 of SMALLTALK where a machine dies: the others do not change, and the lost expert goes on later."""
+"""SMALLTALK where a machine dies, with real processes: experts do not mind, routers go on from their last round."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
+import psutil
 import torch
 
 from isles.experts.jobs import Progress, weights_sha256
@@ -14,18 +16,19 @@ from isles.experts.routing import gate_of, route
 from isles.experts.system import System
 from isles.experts.systems import opened
 from isles.training.checkpoint import Checkpoints
-from tests.cli.command import Command, eventually
+from tests.cli.command import Command, eventually, gone
 from tests.experts.small import SMALLTALK, asked, made, write_domains
+from tests.training.runs import lines_of
 
 WORDS = ["smalltalk.experts=3", "smalltalk.steps=150", "smalltalk.dense=[]", "run.checkpoint_every=10"]
-LOST = "runs/expert-1"
+LOST = "seed-0/expert-1"
 
 
 def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> None:
     config = write_domains(tmp_path)
     whole = made("smalltalk", config, tmp_path / "whole", *WORDS)
     system = opened(asked("smalltalk", config, *WORDS), tmp_path / "cut")
-    system.prepare(Progress())
+    system.prepare("seed-0", Progress())
     sets = [part for word in [*SMALLTALK, *WORDS] for part in ("--set", word)]
     command = Command(
         "experts", "smalltalk", config.name, *sets, "--out", str(system.out), "--job", LOST, folder=tmp_path
@@ -36,8 +39,8 @@ def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> 
     assert system.jobs()[LOST][1].startswith("stopped at step")
 
     # The others, on their machines.
-    assert not system.train(Progress(), ["runs/expert-0", "runs/expert-2"])
-    for name in ("runs/expert-0", "runs/expert-2"):
+    assert not system.train(Progress(), ["seed-0/expert-0", "seed-0/expert-2"])
+    for name in ("seed-0/expert-0", "seed-0/expert-2"):
         assert weights_sha256(system.out / name) == weights_sha256(whole.out / name)
     _two_of_three_are_the_masked_best(whole, tmp_path)
 
@@ -49,7 +52,7 @@ def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> 
 
 def _two_of_three_are_the_masked_best(whole: System[object], folder: Path) -> None:
     """Without an expert, the choice is the best of those that are left."""
-    forest = whole.forest()  # type: ignore[attr-defined]
+    forest = whole.seeds["seed-0"].forest()  # type: ignore[attr-defined]
     forest.remove("expert-1").save(folder / "rest.json")
     every, rest = (
         gate_of(one, whole.texts["easy"].corpus.tokenizer) for one in (forest, Forest.load(folder / "rest.json"))
@@ -61,3 +64,33 @@ def _two_of_three_are_the_masked_best(whole: System[object], folder: Path) -> No
     kept = torch.tensor([0, 2])
     assert torch.equal(kept[route(rest, tokens, 8)], masked.argmax(0))
     assert 1 in route(every, tokens, 8)
+
+
+def test_a_router_that_is_killed_ends_its_round_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """With the routers, to the bit, of a run on the virtual backend that nothing happened to."""
+    config = write_domains(tmp_path)
+    rounds = ["smalltalk.dense=[]", "smalltalk.rounds=12", "smalltalk.round_sequences=256"]
+    whole = opened(asked("smalltalk", config, *rounds), tmp_path / "whole")
+    whole.prepare("seed-0", Progress())
+    sets = [part for word in [*SMALLTALK, *rounds, "world.backend=distributed"] for part in ("--set", word)]
+    words = ["experts", "smalltalk", config.name, *sets, "--out", "cut"]
+    command = Command(*words, folder=tmp_path)
+    routers = Checkpoints(tmp_path / "cut/seed-0/routers")
+    assert eventually(lambda: routers.steps() or command.process.poll() is not None)
+    server = [process.pid for process in psutil.Process(command.process.pid).children()]
+    workers = [process for process in command.left() if process.ppid() in server]
+    assert len(workers) == 2
+    workers[1].kill()
+    code, _, error = command.end()
+    assert code == 1 and re.search(r"the same command, with this --out, goes on after round \d+ of 12", error), error
+    done = routers.steps()[-1]
+    assert 1 <= done < 12 and gone(command.mark)
+
+    again = opened(asked("smalltalk", config, *rounds, "world.backend=distributed"), tmp_path / "cut")
+    again.prepare("seed-0", Progress())
+    lines = lines_of(tmp_path / "cut/seed-0/routers/rounds.jsonl")
+    assert [line["round"] for line in lines].count(done + 1) >= 2 and [line["round"] for line in lines].count(1) == 2
+    for router in range(2):
+        name = f"seed-0/routers/router-{router}"
+        assert weights_sha256(tmp_path / "cut" / name) == weights_sha256(whole.out / name)
+    assert (tmp_path / "cut/seed-0/assignment.npy").read_bytes() == (whole.out / "seed-0/assignment.npy").read_bytes()

@@ -14,15 +14,15 @@ import torch
 
 from isles.comm.errors import Diverged
 from isles.experts.assignment import Assignment, assign
-from isles.experts.border import KEPT
 from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.joining import Joining
 from isles.experts.planning import planned
 from isles.experts.registry import Forest
 from isles.experts.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
 from isles.experts.smalltalk import router_config
-from isles.experts.speaking import speaker
+from isles.experts.speaking import Speaker
 from isles.experts.system import System
 from isles.experts.systems import opened
 from isles.experts.workers import run_workers
@@ -47,28 +47,29 @@ def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 def test_shares_are_balanced_and_make_up_the_pool(built: Built) -> None:
     system, results = built
-    pool = system.pool()  # type: ignore[attr-defined]
-    assignment = Assignment.load(system.out / "assignment.npy")
+    pool = system.seeds["seed-0"].pool(system.trained)  # type: ignore[attr-defined]
+    assignment = Assignment.load(system.out / "seed-0/assignment.npy")
     assert len(assignment.expert_of) == len(pool.rows)
     assert max(assignment.loads) - min(assignment.loads) <= 1
     for expert in range(2):
-        stored = np.load(system.out / "segments" / str(expert) / "train-tokens.npy").reshape(-1, 17)
+        stored = np.load(system.out / "seed-0/segments" / str(expert) / "train-tokens.npy").reshape(-1, 17)
         assert np.array_equal(stored, pool.rows[assignment.expert_of == expert])
-    assert sum(results["routing"]["loads_test"]) == 36
-    assert 0 < results["routing"]["entropy_test"] < math.log(2)
+    routing = results["by_seed"][0]["routing"]
+    assert sum(routing["loads_test"]) == 36
+    assert 0 < routing["entropy_test"] < math.log(2)
 
 
 def test_routers_exchange_scores_alone_and_experts_nothing(built: Built) -> None:
     system, results = built
     rounds, sequences = 2, 2 * 16
-    for router in json.loads((system.out / "routers.json").read_text()):
+    for router in json.loads((system.out / "seed-0/routers.json").read_text()):
         assert router["score_bytes_sent"] == router["score_bytes_received"] == rounds * 2 * sequences
         assert router["control_bytes_sent"] == rounds * 8
     for expert in range(2):
-        summary = json.loads((system.out / f"runs/expert-{expert}/summary.json").read_text())
+        summary = json.loads((system.out / f"seed-0/expert-{expert}/summary.json").read_text())
         assert summary["bytes_sent_per_worker"] == summary["bytes_received_per_worker"] == 0
     assert results["bytes"]["between_experts"] == 0
-    lines = lines_of(system.out / "routers" / "rounds.jsonl")
+    lines = lines_of(system.out / "seed-0/routers/rounds.jsonl")
     assert sorted((line["round"], line["worker"]) for line in lines) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(line["load"] == 16 for line in lines)
 
@@ -77,22 +78,24 @@ def test_shares_at_random_make_experts_alike(built: Built, config: Path, tmp_pat
     """Of a shuffled assignment it hardly matters who answers; of the routers' it does."""
     words = ["smalltalk.dense=[]", "smalltalk.steps=40", "smalltalk.router_lr=0.01", "smalltalk.rounds=6"]
     real = made("smalltalk", config, tmp_path / "real", *words)
+    by_routers, by_chance = real.out / "seed-0", tmp_path / "shuffled" / "seed-0"
     for name in ("pool", "routers"):
-        shutil.copytree(real.out / name, tmp_path / "shuffled" / name)
-    shutil.copy(real.out / "routers.json", tmp_path / "shuffled")
-    assignment = Assignment.load(real.out / "assignment.npy")
+        shutil.copytree(by_routers / name, by_chance / name)
+    for name in ("routers.json", "held.npy", "held.json"):
+        shutil.copy(by_routers / name, by_chance)
+    assignment = Assignment.load(by_routers / "assignment.npy")
     order = np.random.default_rng(0).permutation(len(assignment.expert_of))
-    Assignment(assignment.expert_of[order], 2).save(tmp_path / "shuffled" / "assignment.npy")
+    Assignment(assignment.expert_of[order], 2).save(by_chance / "assignment.npy")
     shuffled = made("smalltalk", config, tmp_path / "shuffled", *words)
-    told, by_routers = (system.evaluate(Progress())["trained"]["all"] for system in (shuffled, real))
-    assert told["random"] < 1.1 * told["oracle"]
-    assert by_routers["random"] > 2 * by_routers["oracle"]
-    assert by_routers["mixture"] < 0.6 * by_routers["random"]
+    mixed, told = (system.evaluate(Progress())["mean"]["trained"]["all"] for system in (shuffled, real))
+    assert mixed["random"] < 1.1 * mixed["oracle"]
+    assert told["random"] > 2 * told["oracle"]
+    assert told["mixture"] < 0.6 * told["random"]
 
 
 def test_a_route_depends_on_the_prefix_alone(built: Built) -> None:
     system, _ = built
-    routers = Routers(Served.load(Forest.load(system.out / "forests" / "smalltalk.json").routers))
+    routers = Routers(Served.load(Forest.load(system.out / "seed-0/forests/smalltalk.json").routers))
     tokens = torch.cat([text.sequences("test", 8) for text in system.texts.values()])
     changed = tokens.clone()
     changed[:, 8:] = 65
@@ -107,7 +110,7 @@ def test_a_route_depends_on_the_prefix_alone(built: Built) -> None:
 def test_routers_that_are_the_experts_choose_the_best_one_of_each_sequence(built: Built) -> None:
     """Self-routing over the whole sequence is the oracle, and assigning to it never raises the hard-EM objective."""
     system, _ = built
-    experts = Served.load(Forest.load(system.out / "forests" / "smalltalk.json").experts)
+    experts = Served.load(Forest.load(system.out / "seed-0/forests/smalltalk.json").experts)
     tokens = system.texts["easy"].sequences("test", 12)[:, :-1]
     chosen = route(Routers(experts), tokens, tokens.shape[1])
     own = experts.scores(tokens).sum(-1)
@@ -120,25 +123,30 @@ def test_one_expert_is_the_dense_run_to_the_bit(config: Path, tmp_path: Path) ->
     system = made(
         "smalltalk", config, tmp_path, "smalltalk.experts=1", "smalltalk.rounds=1", "smalltalk.dense=['steps']"
     )
-    assert weights_sha256(tmp_path / "runs/expert-0") == weights_sha256(tmp_path / "runs/dense-steps")
-    told = system.evaluate(Progress())["trained"]["all"]
+    assert weights_sha256(tmp_path / "seed-0/expert-0") == weights_sha256(tmp_path / "seed-0/dense-steps")
+    told = system.evaluate(Progress())["mean"]["trained"]["all"]
     assert told["mixture"] == told["steps"] == told["oracle"] == told["random"]
 
 
 def test_rounds_go_on_from_a_checkpoint_to_the_same_routers(built: Built, tmp_path: Path) -> None:
     system, _ = built
-    pool = system.pool()  # type: ignore[attr-defined]
+    pool = system.seeds["seed-0"].pool(system.trained)  # type: ignore[attr-defined]
     task = RouterTask(
-        own=system.own, config=router_config(system.own, system.base, pool.folder), label=pool.label, out=tmp_path
+        own=system.own,
+        config=router_config(system.own, system.seeds["seed-0"].base, pool.folder),
+        label=pool.label,
+        out=tmp_path,
     )
     checkpoints = Checkpoints(tmp_path)
     # The built system's checkpoint of the first round, from which the second is done again.
     for rank in range(2):
-        checkpoints.write_shard(1, rank, Checkpoints(system.out / "routers").read_shard(1, rank))
+        checkpoints.write_shard(1, rank, Checkpoints(system.out / "seed-0/routers").read_shard(1, rank))
     events: list[Any] = []
     run_workers(train_router, 2, task.config, (task, 1), events.append, tmp_path)
     for rank in range(2):
-        assert weights_sha256(tmp_path / f"router-{rank}") == weights_sha256(system.out / f"routers/router-{rank}")
+        assert weights_sha256(tmp_path / f"router-{rank}") == weights_sha256(
+            system.out / f"seed-0/routers/router-{rank}"
+        )
     assert [event["round"] for event in events if "round" in event] == [2, 2]
 
 
@@ -146,9 +154,12 @@ def test_routers_that_disagree_on_the_shares_stop(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system, calls = built[0], []
-    pool = system.pool()  # type: ignore[attr-defined]
+    pool = system.seeds["seed-0"].pool(system.trained)  # type: ignore[attr-defined]
     task = RouterTask(
-        own=system.own, config=router_config(system.own, system.base, pool.folder), label=pool.label, out=tmp_path
+        own=system.own,
+        config=router_config(system.own, system.seeds["seed-0"].base, pool.folder),
+        label=pool.label,
+        out=tmp_path,
     )
 
     def wrong(scores: np.ndarray, rule: str) -> np.ndarray:
@@ -160,32 +171,50 @@ def test_routers_that_disagree_on_the_shares_stop(
         run_workers(train_router, 2, task.config, (task, None), lambda event: None, tmp_path)
 
 
-def test_real_processes_train_the_same_routers(config: Path, built: Built, tmp_path: Path) -> None:
-    system = opened(asked("smalltalk", config, "world.backend=distributed"), tmp_path)
-    system.prepare(Progress())
-    for rank in range(2):
-        assert weights_sha256(tmp_path / f"routers/router-{rank}") == weights_sha256(
-            built[0].out / f"routers/router-{rank}"
-        )
-    assert (tmp_path / "assignment.npy").read_bytes() == (built[0].out / "assignment.npy").read_bytes()
+def test_the_assignment_is_all_that_has_to_travel(built: Built, config: Path, tmp_path: Path) -> None:
+    """The other machine has the domains' text; no router and no segment comes along."""
+    folder = tmp_path / "seed-0"
+    folder.mkdir()
+    for name in ("assignment", "held"):
+        for suffix in (".npy", ".json"):
+            shutil.copy(built[0].out / "seed-0" / f"{name}{suffix}", folder)
+    system = opened(asked("smalltalk", config), tmp_path)
+    assert not system.train(Progress(), ["seed-0/expert-0"])
+    one, other = (out / "seed-0/expert-0" for out in (tmp_path, built[0].out))
+    assert weights_sha256(one) == weights_sha256(other)
+    losses = [json.loads((run / "summary.json").read_text())["val_loss"] for run in (one, other)]
+    assert losses[0] == losses[1] and not (folder / "routers").exists()
+
+
+def test_seeds_at_once_are_those_of_their_own_runs(built: Built, config: Path, tmp_path: Path) -> None:
+    words = ["smalltalk.seeds=[0,5]", "smalltalk.dense=['batch']"]
+    system = made("smalltalk", config, tmp_path, *words, at_once=2)
+    for name in ("expert-0", "expert-1", "dense-batch", "routers/router-0"):
+        assert weights_sha256(system.out / "seed-0" / name) == weights_sha256(built[0].out / "seed-0" / name)
+        assert weights_sha256(system.out / "seed-5" / name) != weights_sha256(built[0].out / "seed-0" / name)
+    results = system.evaluate(Progress())
+    assert json.dumps(results["by_seed"][0]) == json.dumps(built[1]["by_seed"][0])
+    told = [record["trained"]["all"]["mixture"] for record in results["by_seed"]]
+    assert results["mean"]["trained"]["all"]["mixture"] == sum(told) / 2 and told[0] != told[1]
+    assert "Perplexity by seed" in write_report(system.out).read_text()
 
 
 def test_a_lost_expert_leaves_the_others_of_use(built: Built, tmp_path: Path) -> None:
-    forest = Forest.load(built[0].out / "forests" / "smalltalk.json").remove("expert-1")
+    forest = Forest.load(built[0].out / "seed-0/forests/smalltalk.json").remove("expert-1")
     forest.save(tmp_path / "rest.json")
     rest = Forest.load(tmp_path / "rest.json")
     assert [member.name for member in (*rest.experts, *rest.routers)] == ["expert-0", "router-0"]
-    voice = speaker(tmp_path / "rest.json", "some words")
+    voice = Speaker(tmp_path / "rest.json", Joining()).voice("some words")
     assert "by expert-0" in voice.note and "1.000" in voice.note
 
 
 def test_another_machine_needs_the_segment_alone(built: Built, config: Path, tmp_path: Path) -> None:
     """Neither pool nor routers are there, nor the other segments; the expert that is trained there is the same."""
-    shutil.copytree(built[0].out / "segments" / "1", tmp_path / "segments" / "1")
+    shutil.copytree(built[0].out / "seed-0/segments/1", tmp_path / "seed-0/segments/1")
     system = opened(asked("smalltalk", config), tmp_path)
-    assert not system.train(Progress(), ["runs/expert-1"])
-    assert weights_sha256(tmp_path / "runs/expert-1") == weights_sha256(built[0].out / "runs/expert-1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [KEPT, "runs", "segments"]
+    assert not system.train(Progress(), ["seed-0/expert-1"])
+    assert weights_sha256(tmp_path / "seed-0/expert-1") == weights_sha256(built[0].out / "seed-0/expert-1")
+    assert sorted(path.name for path in (tmp_path / "seed-0").iterdir()) == ["expert-1", "segments"]
 
 
 def test_scores_on_the_wire_are_16_bits_and_near_enough() -> None:
@@ -199,7 +228,8 @@ def test_scores_on_the_wire_are_16_bits_and_near_enough() -> None:
 @pytest.mark.parametrize("words", [[], ["inner.accumulation=3"], ["world.workers=2", "replicas.method=ddp"]], ids=str)
 def test_the_plan_and_the_results_count_the_same_flops(words: list[str], config: Path, tmp_path: Path) -> None:
     request = asked("smalltalk", config, *words)
-    found = opened(request, tmp_path)._flops(10)  # type: ignore[attr-defined]
+    system: Any = opened(request, tmp_path)
+    found = system._flops(system.seeds["seed-0"], 10)
     told = planned(request)["flops"]
     assert found["experts"] == told["experts"] > 0
     assert found["scoring_rounds"] == told["scoring in the rounds"]
@@ -209,8 +239,9 @@ def test_the_plan_and_the_results_count_the_same_flops(words: list[str], config:
 def test_clusters_cost_no_router_and_no_scores(config: Path, tmp_path: Path) -> None:
     request = asked("smalltalk", config, "smalltalk.gate=clusters")
     system = opened(request, tmp_path)
-    assert set(system._flops(10)) == {"experts", "inference"}  # type: ignore[attr-defined]
-    assert not [key for key in system._bytes(system.pool()) if "score" in key and key != "scoring_per_token"]  # type: ignore[attr-defined]
+    seed = system.seeds["seed-0"]  # type: ignore[attr-defined]
+    assert set(system._flops(seed, 10)) == {"experts", "inference"}  # type: ignore[attr-defined]
+    assert not [key for key in system._bytes(seed, 1000, 1) if "score" in key and key != "scoring_per_token"]  # type: ignore[attr-defined]
     assert set(planned(request)["flops"]) == {"experts", "a sequence at inference"}
     assert not [key for key in planned(request)["bytes"] if "scores" in key]
 

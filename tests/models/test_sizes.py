@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from isles.models import SIZES, Decoder, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of
+from isles.models.sizes import like_size, matrices
 
 EAGER = {"35M": 35e6, "100M": 100e6, "200M": 200e6, "300M": 300e6, "500M": 500e6, "1B": 1e9, "4B": 4e9}
 SMALL = ["0.13M", "0.5M", "2M", "10M"]
@@ -31,6 +33,13 @@ def test_parameter_counts_equal_the_modules(size: str) -> None:
     shape = SIZES[size]
     device = "cpu" if size in SMALL else "meta"
     assert real_counts(shape, device) == (parameters(shape), non_embedding_parameters(shape))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_those_of_the_module(tied: bool) -> None:
+    shape = replace(TINY, tie_embeddings=tied)
+    real = Counter(tuple(p.shape) for p in Decoder(shape, device="meta").parameters() if p.ndim == 2)
+    assert Counter({(rows, columns): count for rows, columns, count in matrices(shape)}) == real
 
 
 def test_untied_small_and_tied_large_counts_too() -> None:
@@ -98,6 +107,20 @@ def test_an_unknown_size_names_the_closest() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="did you mean '35M'"):
         shape_of("35m")
+
+
+@pytest.mark.parametrize("size", ["0.5M", "10M", "35M"])
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
+def test_a_smaller_decoder_of_so_many_parameters(size: str, share: float) -> None:
+    """Within half a step of ffn of the wanted count, heads as wide as before; the shape itself for its own count."""
+    shape = SIZES[size]
+    small = like_size(shape, round(share * parameters(shape)))
+    step = 3 * small.d_model * small.layers
+    assert abs(parameters(small) - share * parameters(shape)) <= step / 2 + 1
+    assert small.head_dim == shape.head_dim and small.vocab == shape.vocab
+    assert small == shape if share == 1 else small.d_model < shape.d_model
+    with pytest.raises(ValueError, match="no decoder with heads of"):
+        like_size(shape, 1000)
 
 
 def test_counting_needs_no_torch() -> None:

@@ -55,8 +55,14 @@ def test_downlinks_and_functions_of_the_line():
     assert [made.down_share(rank, everybody) for rank in everybody] == [4.0, 4.0, 100.0]
     assert made.share(0, [0, 2]) == 10.0 and made.slowest_rate(3) == 4.0
     assert Links(bandwidth=1.0).down_rate(0) == math.inf
-    with pytest.warns(UserWarning, match="downlink of uplink 0"):
-        made.warn_of_downlinks(3)
+
+
+def test_a_downlink_is_narrow_where_the_others_can_fill_it():
+    """What may come: 30 to line 0, from line 1 and between its two ranks; 10 to line 1."""
+    for downlink, narrow in (([29.0, 10.0], [0]), ([30.0, 10.0], []), ([30.0, 9.0], [1])):
+        assert Links(bandwidth=[10.0, 20.0], downlink=downlink, uplinks=[0, 0, 1]).narrow_downlinks(3) == narrow
+    assert Links(bandwidth=math.inf, downlink=1e9).narrow_downlinks(3) == [0, 1, 2]
+    assert Links(bandwidth=5.0, downlink=5.0).narrow_downlinks(2) == [] == Links(bandwidth=5.0).narrow_downlinks(9)
 
 
 def test_links_do_not_follow_the_callers_list():

@@ -58,7 +58,7 @@ def ends_early(world: Mesh, name: str, how: str, on_peer_failure: str, steps: in
 
 
 @pytest.mark.parametrize("how", ["raises", "returns"])
-@pytest.mark.parametrize("name", ["ddp", "localsgd", "diloco", *NOLOCO])
+@pytest.mark.parametrize("name", ["ddp", "localsgd", "diloco", "ist", *NOLOCO])
 def test_by_default_the_lost_worker_is_named(name: str, how: str) -> None:
     """Every method: PeerLost with the rank of the worker that ended, or of one that ended because of it."""
     results = isles.run_virtual(ends_early, 4, links=LINKS, args=(name, how, ""), return_errors=True)

@@ -18,7 +18,7 @@ from tests.replicas.workers import LINKS, RUNS, local_checkpoint, train_all
 NATIVE = "ddp, native"  # gloo's own sums: another order, so not among those that are equal to the bit
 STEPS, SAVE_AT = 11, 4  # three rounds of three, and a shorter one at the end; a checkpoint in the middle of a round
 SAVED = ["ddp, small buckets", "localsgd", "diloco, int8", "noloco", "noloco, lossy", "noloco, single vector"]
-SAVED += ["ddp, low rank", "dct-dp", "streaming, int4", "eager, int8", "diloco, topk"]
+SAVED += ["ddp, low rank", "dct-dp", "streaming, int4", "eager, int8", "diloco, topk", "demo"]
 
 
 def both(world: Mesh) -> tuple[Any, ...]:

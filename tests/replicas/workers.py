@@ -10,6 +10,7 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.models.subnet import Axes, Axis
 
 LINKS = isles.Links(bandwidth=1e8, latency=0.01)
 
@@ -61,6 +63,16 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparta": ("sparta", {"sync_every": 3, "fraction": 0.3}),
     "sparseloco": ("sparseloco", {"sync_every": 3}),
     "dilocox": ("dilocox", {"sync_every": 3, "rank": 1, "start_compress": 1, "window": 0}),
+    "demo": ("demo", {"check_every": 3}),
+    "demo, bits": (
+        "demo",
+        {"compression_topk": 2, "compression_chunk": 4, "value_dtype": "sign", "transform": "random", "base": "muon"},
+    ),
+    "ist": ("ist", {"sync_every": 3}),
+    "ist, central": (
+        "ist",
+        {"sync_every": 3, "server": "central", "sampler": "stratified", "optimizer_state": "reset"},
+    ),
     "custom, low rank": (
         "custom",
         {"sync_every": 3, "outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
@@ -68,11 +80,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "noloco, seed 7": ("noloco", {"sync_every": 3, "seed": 7, "gamma": 0.3}),
 }
 
+DIVIDED = {name for name in RUNS if name.startswith("ist")}  # workers hold different parts, of different widths
+
 REAL_ONLY: dict[str, tuple[str, dict[str, Any]]] = {"ddp, native": ("ddp", {"reduction": "native"})}
 
 
 class Net(nn.Module):
-    """A two-layer network on 5 inputs."""
+    """A two-layer network on 5 inputs, which says what its units are."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -83,6 +97,10 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.first.T + self.bias) @ self.second.T
+
+    def split_axes(self) -> dict[str, Axes]:
+        unit = Axis(layer="net.hidden", units=11)
+        return {"first": (unit, None), "bias": (unit,), "second": (None, replace(unit, reads=True))}
 
 
 def batch(worker: int, step: int, rows: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -112,16 +130,23 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+def usual_inner(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """AdamW, or SGD for a method that wants it, with the same weight decay."""
+    if isles.method((RUNS | REAL_ONLY).get(name, (name, {}))[0]).usual_inner == "adamw":
+        return adamw
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.02, weight_decay=0.01)
+
+
 def wrap(
     world: Mesh,
     name: str,
     model: nn.Module,
-    inner: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> isles.ReplicaSync:
     """The method of `RUNS[name]`, or of that name, around a fresh inner optimizer."""
     method, defaults = (RUNS | REAL_ONLY).get(name, (name, {}))
-    return isles.method(method)(model, inner(model), world.outer, **{**defaults, **options})
+    return isles.method(method)(model, (inner or usual_inner(name))(model), world.outer, **{**defaults, **options})
 
 
 def train_step(optimizer: isles.ReplicaSync, worker: int, step: int, rows: int = 4) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from isles.models import Output, next_token_loss
+from isles.models.subnet import Axes, Axis
 
 GPT2 = {
     "model_type": "gpt2",
@@ -40,6 +44,35 @@ class Bigram(nn.Module):
         logits = self.head(self.drop(self.embed(tokens[:, :-1]))) * self.scale
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         return SimpleNamespace(loss=loss, logits=logits) if self.scores else SimpleNamespace(loss=loss)
+
+
+class Wide(nn.Module):
+    """The next byte from the last one through hidden units, which it knows how to divide."""
+
+    HIDDEN = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.hidden = nn.Parameter(torch.randn(8, self.HIDDEN) / 3)
+        self.head = nn.Linear(self.HIDDEN, 256)
+        self.width = self.HIDDEN
+
+    def forward(self, tokens: Tensor) -> Output:
+        hidden = (self.embed(tokens[:, :-1]) @ self.hidden).view(*tokens[:, 1:].shape, self.width)
+        logits = self.head(torch.tanh(hidden))
+        return Output(next_token_loss(logits, tokens[:, 1:]), logits)
+
+    def split_axes(self) -> dict[str, Axes]:
+        made = Axis(layer="wide.hidden", units=self.HIDDEN)
+        return {"hidden": (None, made), "head.weight": (None, replace(made, reads=True))}
+
+    def fit_widths(self) -> None:
+        self.width = self.hidden.shape[1]
+
+
+def wide() -> nn.Module:
+    return Wide()
 
 
 def build(width: int = 8, scores: bool = True) -> nn.Module:

@@ -44,15 +44,18 @@ class Slow(isles.NoLoCo):
         super().after_inner_step()
 """
 POISONED = "tests.training.runs:Poisoned"
-EVERY_3 = set(METHODS) - {"none", "ddp", "dct-dp"}  # the methods with sync_every
+ON_VIRTUAL = [name for name in METHODS if name != "fsdp"]  # which torch shards between processes
+EVERY_3 = set(METHODS) - {"none", "ddp", "fsdp", "dct-dp", "demo"}  # the methods with sync_every
 COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
 APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
+DIVIDED = {"ist"}  # workers hold different parts of the model
 OWN_SETTINGS = {
     # Thresholds that are always new, of few enough entries that a small batch has them: as many bytes as planned.
     "dct-dp": ["replicas.sparsity=0.97", "replicas.threshold_interval=1", "replicas.exclude_below=100"],
     "sparseloco": ["replicas.outer_lr=1.0", "replicas.codec=topk:2048+int4"],  # some hundred steps' learning in twenty
     "sparta": ["replicas.fraction=0.3"],
     "dilocox": ["replicas.rank=2", "replicas.start_compress=1", "replicas.window=0"],
+    "ist": ["replicas.split=ffn"],
     "custom": ["replicas.codec=powersgd:2+int4", "replicas.error_feedback=local", "replicas.outer_momentum=0.5"],
 }
 # What these send leaves behind the computation, at a time of its own.

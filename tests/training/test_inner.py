@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from isles.training.inner import InnerConfig, adamw, lr_factor
+from isles.training.inner import InnerConfig, inner_optimizer, lr_factor
 
 
 def factors(steps: int, **settings: float) -> list[float]:
@@ -62,7 +62,7 @@ def test_vectors_are_not_decayed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     frozen = model[0].weight.new_zeros(2, 2).requires_grad_(False)
     model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
-    optimizer = adamw(model, InnerConfig(lr=0.01, weight_decay=0.3, betas=(0.8, 0.95)))
+    optimizer = inner_optimizer(model, InnerConfig(lr=0.01, weight_decay=0.3, betas=(0.8, 0.95)), "adamw")
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert [p.ndim for p in decayed["params"]] == [2]
@@ -72,7 +72,7 @@ def test_vectors_are_not_decayed() -> None:
 
 def test_no_empty_group() -> None:
     matrices = nn.Linear(3, 4, bias=False)
-    assert len(adamw(matrices, InnerConfig()).param_groups) == 1
+    assert len(inner_optimizer(matrices, InnerConfig(), "adamw").param_groups) == 1
 
 
 def test_a_step_is_adamws_own() -> None:
@@ -81,6 +81,6 @@ def test_a_step_is_adamws_own() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    adamw(model, InnerConfig(lr=0.1, weight_decay=0.5)).step()
+    inner_optimizer(model, InnerConfig(lr=0.1, weight_decay=0.5), "adamw").step()
     assert torch.allclose(model.weight, before["weight"] * (1 - 0.05))
     assert torch.equal(model.bias, before["bias"])

@@ -17,7 +17,6 @@ from isles.comm.mean import working_bytes
 from isles.comm.mesh import Mesh
 from isles.comm.simulated import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
-from isles.replicas import METHODS
 from isles.replicas.sync import ReplicaSync
 from isles.training.border import read_config
 from isles.training.config import Config
@@ -25,7 +24,7 @@ from isles.training.plan import Plan, counted_flops, plan
 from isles.training.trainer import Trainer, train_worker
 from tests.cli.command import Command
 from tests.training.own_models import Bigram
-from tests.training.runs import TINY, run, tiny, write_text
+from tests.training.runs import ON_VIRTUAL, TINY, run, tiny, write_text
 
 MORE = {
     "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.001", "replicas.codec=int8"]),
@@ -36,7 +35,7 @@ MORE = {
     "noloco-late-anchors": ("noloco", ["replicas.prefetch_phi=false", "replicas.anchor_codec=int8"]),
     "own-model": ("noloco", ["model.factory=tests.training.own_models:build"]),
 }
-CASES = {**{name: (name, []) for name in METHODS}, **MORE}
+CASES = {**{name: (name, []) for name in ON_VIRTUAL}, **MORE}
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +178,19 @@ def test_flops_of_another_model_are_counted_as_ours() -> None:
     own = ModelConfig(factory="tests.training.test_plan:decoder", context=128)
     assert counted_flops(own, sketch(config), 128) == pytest.approx(flops_per_token(SIZES["0.13M"]), rel=0.01)
     assert counted_flops(config, sketch(config), 128) == flops_per_token(SIZES["0.13M"])
+
+
+def test_a_worker_of_ist_is_planned_narrow(text: Path) -> None:
+    """Weights, gradients, Adam's state and FLOPs are those of its part; parameters and data parallel's bytes are those
+    of the model.
+    """
+    alone, four = (plan(of_case(text, "ist", workers=workers, steps=6)) for workers in (1, 4))
+    d, ffn, context, vocab = 16, 24, 16, 256
+    products, mlp = 4 * d * d, 3 * d * ffn
+    assert four.flops == 3 * (2 * (products + mlp // 4 + vocab * d) + 4 * d * context)
+    assert alone.parameters == four.parameters and alone.flops == flops_per_token(tiny(text).model.shape())
+    assert alone.gradients - four.gradients == 4 * (mlp - mlp // 4) == alone.weights - four.weights
+    assert alone.inner - four.inner == 2 * (alone.gradients - four.gradients)
 
 
 def decoder() -> Decoder:

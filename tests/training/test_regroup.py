@@ -10,13 +10,24 @@ import pytest
 import torch
 
 from isles.data import Loader, load_corpus
-from isles.replicas import METHODS
 from isles.training.border import read_config
 from isles.training.checkpoint import Checkpoints, State
 from isles.training.launch import launch
 from isles.training.regroup import prepare
 from tests.cli.command import isles
-from tests.training.runs import BATCH, COMPOSED, CONTEXT, TINY, Told, metrics, run, tiny, write_text
+from tests.training.runs import (
+    BATCH,
+    COMPOSED,
+    CONTEXT,
+    DIVIDED,
+    ON_VIRTUAL,
+    TINY,
+    Told,
+    metrics,
+    run,
+    tiny,
+    write_text,
+)
 
 STEPS, AT = 30, 20  # AT stands in the middle of a round of 3
 CHANGES = [(2, 3), (4, 1), (3, 2)]
@@ -63,7 +74,7 @@ def mean_loss(lines: list[dict[str, Any]], first: int, last: int) -> float:
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in COMPOSED])
+@pytest.mark.parametrize("name", [name for name in ON_VIRTUAL if name not in COMPOSED | DIVIDED])
 def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) -> None:
     """The loss goes on from where it was, tokens and bytes are conserved, config.toml and the notes say so."""
     path = stopped(name, before)
@@ -86,7 +97,8 @@ def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) 
     assert read_config(str(path / "config.toml"), {}, []).world.workers == after
     assert f"{after} workers instead of {before} after step {AT}" in notes[0]
     means = "\n".join(note for note in notes if note.startswith("replaced"))
-    assert ("weights" in means) == (name not in ("ddp", "dct-dp"))
+    assert ("weights" in means) == (name not in ("ddp", "dct-dp", "demo"))
+    assert ("local momenta" in means) == (name == "demo")
     own_anchors = name in ("eager", "sparta") or (
         name == "noloco" and before > 2
     )  # two have always been each other's pair
@@ -146,6 +158,16 @@ def test_what_is_equal_on_all_keeps_its_bits(stopped: Any, name: str) -> None:
         mine, before = (shard["optimizer"]["outer"]["fragments"][0] for shard in (new, old))
         assert torch.equal(mine["anchor"], before["anchor"]) and mine["digest"] == before["digest"]
         assert torch.equal(mine["vectors"]["momentum"], before["vectors"]["momentum"])
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_divided_models_are_refused(stopped: Any, workers: int) -> None:
+    """Also where some workers hold more units than others, so that there is no mean at all. Nothing is changed."""
+    path = stopped("ist", workers)
+    before = [path_.read_bytes() for path_ in sorted(path.rglob("*")) if path_.is_file()]
+    with pytest.raises(ValueError, match="a subnet of IST is as narrow as there are workers"):
+        prepare(path, 5 - workers)
+    assert [path_.read_bytes() for path_ in sorted(path.rglob("*")) if path_.is_file()] == before
 
 
 @pytest.mark.parametrize("name", ["ddp", "noloco"])

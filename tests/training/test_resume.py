@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from isles.replicas import METHODS
 from isles.training.checkpoint import Checkpoints
 from isles.training.launch import launch
 from isles.training.records import cut_metrics
-from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+from tests.training.runs import ON_VIRTUAL, Told, metrics, run, tiny, without_clocks, write_text
 
-CASES = [*((name, []) for name in METHODS), ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"])]
+CASES = [*((name, []) for name in ON_VIRTUAL), ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"])]
 
 
 @pytest.fixture

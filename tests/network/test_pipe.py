@@ -1,4 +1,4 @@
-"""Fair sharing on an uplink: closed forms, and an exact reference computed with fractions."""
+"""Fair sharing on a line: closed forms, and an exact reference computed with fractions."""
 
 import math
 from fractions import Fraction
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.network.uplink import Uplink
+from isles.network.pipe import Pipe
 
 
-def drain(uplink):
+def drain(pipe):
     ends = {}
-    while uplink.next_completion() < math.inf:
-        time, message = uplink.complete()
+    while pipe.next_completion() < math.inf:
+        time, message, _ = pipe.complete()
         ends[message] = time
     return ends
 
@@ -23,74 +23,71 @@ def near(seconds):
 
 
 def test_one_message_takes_bits_over_rate():
-    uplink = Uplink(1e6)
-    uplink.add(3.0, "a", 5e5, "m")
-    assert uplink.next_completion() == near(3.5)
-    assert drain(uplink) == {"m": near(3.5)}
-    assert uplink.next_completion() == math.inf
+    pipe = Pipe(1e6)
+    pipe.add(3.0, "a", 5e5, "m")
+    assert pipe.next_completion() == near(3.5)
+    assert drain(pipe) == {"m": near(3.5)}
+    assert pipe.next_completion() == math.inf
 
 
 def test_one_flow_is_first_in_first_out():
-    uplink = Uplink(100.0)
-    uplink.add(0.0, "a", 100.0, 1)
-    uplink.add(0.5, "a", 300.0, 2)
-    assert drain(uplink) == {1: near(1.0), 2: near(4.0)}
+    pipe = Pipe(100.0)
+    assert pipe.add(0.0, "a", 100.0, 1) and not pipe.add(0.5, "a", 300.0, 2)
+    assert pipe.complete() == (near(1.0), 1, 2)
+    assert pipe.complete() == (near(4.0), 2, None)
 
 
 def test_two_flows_share_equally():
     # 100 bits each way until the short one is gone at 2 s, the long one has 200 bits left for itself.
-    uplink = Uplink(100.0)
-    uplink.add(0.0, "a", 100.0, "short")
-    uplink.add(0.0, "b", 300.0, "long")
-    assert uplink.remaining(1.0) == {"a": near(50.0), "b": near(250.0)}
-    assert drain(uplink) == {"short": near(2.0), "long": near(4.0)}
+    pipe = Pipe(100.0)
+    pipe.add(0.0, "a", 100.0, "short")
+    pipe.add(0.0, "b", 300.0, "long")
+    assert drain(pipe) == {"short": near(2.0), "long": near(4.0)}
 
 
 def test_a_late_flow_takes_its_share_from_then_on():
     # Alone for 1 s: 100 of 200 bits gone; then 50 bit/s each: "first" ends at 3 s, "late" has 50 of 150 bits left.
-    uplink = Uplink(100.0)
-    uplink.add(0.0, "a", 200.0, "first")
-    uplink.add(1.0, "b", 150.0, "late")
-    assert uplink.remaining(2.0) == {"a": near(50.0), "b": near(100.0)}
-    assert drain(uplink) == {"first": near(3.0), "late": near(3.5)}
+    pipe = Pipe(100.0)
+    pipe.add(0.0, "a", 200.0, "first")
+    pipe.add(1.0, "b", 150.0, "late")
+    assert drain(pipe) == {"first": near(3.0), "late": near(3.5)}
 
 
 def test_n_equal_flows_end_together_in_the_order_of_their_starts():
-    uplink = Uplink(1000.0)
+    pipe = Pipe(1000.0)
     for flow in range(7):
-        uplink.add(0.0, flow, 100.0, flow)
-    ends = drain(uplink)
+        pipe.add(0.0, flow, 100.0, flow)
+    ends = drain(pipe)
     assert list(ends) == list(range(7))
     assert set(ends.values()) == {ends[0]} and ends[0] == near(0.7)
 
 
 def test_empty_messages_and_infinite_rates_take_no_time():
-    uplink = Uplink(math.inf)
-    uplink.add(1.0, "a", 1e12, 1)
-    uplink.add(1.0, "b", 0.0, 2)
-    assert uplink.next_completion() == 1.0
-    assert drain(uplink) == {2: 1.0, 1: 1.0}
-    slow = Uplink(1.0)
+    pipe = Pipe(math.inf)
+    pipe.add(1.0, "a", 1e12, 1)
+    pipe.add(1.0, "b", 0.0, 2)
+    assert pipe.next_completion() == 1.0
+    assert drain(pipe) == {2: 1.0, 1: 1.0}
+    slow = Pipe(1.0)
     slow.add(2.0, "a", 0.0, 1)
     slow.add(2.0, "a", 4.0, 2)
-    assert slow.remaining(2.0) == {"a": near(4.0)}
     assert drain(slow) == {1: 2.0, 2: near(6.0)}
 
 
 def test_nothing_is_left_behind_when_idle():
-    # The second busy period computes the same bits as a fresh uplink: what a resumed run relies on.
-    used, fresh = Uplink(7.0), Uplink(7.0)
+    # The second busy period computes the same bits as a fresh one: what a resumed run relies on.
+    used, fresh = Pipe(7.0), Pipe(7.0)
     used.add(0.1, "a", 0.3, 0)
     drain(used)
-    for uplink in (used, fresh):
-        uplink.add(1.1, "a", 0.1, 1)
-        uplink.add(1.1001, "b", 0.2, 2)
+    for pipe in (used, fresh):
+        pipe.add(1.1, "a", 0.1, 1)
+        pipe.add(1.1001, "b", 0.2, 2)
     assert drain(used) == drain(fresh)
 
 
 def test_rate_must_be_positive():
     with pytest.raises(ValueError, match="rate"):
-        Uplink(0.0)
+        Pipe(0.0)
 
 
 def reference(arrivals, rate):
@@ -125,13 +122,13 @@ def reference(arrivals, rate):
 )
 def test_agrees_with_the_definition(plan, rate):
     plan = sorted((Fraction(time, 4), flow, Fraction(bits)) for time, flow, bits in plan)
-    uplink, ends = Uplink(float(rate)), {}
+    pipe, ends = Pipe(float(rate)), {}
     for number, (time, flow, bits) in enumerate(plan):
-        while uplink.next_completion() <= time:
-            end, message = uplink.complete()
+        while pipe.next_completion() <= time:
+            end, message, _ = pipe.complete()
             ends[message] = end
-        uplink.add(float(time), flow, float(bits), number)
-    ends.update(drain(uplink))
+        pipe.add(float(time), flow, float(bits), number)
+    ends.update(drain(pipe))
     expected = reference(plan, Fraction(rate))
     assert ends == {number: near(float(end)) for number, end in expected.items()}
     last = {}

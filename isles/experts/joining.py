@@ -1,0 +1,112 @@
+"""How the experts of one forest answer together, as a person asks for it.
+
+mixing forests (HDEE)                prior: uniform, cached, updating or given; the `top` experts of it; the posterior
+                                     follows the text
+routing forests (SMALLTALK, c-BTM)   route "once": one expert, from the first `prefix` tokens
+                                     route "growing": the gate's weights of the text so far, computed again as it grows;
+                                     the `top` experts of these
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from isles.errors import unknown_name
+from isles.experts import mixture
+from isles.experts.priors import CACHED_SEQUENCES, cached, given, updating
+from isles.experts.registry import Forest
+from isles.experts.routing import Gate, gate_of, growing, route
+from isles.experts.served import Served, tokenizer_of
+
+Route = Literal["once", "growing"]
+PRIORS = ("uniform", "cached", "updating")
+EVERY = 16  # tokens between two computations of growing weights, where a text is judged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """prior: a name of PRIORS, or shares such as "0.2,0.3,0.5". top: so many experts answer; None: all. prefix: tokens
+    that the gate reads; None: as many as it was made for. route: see the module.
+    """
+
+    prior: str = "uniform"
+    top: int | None = None
+    prefix: int | None = None
+    route: Route = "once"
+
+    def __post_init__(self) -> None:
+        if self.prior not in PRIORS and not self.prior[:1].isdigit():
+            raise ValueError(unknown_name("prior", self.prior, [*PRIORS, "0.2,0.3,0.5"]))
+        if self.route not in get_args(Route):
+            raise ValueError(unknown_name("route", self.route, get_args(Route)))
+
+    def check(self, forest: Forest) -> None:
+        """ValueError where something is asked for that the forest does not have."""
+        if not forest.gated:
+            if self.prefix is not None or self.route != "once":
+                raise ValueError("--prefix and --route are for forests that route; this one mixes its experts")
+            return
+        if self.prior != "uniform":
+            raise ValueError("--prior is for forests that mix; this one routes by what it reads")
+        if self.route == "once" and self.top is not None:
+            raise ValueError("--top-experts needs --route growing: routed once, one expert answers")
+        if self.route == "growing" and self.prefix is not None:
+            raise ValueError("--prefix is of --route once: growing weights read all of the text")
+        if self.prefix is not None and not 2 <= self.prefix <= forest.prefix:
+            raise ValueError(f"--prefix {self.prefix}: choose 2 to {forest.prefix}, with which the forest was made")
+
+
+class Joined:
+    """A forest that answers in one way. ValueError where the way does not fit the forest, or an expert is missing."""
+
+    def __init__(self, forest: Forest, joining: Joining) -> None:
+        joining.check(forest)
+        self.forest, self.joining = forest, joining
+        self.top = len(forest.experts) if joining.top is None else joining.top
+        mixture.top_k(mixture.uniform(len(forest.experts)), self.top)  # refuses more than there are
+        self.tokenizer = tokenizer_of(forest.experts[0])
+        self.gate: Gate | None = gate_of(forest, self.tokenizer)
+
+    @cached_property
+    def experts(self) -> Served:
+        """All models, loaded when they are first asked for: who routes once needs one of them."""
+        return Served.load(self.forest.experts)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens that the gate reads where it chooses once."""
+        return self.joining.prefix or self.forest.prefix
+
+    @property
+    def runs_per_token(self) -> int:
+        """Experts that each token of a text needs."""
+        return 1 if self.gate is not None and self.joining.route == "once" else self.top
+
+    def prior(self, held: Tensor | None) -> Tensor:
+        """log P(j) (E,) that no text changes; the uniform one for an updating prior. held: sequences of validation text
+        for a cached one (N, T + 1). ValueError where they are missing.
+        """
+        experts = len(self.experts)
+        if self.joining.prior in ("uniform", "updating"):
+            return mixture.uniform(experts)
+        if self.joining.prior != "cached":
+            return given(self.joining.prior, experts)
+        if held is None:
+            raise ValueError("--prior cached needs --data: validation text of the domain that is asked about")
+        return cached(self.experts.scores(held[:CACHED_SEQUENCES]))
+
+    def weights(self, tokens: Tensor, scores_ENT: Tensor, held: Tensor | None) -> Tensor:
+        """(E, N, T) log-weights of each token of (N, T + 1) behind the first. held: see `prior`."""
+        if self.gate is None:
+            before = updating(scores_ENT) if self.joining.prior == "updating" else self.prior(held)
+            return mixture.posterior(scores_ENT, mixture.top_k(before, self.top))
+        if self.joining.route == "growing":
+            return mixture.top_k(growing(self.gate, tokens, len(self.experts), EVERY), self.top)
+        chosen_N = route(self.gate, tokens, self.prefix)
+        one_EN = torch.full((len(self.experts), len(tokens)), mixture.NEVER, dtype=torch.float64)
+        return mixture.constant(scores_ENT, one_EN.scatter(0, chosen_N[None], 0.0))

@@ -1,0 +1,74 @@
+"""How large a model travels: bits of each codec's wire format with its scales, and of DiLoCoX's low-rank factors.
+
+Low rank, r: an eighth of the width most matrices have, at least 1. A matrix (m, n) with 2 r (m + n) < m n travels as
+two factors of at most r columns, m and n long, one exchange after the other, in int4; everything else beside the first
+in int8.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from isles.network.job import Job, Matrices, usual_matrices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """phases: bits a parameter of the model in each of the exchanges that follow each other. back: bits of an entry of
+    the mean per bit of one sent. kept: bytes a parameter that stay from round to round.
+    """
+
+    phases: tuple[float, ...]
+    back: float = 1.0
+    kept: float = 0.0
+
+    @property
+    def bits(self) -> float:
+        """A parameter."""
+        return sum(self.phases)
+
+
+_INT4, _INT8, _FP4 = 4 + 32 / 64, 8 + 32 / 256, 4 + 32 / 256  # a scale a block
+_SPARSE = 64 / 4096 * (12 + 2 + 32 / 64)  # a place, a value, its share of a scale
+FORMS = {
+    "none": Form(phases=(32,)),
+    "bf16": Form(phases=(16,)),
+    "int8": Form(phases=(_INT8,)),
+    "int4": Form(phases=(_INT4,)),
+    "fp4": Form(phases=(_FP4,), back=16 / _FP4),
+    "topk:64+int2": Form(phases=(_SPARSE,), back=32 / _SPARSE),
+    "randk:0.005": Form(phases=(round(0.005 * 4096) / 4096 * 32,)),
+}
+LOW_RANK = "low rank, int4"
+
+
+def form_of(codec: str, job: Job) -> Form:
+    """Of a name in `FORMS`, or of `LOW_RANK`."""
+    return FORMS[codec] if codec != LOW_RANK else low_rank(job)
+
+
+def low_rank(job: Job) -> Form:
+    """See the module."""
+    matrices = usual_matrices(job.parameters, job.layers) if job.matrices is None else job.matrices
+    rank = _rank(matrices)
+    first = second = 0.0
+    dense = job.parameters
+    for rows, columns, count in matrices:
+        if 2 * rank * (rows + columns) < rows * columns:
+            narrow = min(rank, rows, columns)
+            first, second = first + count * rows * narrow, second + count * columns * narrow
+            dense -= count * rows * columns
+    per_parameter = 1 / job.parameters
+    phases = (
+        (_INT4 * first + _INT8 * max(dense, 0.0)) * per_parameter,
+        _INT4 * second * per_parameter,
+    )
+    return Form(phases=phases if second else phases[:1], kept=4 * second * per_parameter)
+
+
+def _rank(matrices: Matrices) -> int:
+    entries: Counter[float] = Counter()
+    for rows, columns, count in matrices:
+        entries[min(rows, columns)] += count * rows * columns  # type: ignore[assignment]
+    return max(1, int(entries.most_common(1)[0][0] // 8)) if entries else 1

@@ -1,0 +1,61 @@
+"""The settings of DeMo, with the names and defaults of the authors' code where they have one; symbols as in `demo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from isles.replicas.checks import at_least, one_of
+from isles.replicas.sync import MethodConfig
+
+Base = Literal["sign", "sgd", "muon"]
+Projection = Literal["dct", "identity", "random"]
+Values = Literal["fp32", "bf16", "int8", "sign"]
+Reduce = Literal["contributors", "world"]
+
+MOST_EDGE = 256  # places within a block then fit into 16 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeMoConfig(MethodConfig):
+    """compression_decay: what is kept of the momentum at each step (beta). compression_topk: coefficients sent of
+    each block (k), all of a block that has fewer. compression_chunk: largest edge of a block (s). subtract: share of
+    what was sent that leaves the momentum (alpha). base: what makes an update of the decoded momentum: sign; sgd:
+    itself; muon: its nearest orthogonal matrix (of vectors the sign). transform: dct; identity; random: orthogonal
+    matrices drawn anew at each step. value_dtype: of the coefficients on the wire: fp32, bf16, int8, or sign: one
+    bit, each counting as 1 or -1. fold_lr: gradients enter the momentum times the learning rate. zero_tol: entries of
+    a decoded block below this share of its largest count as zero. reduce: a coefficient is averaged over the workers
+    that sent it (contributors), or over all (world). padding: fill up dimensions that have no divisor between half of
+    compression_chunk and it; false: cut them into blocks as thin as the largest divisor. check_every: steps between
+    comparisons of the weights' hashes, which travel with the coefficients (0: never). seed: of the random transform.
+    """
+
+    compression_decay: float = 0.999
+    compression_topk: int = 32
+    compression_chunk: int = 64
+    subtract: float = 1.0
+    base: Base = "sign"
+    transform: Projection = "dct"
+    value_dtype: Values = "bf16"
+    fold_lr: bool = True
+    zero_tol: float = 1e-6
+    reduce: Reduce = "contributors"
+    padding: bool = True
+    check_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.compression_decay < 1:
+            raise ValueError(f"compression_decay = {self.compression_decay}: choose 0 <= compression_decay < 1")
+        at_least("compression_topk", self.compression_topk, 1)
+        if not 1 <= self.compression_chunk <= MOST_EDGE:
+            raise ValueError(f"compression_chunk = {self.compression_chunk}: choose 1 to {MOST_EDGE}, such as 64")
+        if not 0 <= self.subtract <= 1:
+            raise ValueError(f"subtract = {self.subtract}: choose 0 to 1")
+        if not 0 <= self.zero_tol < 1:
+            raise ValueError(f"zero_tol = {self.zero_tol}: choose 0 <= zero_tol < 1")
+        at_least("check_every", self.check_every, 0)
+        for key, allowed in (("base", Base), ("transform", Projection), ("value_dtype", Values), ("reduce", Reduce)):
+            one_of(key, getattr(self, key), get_args(allowed))
+        if self.value_dtype == "sign" and self.base == "sgd":
+            raise ValueError('value_dtype = "sign": one bit has no size, which base = "sgd" needs; choose bf16 or int8')

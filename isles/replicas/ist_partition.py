@@ -1,0 +1,183 @@
+"""Who holds which units in a round, and who keeps them between rounds: places only, drawn by everybody from the same
+seed, so that no index is ever sent.
+
+    (seed, round, layer) -> partition: n lists of units, one a worker, all units once
+    server               -> keepers: a run of neighbouring units a worker
+    both                 -> places: which entries of a parameter go between a worker and a keeper
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isles.models.subnet import Axes, Axis, layers_of
+
+SAMPLERS = ("random", "stratified", "rolling", "fixed")
+SERVERS = ("partitioned", "central")
+
+Units = tuple[Tensor | None, ...]
+"""A parameter's units by dimension (None: undivided), as `isles.models.subnet.take` wants them."""
+
+
+def sizes(units: int, workers: int) -> list[int]:
+    """Units of each worker, the same in every round: equal, or one more for the first few."""
+    return [units // workers + (worker < units % workers) for worker in range(workers)]
+
+
+def partition(layer: str, units: int, workers: int, sampler: str, seed: int, round: int) -> tuple[Tensor, ...]:
+    """The units of every worker in `round`, ascending: within a subnet their order means nothing.
+
+    random: a random permutation, cut. stratified: each worker gets equally many (or one more or less) from each of
+    `workers` neighbouring runs, drawn at random there. rolling: neighbouring units, moved on by one each round. fixed:
+    the same ones in every round.
+    """
+    return _partition(layer, units, workers, sampler, seed, round)
+
+
+@lru_cache(maxsize=4096)
+def _partition(layer: str, units: int, workers: int, sampler: str, seed: int, round: int) -> tuple[Tensor, ...]:
+    counts = sizes(units, workers)
+    if sampler in ("rolling", "fixed"):
+        order = (torch.arange(units) + (round if sampler == "rolling" else 0)) % units
+        return tuple(part.sort().values for part in order.split(counts))
+    draw = torch.Generator().manual_seed(_seed(f"isles ist {seed} {round} {layer}"))
+    if sampler == "random":
+        return tuple(part.sort().values for part in torch.randperm(units, generator=draw).split(counts))
+    # Deal the shuffled runs one after the other, in an order of workers whose first ones have a unit more.
+    more = units % workers
+    order = torch.cat([torch.randperm(more, generator=draw), more + torch.randperm(workers - more, generator=draw)])
+    runs = [part[torch.randperm(len(part), generator=draw)] for part in torch.arange(units).split(counts)]
+    owners = order[torch.arange(units) % workers]
+    dealt = torch.cat(runs)
+    return tuple(dealt[owners == worker].sort().values for worker in range(workers))
+
+
+def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
+    """First and last + 1 of the units that each worker keeps between rounds. central: worker 0 all of them."""
+    if server == "central":
+        return [(0, units), *[(units, units)] * (workers - 1)]
+    stops = torch.tensor(sizes(units, workers)).cumsum(0).tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+class Places(NamedTuple):
+    """The same entries of a parameter as they lie at the worker that holds them and at the one that keeps them."""
+
+    held: Units
+    kept: Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a model is divided among `workers`. axes, shapes: of its divided parameters, by name; shapes are the full
+    ones.
+
+    A parameter is kept along its first divided dimension. One that is divided twice (between two hidden layers) is held
+    in part only: what lies between the units of different subnets rests for a round.
+    """
+
+    axes: Mapping[str, Axes]
+    shapes: Mapping[str, tuple[int, ...]]
+    workers: int
+    sampler: str
+    server: str
+    seed: int
+    layers: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", layers_of(self.axes))
+        for layer, units in self.layers.items():
+            if units < self.workers:
+                raise ValueError(
+                    f"split: {layer} has {units} units for {self.workers} workers: leave {layer.rpartition('.')[2]!r} "
+                    f"out, choose a wider model, or at most {units} workers"
+                )
+
+    def held(self, layer: str, worker: int, round: int) -> Tensor:
+        """The units of `worker` in `round`."""
+        return partition(layer, self.layers[layer], self.workers, self.sampler, self.seed, round)[worker]
+
+    def held_units(self, name: str, worker: int, round: int) -> Units:
+        """The same for a parameter, dimension by dimension."""
+        return tuple(None if axis is None else self.held(axis.layer, worker, round) for axis in self.axes[name])
+
+    def kept_units(self, name: str, worker: int) -> Units:
+        """The units of a parameter that `worker` keeps."""
+        lead = self.lead(name)
+        return tuple(
+            None if axis is None else torch.arange(*(self._kept(axis.layer, worker) if axis is lead else (axis.units,)))
+            for axis in self.axes[name]
+        )
+
+    def places(self, name: str, holder: int, keeper: int, round: int) -> Places | None:
+        """What of a parameter goes between the two; None: nothing."""
+        lead = self.lead(name)
+        held, kept = [], []
+        for axis in self.axes[name]:
+            if axis is None:
+                held.append(None)
+                kept.append(None)
+                continue
+            units = self.held(axis.layer, holder, round)
+            first, last = self._between(axis.layer, holder, keeper, round) if axis is lead else (0, len(units))
+            if first == last:
+                return None
+            held.append(torch.arange(first, last))
+            kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if axis is lead else 0))
+        return Places(tuple(held), tuple(kept))
+
+    def units_between(self, layer: str, round: int) -> Tensor:
+        """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""
+        n, units = self.workers, self.layers[layer]
+        held = torch.cat(partition(layer, units, n, self.sampler, self.seed, round))
+        holders = torch.arange(n).repeat_interleave(torch.tensor(sizes(units, n)))
+        stops = torch.tensor([stop for _, stop in kept_by(units, n, self.server)])
+        keepers = torch.bucketize(held, stops, right=True)
+        return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
+
+    def held_numel(self, name: str, worker: int) -> int:
+        """Entries of a parameter that a worker holds, in any round."""
+        counts = [
+            size if axis is None else size // axis.units * sizes(axis.units, self.workers)[worker]
+            for axis, size in zip(self.axes[name], self.shapes[name], strict=True)
+        ]
+        return prod(counts)
+
+    def lead(self, name: str) -> Axis:
+        """The axis that a parameter is kept along."""
+        return next(axis for axis in self.axes[name] if axis is not None)
+
+    def digest(self, round: int) -> int:
+        """64-bit hash of who holds what in `round`."""
+        found = hashlib.sha256()
+        for layer in self.layers:
+            for worker in range(self.workers):
+                found.update(self.held(layer, worker, round).numpy().tobytes())
+        return int.from_bytes(found.digest()[:8], "little", signed=True)
+
+    @property
+    def steady(self) -> bool:
+        """Whether all rounds send equally much between any two workers."""
+        even = all(units % self.workers**2 == 0 for units in self.layers.values())
+        return self.server == "central" or self.sampler == "fixed" or (self.sampler == "stratified" and even)
+
+    def _kept(self, layer: str, worker: int) -> tuple[int, int]:
+        return kept_by(self.layers[layer], self.workers, self.server)[worker]
+
+    def _between(self, layer: str, holder: int, keeper: int, round: int) -> tuple[int, int]:
+        """Where in the holder's units the keeper's lie: a run, for both ascend."""
+        edges = torch.tensor(self._kept(layer, keeper))
+        first, last = torch.searchsorted(self.held(layer, holder, round), edges).tolist()
+        return first, last
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")

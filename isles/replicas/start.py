@@ -1,0 +1,65 @@
+"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from isles.comm.errors import Diverged
+from isles.comm.group import Group
+from isles.replicas.flat import FlatParameters
+
+
+def same_settings(group: Group, settings: str) -> None:
+    """Diverged, naming the odd worker, unless `settings` is the same text on all."""
+    _compare(
+        group,
+        int.from_bytes(hashlib.sha256(settings.encode()).digest()[:8], "little", signed=True),
+        "its method, settings or model shapes differ; start all workers with the same ones",
+    )
+
+
+def same_weights(group: Group, weights: Sequence[Tensor]) -> None:
+    """Diverged, naming the odd worker, unless `weights` are equal to the bit on all."""
+    flat = FlatParameters(weights)
+    digest = flat.digest(flat.read(flat.new()))
+    _compare(group, digest, "its weights differ after the broadcast; check memory and versions")
+
+
+def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Overwrite `tensors` with those of worker 0, a message for each format. Bytes: `opening_bytes`."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
+        group.broadcast(flat)
+        parts = flat.split([tensor.numel() for tensor in same])
+        torch._foreach_copy_(same, [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)])
+
+
+def bytes_by_format(tensors: Sequence[Tensor]) -> list[int]:
+    """Bytes of `tensors`, for each number format."""
+    totals = Counter[torch.dtype]()
+    for tensor in tensors:
+        totals[tensor.dtype] += tensor.nbytes
+    return list(totals.values())
+
+
+def settings_of(inner: Optimizer) -> list[Any]:
+    """The hyper-parameters that are plain numbers: objects may print differently on every worker."""
+    items = [item for group in inner.param_groups for item in group.items() if item[0] != "params"]
+    plain = [(key, float(value) if isinstance(value, Tensor) else value) for key, value in items]
+    return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
+
+
+def _compare(group: Group, value: int, detail: str) -> None:
+    values = [int(theirs) for theirs in group.all_gather(torch.tensor([value]))]
+    usual = Counter(values).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
+    for position, theirs in enumerate(values):
+        if theirs != usual:
+            raise Diverged(group.ranks[position], 0, detail)

@@ -1,0 +1,69 @@
+"""An optimizer around another one: the same parameter groups and the same state, so that schedulers and trainers that
+look at either see both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Wrapping(Optimizer):
+    """`param_groups`, `state`, `zero_grad` and `add_param_group` are those of `inner`, whose trainable parameters must
+    all be among `parameters`.
+    """
+
+    def __init__(self, inner: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self.inner = inner  # first: param_groups and state below are the inner optimizer's
+        super().__init__(inner.param_groups, inner.defaults)
+        self.parameters = list(parameters)
+        self._refuse_strangers(inner.param_groups)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's, shared."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's, shared."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state:
+            self.inner.state = state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the inner optimizer's."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the inner optimizer's. ValueError for parameters that are not exchanged: those that were no trainable ones
+        of the model when it was wrapped.
+        """
+        if not hasattr(self, "parameters"):  # called by Optimizer.__init__, with the inner optimizer's own groups
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(param_group)
+        try:
+            self._refuse_strangers(self.param_groups[-1:])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _refuse_strangers(self, groups: Sequence[dict[str, Any]]) -> None:
+        own = set(map(id, self.parameters))
+        strange = sum(p.requires_grad and id(p) not in own for group in groups for p in group["params"])
+        if strange:
+            raise ValueError(
+                f"{strange} parameters of the inner optimizer are not trainable parameters of the model and would "
+                "never be exchanged: wrap the module that holds them all, after setting requires_grad"
+            )

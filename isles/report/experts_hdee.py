@@ -1,0 +1,116 @@
+"""What `isles experts hdee` measured, as tables and pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from isles.report.panels import Chart, Line, Panel, Table, Titled
+from isles.report.style import SERIES
+from isles.report.units import format_perplexity
+
+# Key of the results, head of the column.
+WAYS = {
+    "posterior": "posterior",
+    "cached": "cached prior",
+    "updating": "updating prior",
+    "top_1": "top 1",
+    "ridge": "ridge gate",
+    "last_token": "last token",
+    "arithmetic": "arithmetic",
+    "geometric": "geometric",
+    "oracle": "best expert",
+}
+_DIFFICULTIES = ["easy", "medium", "difficult"]
+
+
+def tables(results: dict[str, Any]) -> list[Titled]:
+    """Variants by domain; ways of joining, variant by variant; random splits; where the posterior lies."""
+    seeds = len(results["seeds"])
+    of = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+    made = [_variants(results, of), *(_ways(results, variant, of) for variant in results["cells"])]
+    if "random" in results["mean"]:
+        made.append(_random(results, of))
+    return [*made, _posteriors(results)]
+
+
+def _variants(results: dict[str, Any], of: str) -> Titled:
+    mean, variants, last = results["mean"], list(results["cells"]), _last(results)
+    kinds = {d["name"]: d["difficulty"].replace("_", " ") for d in results["domains"]}
+    dense = {"dense": "dense, all steps"} if "dense" in mean else {}
+    table = Table(
+        heads=["domain", "difficulty", "seed model", *variants, f"{variants[0]} + seed", *dense.values()],
+        rows=[
+            [
+                name,
+                kinds[name],
+                format_perplexity(mean["seed"][name]),
+                *(format_perplexity(mean[v][last][name]["perplexity"]["posterior"]) for v in variants),
+                format_perplexity(mean[variants[0]][last][name]["with_seed"]),
+                *(format_perplexity(mean[key][name]) for key in dense),
+            ]
+            for name in kinds
+        ],
+        names=2,
+    )
+    what = f"experts joined by their posterior, uniform prior; {of}; '+ seed': the seed model is one more expert"
+    if dense:
+        what += "; dense: one medium model trained on all domains for the steps of all three experts"
+    return "Perplexity by domain and variant", what, table
+
+
+def _ways(results: dict[str, Any], variant: str, of: str) -> Titled:
+    cell = results["cells"][variant]
+    size = ", ".join(f"{f} x {t}" for f, t in zip(cell["ffn"], cell["steps"], strict=True))
+    rows = []
+    for name, told in results["mean"][variant][_last(results)].items():
+        joined = [told["perplexity"][way] for way in WAYS]
+        rows.append([name, *map(format_perplexity, [*told["alone"], *joined, told.get("parameter_average")])])
+    heads = ["domain", *_DIFFICULTIES, *WAYS.values(), "one averaged model"]
+    what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {cell['ratio']:.3f}; {of}"
+    return f"{variant}: experts and ways of joining", what, Table(heads=heads, rows=rows)
+
+
+def _random(results: dict[str, Any], of: str) -> Titled:
+    rows = []
+    for name, told in results["mean"]["random"].items():
+        joined = [told["perplexity"][way] for way in ("posterior", "arithmetic", "oracle")]
+        rows.append([name, *map(format_perplexity, [*told["alone"], *joined])])
+    heads = ["domain", "expert 0", "expert 1", "expert 2", "posterior", "arithmetic", "best expert"]
+    what = f"medium experts that were trained on random thirds of all domains, as a check; {of}"
+    return "Random splits: experts and ways of joining", what, Table(heads=heads, rows=rows)
+
+
+def _posteriors(results: dict[str, Any]) -> Titled:
+    """Where the posterior of each variant lies, and how soon it is sure."""
+    rows = []
+    for variant in results["cells"]:
+        for name, told in results["mean"][variant][_last(results)].items():
+            numbers = [*told["mean_posterior"], told["entropy"]]
+            rows.append([variant, name, *map(format_perplexity, numbers), f"{told['sure_after']:.1f}"])
+    heads = ["variant", "domain", *_DIFFICULTIES, "entropy, nats", "tokens until 99 %"]
+    return (
+        "The posterior: share of each expert, entropy, and when it is sure",
+        "mean over tokens, uniform prior; where it is never sure, the whole sequence counts",
+        Table(heads=heads, rows=rows, names=2),
+    )
+
+
+def pictures(results: dict[str, Any]) -> list[Panel]:
+    """How the posterior moves over a text, one a domain."""
+    return [_posterior(domain, told) for domain, told in results["posterior_over_text"].items()]
+
+
+def _posterior(domain: str, told: dict[str, Any]) -> Panel:
+    lines = [
+        Line(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
+        for css, name, values in zip(SERIES, told["experts"], told["values"], strict=False)
+    ]
+    heading = f"Posterior over a text of {domain}"
+    chart = Chart(title=heading, x_label="token", y_format=lambda y: f"{y:.2f}", lines=lines, whole_x=True)
+    keys = [(line.css, line.name) for line in lines]
+    return Panel(heading=heading, picture=chart, keys=keys, notes=[f"The text: {told['text']}"])
+
+
+def _last(results: dict[str, Any]) -> str:
+    variant = next(iter(results["cells"]))
+    return f"r{len(results['mean'][variant])}"

@@ -1,0 +1,106 @@
+"""Several at once: the same bits as one after another, in an order that holds; failures and stops harm no other."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from isles.comm.errors import CommError, PeerLost
+from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.tasks import Task, carry_out
+from isles.training.checkpoint import Checkpoints
+from tests.cli.command import Command, eventually, gone
+from tests.experts.small import HDEE, made, write_domains
+
+FEW = ["hdee.variants=['m-ho-i-ho']", "hdee.baselines=[]"]
+
+
+class Heard(Progress):
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.notices: list[str] = []
+
+    def begin(self, name: str, workers: int, steps: int) -> None:
+        self.begun.append(name)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def tell(folder: Path, name: str, waits: float, progress: Progress) -> None:
+    progress.begin(name, 1, 1)
+    time.sleep(waits)
+    (folder / name).write_text(" ".join(sorted(path.name for path in folder.iterdir())))
+
+
+def lose(progress: Progress) -> None:
+    error = PeerLost(3, "its line was cut")
+    error.add_note("go on so")
+    raise error
+
+
+def die(progress: Progress) -> None:
+    os._exit(7)
+
+
+def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) -> None:
+    heard = Heard()
+    wait = partial(tell, tmp_path)
+    tasks = [
+        Task(name="a", work=partial(wait, "a", 1.0)),
+        Task(name="b", work=partial(wait, "b", 0.0)),
+        Task(name="c", work=partial(wait, "c", 0.0), needs=("a", "b", "elsewhere")),
+    ]
+    carry_out(tasks, 2, heard)
+    assert (tmp_path / "b").read_text() == ""  # beside the slow one
+    assert (tmp_path / "c").read_text() == "a b"
+    assert sorted(heard.begun) == ["a", "b", "c"]
+
+    tasks = [Task(name="lost", work=lose), Task(name="d", work=partial(wait, "d", 1.0)), *tasks[2:]]
+    (tmp_path / "c").unlink()
+    with pytest.raises(PeerLost, match="worker 3 is lost") as caught:
+        carry_out([*tasks, Task(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, heard)
+    assert caught.value.__notes__ == ["go on so"]
+    assert (tmp_path / "d").exists() and not (tmp_path / "e").exists()
+    assert heard.notices == [
+        "lost failed (worker 3 is lost (its line was cut)); the others that are under way go on to their end"
+    ]
+    with pytest.raises(CommError, match="ended with exit code 7"):
+        carry_out([Task(name="dead", work=die)], 2, heard)
+
+
+def test_experts_at_once_have_the_weights_of_one_after_another(tmp_path: Path) -> None:
+    config = write_domains(tmp_path)
+    one, two = (made("hdee", config, tmp_path / str(n), *FEW, at_once=n) for n in (1, 2))
+    assert len(one.jobs()) == 4
+    for name in one.jobs():
+        assert weights_sha256(one.out / name) == weights_sha256(two.out / name)
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_a_stop_reaches_all_and_the_same_command_goes_on(ended_by: signal.Signals, tmp_path: Path) -> None:
+    write_domains(tmp_path)
+    long = [*HDEE, *FEW, "hdee.steps=[4000, 4000, 4000]", "run.checkpoint_every=5", "run.log_every=1"]
+    sets = [part for word in long for part in ("--set", word)]
+    words = ["experts", "hdee", "domains.toml", *sets, "--at-once", "2", "--out", "out"]
+    command = Command(*words, folder=tmp_path)
+
+    def under_way() -> list[Path]:
+        found = [path for path in (tmp_path / "out" / "seed-0").glob("*-r1") if Checkpoints(path).steps()]
+        return found if len(found) == 2 or command.process.poll() is not None else []
+
+    assert eventually(under_way)
+    command.process.send_signal(ended_by)
+    code, _, error = command.end()
+    if ended_by == signal.SIGINT:
+        assert code == 130, error
+        assert re.search(r"isles: stopped; go on with: isles experts hdee domains.toml .*--at-once 2 --out out", error)
+        assert len({len(list((path / "checkpoints").glob("step-*"))) for path in under_way()}) == 1
+    assert gone(command.mark)
+    assert len(under_way()) == 2 and not list(tmp_path.rglob("*-r1/summary.json"))
