@@ -1,12 +1,17 @@
-"""How large a model travels: bits of each codec's wire format with its scales, and of DiLoCoX's low-rank factors.
+"""How large a model travels: bits of each codec's wire format with its scales, of low-rank factors, and of the largest
+entries of a gradient.
 
-Low rank, r: an eighth of the width most matrices have, at least 1. A matrix (m, n) with 2 r (m + n) < m n travels as
-two factors of at most r columns, m and n long, one exchange after the other, in int4; everything else beside the first
-in int8.
+Low rank, r: a matrix (m, n) with 2 r (m + n) < m n travels as two factors of at most r columns, m and n long, one
+exchange after the other; everything else beside the first. DiLoCoX: r is an eighth of the width most matrices have, at
+least 1; factors in int4, the rest in int8. powersgd:4: all in float32.
+
+Largest entries (dct-dp): of every matrix of 4096 entries or more a hundredth, each a float32 and a place of 2 bytes,
+and 4 bytes for 65,536 entries; everything else in float32; from everyone to everyone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -30,6 +35,7 @@ class Form:
 
 
 _INT4, _INT8, _FP4 = 4 + 32 / 64, 8 + 32 / 256, 4 + 32 / 256  # a scale a block
+_WHOLE = 4096  # entries under which dct-dp sends a tensor whole
 _SPARSE = 64 / 4096 * (12 + 2 + 32 / 64)  # a place, a value, its share of a scale
 FORMS = {
     "none": Form(phases=(32,)),
@@ -40,18 +46,29 @@ FORMS = {
     "topk:64+int2": Form(phases=(_SPARSE,), back=32 / _SPARSE),
     "randk:0.005": Form(phases=(round(0.005 * 4096) / 4096 * 32,)),
 }
-LOW_RANK = "low rank, int4"
+LOW_RANK, RANK_4, LARGEST = "low rank, int4", "powersgd:4", "largest hundredth"
 
 
 def form_of(codec: str, job: Job) -> Form:
-    """Of a name in `FORMS`, or of `LOW_RANK`."""
-    return FORMS[codec] if codec != LOW_RANK else low_rank(job)
-
-
-def low_rank(job: Job) -> Form:
-    """See the module."""
+    """Of a name in `FORMS`, or of `LOW_RANK`, `RANK_4`, `LARGEST`."""
+    if codec in FORMS:
+        return FORMS[codec]
     matrices = usual_matrices(job.parameters, job.layers) if job.matrices is None else job.matrices
-    rank = _rank(matrices)
+    if codec == LARGEST:
+        return _largest(job, matrices)
+    if codec == RANK_4:
+        return _low_rank(job, matrices, 4, factor=32, rest=32)
+    return _low_rank(job, matrices, _rank(matrices), factor=_INT4, rest=_INT8)
+
+
+def _largest(job: Job, matrices: Matrices) -> Form:
+    sparse = sum(count * rows * columns for rows, columns, count in matrices if rows * columns >= _WHOLE)
+    share = min(sparse / job.parameters, 1.0)
+    return Form(phases=(share * 0.01 * (32 + 16) + (1 - share) * 32 + 32 / 65536,), back=math.inf)
+
+
+def _low_rank(job: Job, matrices: Matrices, rank: int, *, factor: float, rest: float) -> Form:
+    """factor, rest: bits an entry of the factors, and of what is not compressed."""
     first = second = 0.0
     dense = job.parameters
     for rows, columns, count in matrices:
@@ -61,8 +78,8 @@ def low_rank(job: Job) -> Form:
             dense -= count * rows * columns
     per_parameter = 1 / job.parameters
     phases = (
-        (_INT4 * first + _INT8 * max(dense, 0.0)) * per_parameter,
-        _INT4 * second * per_parameter,
+        (factor * first + rest * max(dense, 0.0)) * per_parameter,
+        factor * second * per_parameter,
     )
     return Form(phases=phases if second else phases[:1], kept=4 * second * per_parameter)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from isles.network import waits
 from isles.network.costs import Lines, library_mean
-from isles.network.forms import LOW_RANK, Form
+from isles.network.forms import LARGEST, LOW_RANK, RANK_4, Form
 from isles.network.job import Job
 
 
@@ -98,6 +98,14 @@ WAYS: tuple[Way, ...] = (
     _late(method="eager", codec="fp4", settings="codec = fp4"),
     _late(method="dilocox", codec="int4", settings="codec = int4, rank = 0"),
     _late(method="dilocox", codec=LOW_RANK, settings="window = 0"),
+    _ddp(
+        codec=RANK_4,
+        settings="codec = powersgd:4, error_feedback = local",
+        kind=2,
+        vectors=3,
+        why="every worker takes the same step, on the gradients' main directions",
+    ),
+    _part(method="dct-dp", codec=LARGEST, settings="sparsity = 0.99", vectors=2, waits=waits.for_buckets, every=1),
     _part(method="sparta", codec="randk:0.005", settings="fraction = 0.005", every=1),
 )
 """In the order in which those of equal rank are shown."""

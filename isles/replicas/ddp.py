@@ -99,7 +99,7 @@ class DDP(BucketedSync):
             )
         if config.error_feedback != "none" and self.form.lossless:
             notices.append(
-                f"error_feedback = {config.error_feedback}: codec none loses nothing on the wire, so 8 bytes a parameter "
-                'are held for nothing; choose error_feedback = "none"'
+                f"error_feedback = {config.error_feedback}: codec none loses nothing on the wire, so 8 bytes a "
+                'parameter are held for nothing; choose error_feedback = "none"'
             )
         return notices + idle_low_rank(self.form, self.parameters)
