@@ -6,7 +6,7 @@ partner (`costs.partner_seconds`).
 
 | method | waits |
 |---|---|
-| ddp              | H = 1, k buckets: max(t - 2c/3 (1 - 1/k), t(last bucket)); backward: 2c/3 |
+| ddp, dct-dp      | H = 1, k buckets: max(t - 2c/3 (1 - 1/k), t(last bucket)); backward: 2c/3 |
 | diloco           | t |
 | streaming-diloco | F fragments in turns: each max(0, t/F - tau c), more where the line is not free again, tau = 1 |
 | noloco           | payload and anchors: max(p(1), p(2) - Hc); with exchange = "single_vector" p(1) |
@@ -43,7 +43,7 @@ def for_mean(job: Job, lines: Lines, form: Form, every: int) -> float:
 
 
 def for_buckets(job: Job, lines: Lines, form: Form, every: int) -> float:
-    """ddp."""
+    """ddp, dct-dp."""
     count = math.ceil(32 * job.parameters / _BUCKET)
     hidden = _BACKWARD * job.step_seconds * (1 - 1 / count)  # what the backward pass takes from the first one on
     return max(_mean(job, lines, form) - hidden, _mean(job, lines, form, 1 / count))

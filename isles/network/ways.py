@@ -8,7 +8,7 @@ from functools import partial
 
 from isles.network import waits
 from isles.network.costs import Lines, library_mean
-from isles.network.forms import LOW_RANK, MOMENTUM, UNITS, Form
+from isles.network.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, Form
 from isles.network.job import Job
 
 
@@ -117,6 +117,22 @@ WAYS: tuple[Way, ...] = (
         payloads=_mean_payloads,
         why="a worker holds and computes a part of the MLPs",
         holds=_part_of_mlps,
+    ),
+    _ddp(
+        codec=RANK_4,
+        settings="codec = powersgd:4, error_feedback = local",
+        kind=2,
+        vectors=3,
+        why="every worker takes the same step, on the gradients' main directions",
+    ),
+    _part(
+        method="dct-dp",
+        codec=LARGEST,
+        settings="sparsity = 0.99",
+        vectors=2,
+        waits=waits.for_buckets,
+        every=1,
+        rounds=False,
     ),
     _part(method="sparta", codec="randk:0.005", settings="fraction = 0.005", every=1),
     _part(method="demo", codec=MOMENTUM, vectors=0, every=1, rounds=False),  # its two stand for AdamW's

@@ -9,7 +9,7 @@ import pytest
 
 from isles.models.sizes import SIZES, matrices
 from isles.network.costs import Lines
-from isles.network.forms import FORMS, LOW_RANK, MOMENTUM
+from isles.network.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
 from isles.network.job import Job
 from isles.network.links import Links, links
 from isles.network.planner import curve, plan, utilisation
@@ -49,7 +49,9 @@ def test_bytes_and_memory_are_those_of_the_library(one):
     settings += [f"replicas.sync_every={every}"] if one.rounds else []
     settings += ["replicas.start_compress=0"] if one.codec == LOW_RANK else []  # a plan is of the rounds after those
     settings += ["replicas.sampler=stratified"] if one.method == "ist" else []  # the same every round
-    size = "10M" if one.codec in (LOW_RANK, MOMENTUM) or ":" in one.codec else "0.13M"  # of less the headers show
+    size = (
+        "10M" if one.codec in (LOW_RANK, MOMENTUM, LARGEST) or ":" in one.codec else "0.13M"
+    )  # of less the headers show
     flags = {"replicas.method": one.method, "world.workers": 8, "run.steps": steps, "model.size": size}
     counted = dry_run(read_config(None, flags, [*settings, "data.path=isles/network"]))
     links = Links(bandwidth=1e9)

@@ -142,9 +142,9 @@ def test_what_is_kept_follows_the_scale_of_the_loss(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"codec": "sign"}, "error_feedback none"),
-        ({"codec": "powersgd:2"}, "error_feedback none"),
-        ({"error_feedback": "local"}, "nothing is lost on the wire"),
+        ({"codec": "sign"}, "codec = sign: it takes a part of every gradient"),
+        ({"codec": "powersgd:1"}, 'choose error_feedback = "local"'),
+        ({"error_feedback": "local"}, "codec none loses nothing on the wire"),
         ({"codec": "powersgd:40", "error_feedback": "local"}, "lower the rank"),
         ({"codec": "int8"}, None),
         ({"codec": "powersgd:1", "error_feedback": "global"}, None),
