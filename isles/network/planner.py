@@ -9,8 +9,9 @@ parameter, float32) and the vectors that the method keeps while a round is under
 
 Rank: a plan that reaches the wanted utilisation comes before one that does not; then what changes training less:
 gradients every step (ddp); answers of the same round; answers a round late (eager, dilocox) or of a part of the
-entries (sparseloco, sparta, dct-dp, low-rank ddp); then the smaller H; then the order of `WAYS`. That is a judgement from the papers'
-losses, not a measurement of yours. Of those that do not reach it, the one that computes most of the time is first.
+entries (sparseloco, sparta, dct-dp, low-rank ddp); then the smaller H; then the order of `WAYS`. That is a judgement
+from the papers' losses, not a measurement of yours. Of those that do not reach it, the one that computes most of the
+time is first.
 """
 
 from __future__ import annotations
