@@ -111,7 +111,7 @@ def _cost(plan: Plan) -> list[str]:
     mean = sum(plan.bytes_sent) / plan.workers
     against = f", {compare(mean, plan.ddp_bytes)}" if mean and plan.ddp_bytes else ""
     sends = f"{format_bytes(mean)} a worker in the whole run{against} data parallel's {format_bytes(plan.ddp_bytes)}"
-    lines = [_line("bytes", sends)]
+    lines = [_line("bytes", f"about {sends}" if plan.outline.about else sends)]
     if plan.outline.inside:
         lines.append(_line("", f"{format_bytes(plan.outline.inside)} of that inside its island, the rest across"))
     if not plan.outline.rounds:
