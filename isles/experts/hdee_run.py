@@ -58,10 +58,9 @@ class Hdee(System[HdeeConfig]):
         left = [domain.name for domains in lessons for domain in domains]
         if not left:
             return []
-        what = "only the seeds train on" if not self.own.seed_path else "no model trains on"
         return [
-            f"hdee.iterations = {self.own.iterations}: {what} {', '.join(left)}; raise it, or give one domain of each "
-            "difficulty"
+            f"hdee.iterations = {self.own.iterations}: no expert trains on {', '.join(left)}; raise it, or give one "
+            "domain of each difficulty"
         ]
 
     def plan(self, seed: int) -> HdeePlan:
