@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from isles.replicas.demo_momentum import Momentum
 from isles.replicas.demo_transform import drawn, fixed, largest
 from isles.replicas.demo_update import orthogonalised
 from isles.replicas.demo_wire import HEADER_BYTES, Packing
+from isles.training.border import read_config
+from isles.training.launch import launch
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 CPU = torch.device("cpu")
@@ -614,3 +617,24 @@ def test_every_setting_is_told_and_kept() -> None:
             wrap(world, "demo", Net()).load_state_dict(state)
 
     run(worker)
+
+
+@pytest.mark.long
+def test_losses_come_in_the_papers_order(tmp_path: Path) -> None:
+    """66 thousand parameters over bytes, 300 steps: fewer coefficients learn less; without a transform, or with nothing
+    subtracted, far less; one bit a value and random bases make no great difference.
+    """
+    base = {"inner.lr": 2e-3, "inner.weight_decay": 0.0, "run.steps": 300, "replicas.method": "demo"}
+    settings = str(Path(__file__).resolve().parents[2] / "benchmarks" / "orderings.toml")
+
+    def loss(**options: Any) -> float:
+        flags = base | {f"replicas.{key}": value for key, value in options.items()}
+        out = tmp_path / "-".join(f"{key}{value}" for key, value in options.items())
+        return launch(read_config(settings, flags, []), out, lambda line: None, lambda notice: None)["val_loss"]
+
+    whole, many, few, one = (loss(compression_topk=k) for k in (4096, 32, 8, 1))
+    assert whole + 0.05 < many and many + 0.05 < few and few + 0.05 < one
+    assert loss(compression_topk=8, transform="identity") > few + 0.4
+    assert loss(compression_topk=8, subtract=0.0) > few + 0.15
+    for near in ({"value_dtype": "sign"}, {"transform": "random"}):
+        assert loss(compression_topk=8, **near) == pytest.approx(few, abs=0.08)

@@ -95,6 +95,8 @@ def test_without_a_file_the_embedded_run_with_its_table_for_the_method() -> None
     assert read("replicas.sync_every=40", method="diloco").replicas.sync_every == 40
     for name in METHODS:
         assert read(method=name).method == name
+    assert read(method="demo").inner.lr < read(method="ddp").inner.lr == config.inner.lr
+    assert read("inner.lr=1e-3", method="demo").inner.lr == 1e-3
 
 
 def test_with_a_file_the_papers_defaults_and_nothing_embedded(tmp_path: Path) -> None:
