@@ -129,6 +129,8 @@ def _losers(asked: Asked) -> str:
     behind = {label: Spread.of(values.values()).mean for label, values in found.items() if values}
     losing = sorted((label for label in behind if behind[label] > BEHIND), key=lambda label: -behind[label])
     near = [label for label in behind if label not in losing]
+    alone = behind.get("none")
+    worse = [] if alone is None else [label for label in losing if behind[label] > alone]
     return joined(
         "## What loses, and why",
         paragraph(
@@ -137,6 +139,7 @@ def _losers(asked: Asked) -> str:
             "distance, the reasons are ours, from how the methods work:",
         ),
         points([f"`{label}`, {behind[label]:.2f}: {WHY[label]}." for label in losing]),
+        paragraph(f"Worse than not talking at all, on this job: {named(worse)}.") if worse else "",
     )
 
 

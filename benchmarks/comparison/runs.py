@@ -20,7 +20,7 @@ from benchmarks.comparison.cases import Case
 from isles.experts.jobs import Progress
 from isles.experts.tasks import Task, carry_out
 from isles.report.units import format_seconds
-from isles.training.border import to_toml
+from isles.training.border import read_config
 from isles.training.checkpoint import Checkpoints
 from isles.training.launch import launch
 from isles.training.rundir import CONFIG, METRICS, SUMMARY, held
@@ -72,9 +72,11 @@ def _run(case: Case, out: Path, progress: Progress) -> None:
 
 
 def _same(case: Case, folder: Path) -> bool:
-    """Whether the folder's run has the case's settings."""
-    file = folder / CONFIG
-    return file.is_file() and file.read_text(encoding="utf-8") == to_toml(case.config)
+    """Whether the folder's run has the case's settings; what its version did not have yet is at its default."""
+    try:
+        return read_config(str(folder / CONFIG), {}, []) == case.config
+    except ValueError:  # none there, or one of a version that this one cannot read
+        return False
 
 
 def _clear(folder: Path) -> None:

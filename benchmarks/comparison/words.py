@@ -9,7 +9,7 @@ WHY = {
     "postlocal-sgd": "after its first steps, with a mean after each, it drifts as `localsgd` does",
     "diloco": "as `localsgd`, made up for by an outer momentum that wants more rounds than a short run has",
     "diloco-islands": "as `diloco`, with half as many replicas to drift apart",
-    "streaming-diloco": "as `diloco`, at its paper's lower outer rate; half of each landing is blended away",
+    "streaming-diloco": "as `diloco`, and half of what lands is blended away, in 4-bit floats",
     "delayed": "what lands was measured a round ago, at weights that have moved on since",
     "eager": "the others' part of what lands is a round old, which asks for a low outer rate",
     "noloco": "a worker hears of one other in a round, so news takes several rounds to reach everybody",

@@ -59,6 +59,8 @@ def test_a_finished_run_is_not_made_again(out: Path, capsys: pytest.CaptureFixtu
     """Unless its settings changed, or it was cut off; and then it gives the same again."""
     page, before, losses = (out / "comparison.md").read_bytes(), stamps(out), summaries(out)
     (out / "methods" / "none-1" / "summary.json").unlink()  # as a machine that went down leaves it
+    older = out / "methods" / "ddp-1" / "config.toml"
+    older.write_text(older.read_text().replace("threads = 1\n", ""))  # of a version that did not have the setting yet
     assert main([*QUICK, "--out", str(out)]) == 0
     assert "4 runs, 1 of them to be made" in capsys.readouterr().err
     after = stamps(out)
