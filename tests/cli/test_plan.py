@@ -159,6 +159,8 @@ def test_list_of_presets(plan):
         (["--like", "absent", "--links", "lan"], "no run directory at absent"),
         ([*RUN, "--links", "lan", "--write", "/dev/null"], "exists already"),
         (["--preset", "eager-table2", "--workers", "3", "--step-time", "1"], "leave out --step-time, --workers"),
+        (["--preset", "eager-table2", "--targets", "50"], "leave out --targets"),
+        ([*RUN, "--links", "lan", "--layers", "100000000"], "layers = 100000000: choose 1 to 750"),
         (["--preset", "eager-table6"], "did you mean 'eager-table5'"),
         (["--presets", "--json"], "give it alone"),
         (["--preset", "eager-table2", "--out", "/proc/none"], "--out"),
