@@ -82,7 +82,9 @@ class WorldConfig:
         if self.pause_every and not self.pause_seconds:
             raise ValueError("pause_seconds = 0.0: choose how long a pause is, or pause_every = 0 for none")
         if self.pause_seconds != _PAUSE and not self.pause_every:
-            raise ValueError(f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600")
+            raise ValueError(
+                f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600"
+            )
         uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
         if uneven and self.backend != "virtual":
             raise ValueError(
