@@ -82,7 +82,7 @@ def _exchanges(plan: Plan) -> list[str]:
         for a, b, c, d, e in rows
     ]
     if outline.rounds:
-        each = format_bytes(max(outline.sent) / outline.rounds)
+        each = format_bytes((max(outline.sent) - outline.inside) / outline.rounds)
         often = "step" if outline.every == 1 else f"{outline.every} steps"
         lines.append(
             f"... {format_count(outline.rounds)} rounds in all, one every {often}; a worker sends {each} a round"
@@ -111,7 +111,9 @@ def _cost(plan: Plan) -> list[str]:
     mean = sum(plan.bytes_sent) / plan.workers
     against = f", {compare(mean, plan.ddp_bytes)}" if mean and plan.ddp_bytes else ""
     sends = f"{format_bytes(mean)} a worker in the whole run{against} data parallel's {format_bytes(plan.ddp_bytes)}"
-    lines = [_line("bytes", sends)]
+    lines = [_line("bytes", f"about {sends}" if plan.outline.about else sends)]
+    if plan.outline.inside:
+        lines.append(_line("", f"{format_bytes(plan.outline.inside)} of that inside its island, the rest across"))
     if not plan.outline.rounds:
         return lines
     every = f"{plan.outline.every} step{'s' if plan.outline.every > 1 else ''} between two rounds"

@@ -23,6 +23,8 @@ def run_virtual(
     workers: int = 4,
     *,
     links: Links | str = "home-fibre",
+    inner: int = 1,
+    inner_links: Links | str = "lan",
     args: Sequence[Any] = (),
     threads: int = 1,
     step_seconds: float = 0.1,
@@ -39,7 +41,8 @@ def run_virtual(
     """Run `worker(world, *args)` for `workers` workers in this process, on a virtual clock; results in rank order.
 
     threads: torch threads of this process meanwhile; 1 keeps results equal to the bit on any machine.
-    links: what a message costs; a `Links`, a preset's name or a .toml file. step_seconds: what one inner step costs
+    links: what a message costs; a `Links`, a preset's name or a .toml file. inner: workers of an island, as in
+    `isles.mesh`, which are connected by inner_links among themselves. step_seconds: what one inner step costs
     on a worker of speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter:
     sigma of a log-normal factor on each step. pauses: when workers are away for a while; `deadlines` of those that
     wait for them should be longer. slots: workers that compute at once; results do not depend on it. Losses,
@@ -49,6 +52,8 @@ def run_virtual(
     cluster = VirtualCluster(
         workers,
         links=links,
+        inner=inner,
+        inner_links=inner_links,
         step_seconds=step_seconds,
         speeds=speeds,
         compute_jitter=compute_jitter,

@@ -21,11 +21,13 @@ from isles.comm.virtual_wire import Wire
 from isles.network.links import Links
 from isles.network.links import links as preset
 from isles.network.pauses import Pauses
+from isles.network.routes import Routes
 
 
 class VirtualCluster:
     """`workers` workers connected by `links` (a `Links`, the name of a preset, or a .toml file).
 
+    inner:          workers of an island (neighbours by rank), which are connected by `inner_links` instead.
     step_seconds:   what one inner step is charged with (`Transport.step_seconds`).
     speeds:         factor on the seconds of each worker's computing; 2.0 takes twice as long.
     compute_jitter: sigma of a log-normal factor of mean 1 on each charge, a function of (seed, rank, its number).
@@ -44,6 +46,8 @@ class VirtualCluster:
         workers: int,
         *,
         links: Links | str,
+        inner: int = 1,
+        inner_links: Links | str = "lan",
         step_seconds: float = 0.0,
         speeds: Sequence[float] | None = None,
         compute_jitter: float = 0.0,
@@ -56,8 +60,8 @@ class VirtualCluster:
         if step_seconds < 0 or compute_jitter < 0:
             raise ValueError(f"step_seconds and compute_jitter must be 0 or more: {step_seconds}, {compute_jitter}")
         self.workers = workers
-        self.links = preset(links) if isinstance(links, str) else links
-        self.links.check(workers)
+        near = (preset(inner_links) if isinstance(inner_links, str) else inner_links) if inner > 1 else None
+        self.routes = Routes(workers, preset(links) if isinstance(links, str) else links, near, inner)
         self.step_seconds = step_seconds
         self.speeds = (1.0,) * workers if speeds is None else tuple(speeds)
         if len(self.speeds) != workers or not all(speed > 0 for speed in self.speeds):
@@ -85,7 +89,7 @@ class _Run:
         pauses = cluster.pauses
         absences = [None if pauses is None else pauses.of(rank, cluster.seed) for rank in range(cluster.workers)]
         self._scheduler = Scheduler(absences, cluster.slots)
-        self._wire = Wire(cluster.workers, cluster.links, cluster.seed, self._scheduler.timeline)
+        self._wire = Wire(cluster.workers, cluster.routes, cluster.seed, self._scheduler.timeline)
         self._transports = [
             VirtualTransport(
                 self._scheduler,

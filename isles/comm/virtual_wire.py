@@ -30,8 +30,8 @@ from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
 from isles.comm.virtual_events import ARRIVED, ENTERS, SERVED, Event, Timeline
 from isles.comm.virtual_transfer import VirtualWork
-from isles.network.links import Links
 from isles.network.pipe import Pipe
+from isles.network.routes import Routes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -58,19 +58,18 @@ class Message:
 class Wire:
     """The network between `size` ranks. Every method acts at `timeline.now`."""
 
-    def __init__(self, size: int, links: Links, seed: int, timeline: Timeline) -> None:
-        self.size, self.links, self.seed, self.timeline = size, links, seed, timeline
+    def __init__(self, size: int, routes: Routes, seed: int, timeline: Timeline) -> None:
+        self.size, self.routes, self.seed, self.timeline = size, routes, seed, timeline
         self.numbers: list[Counter[int]] = [Counter() for _ in range(size)]
         """Messages sent so far, [source][target]: the jitter's counter."""
         self.latest: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
         """Latest arrival, [source][(target, channel)]."""
-        count = links.uplink_count(size)
-        self._pipes: list[Pipe[Message]] = [Pipe(links.rate(line)) for line in range(count)]  # up, then those down
-        self._downs: list[int | None] = [None] * count
+        self._pipes: list[Pipe[Message]] = [Pipe(rate) for rate in routes.rates]  # up, then those down
+        self._downs: list[int | None] = [None] * len(routes.rates)
         """By line: the place in `_pipes` of its downlink, None where it keeps nobody waiting."""
-        for line in links.narrow_downlinks(size):
+        for line in routes.far.narrow_downlinks(size):
             self._downs[line] = len(self._pipes)
-            self._pipes.append(Pipe(links.down_rate(line)))
+            self._pipes.append(Pipe(routes.far.down_rate(line)))
         self._completions: list[Event | None] = [None] * len(self._pipes)
         self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
         """When the latest message comes to the target's downlink, [source][(target, channel)]."""
@@ -87,10 +86,11 @@ class Wire:
         number = self.numbers[source][target]
         self.numbers[source][target] += 1
         self._coming[target, source, tag] += 1
-        latency = self.links.message_latency(source, target, number=number, seed=self.seed)
-        down = self._downs[self.links.uplink_of(target)]
+        latency = self.routes.latency(source, target, number=number, seed=self.seed)
+        line = self.routes.down(source, target)
+        down = None if line is None else self._downs[line]
         message = Message(source, target, tag, latency, data.numpy(), work, down)
-        index = self.links.uplink_of(source)
+        index = self.routes.up(source, target)
         begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
         if begins and down is not None:
             self._leaves(message)

@@ -34,7 +34,7 @@ from isles.experts.registry import Forest, Member
 from isles.experts.ridge import RidgeGate
 from isles.experts.served import Served, score
 from isles.experts.system import System
-from isles.models import parameters
+from isles.models import flops_per_token, parameters
 from isles.training.saved import SavedRun, load_run
 
 
@@ -58,10 +58,9 @@ class Hdee(System[HdeeConfig]):
         left = [domain.name for domains in lessons for domain in domains]
         if not left:
             return []
-        what = "only the seeds train on" if not self.own.seed_path else "no model trains on"
         return [
-            f"hdee.iterations = {self.own.iterations}: {what} {', '.join(left)}; raise it, or give one domain of each "
-            "difficulty"
+            f"hdee.iterations = {self.own.iterations}: no expert trains on {', '.join(left)}; raise it, or give one "
+            "domain of each difficulty"
         ]
 
     def plan(self, seed: int) -> HdeePlan:
@@ -99,6 +98,7 @@ class Hdee(System[HdeeConfig]):
             "cells": {name: vars(cell) for name, cell in self.cells.items()},
             "mean": mean_of(records),
             "by_seed": records,
+            "flops": self._flops(),
             "bytes": asdict(self._bytes()),
             "ways": WAYS,
             "posterior_over_text": self._posterior_over_text(),
@@ -175,6 +175,14 @@ class Hdee(System[HdeeConfig]):
             seen = of_difficulty(self.domains, difficulty)[: self.own.iterations]
             gate.add(difficulty, np.concatenate([self.texts[d.name].training_rows()[:, :-1].ravel() for d in seen]))
         return gate
+
+    def _flops(self) -> dict[str, float]:
+        """Of the runs of one seed, by what they are, and of a token in use."""
+        found: dict[str, float] = {}
+        for job in self.plan(self.own.seeds[0]).jobs:
+            found[f"training, {job.role}"] = found.get(f"training, {job.role}", 0.0) + (job.flops or 0.0)
+        one = float(flops_per_token(replace(self.base.model, ffn=self.own.ffn[1]).shape(), backward=False))
+        return {**found, "a token by one medium model": one, "a token by three of them": 3 * one}
 
     def _bytes(self) -> Bytes:
         shapes = [replace(self.base.model, ffn=ffn).shape() for ffn in self.own.ffn]

@@ -71,16 +71,14 @@ def _smalltalk(asked: Asked[SmalltalkConfig]) -> dict[str, Any]:
 
 def _add_routers(found: dict[str, Any], own: SmalltalkConfig, base: Config, context: int) -> None:
     """What the routers add to a SMALLTALK plan; clusters run no model and exchange nothing."""
-    router = replace(base.model, **vars(own.router)).shape()
-    reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
-    length = own.prefix if own.router_length == "prefix" else context
-    drawn = own.experts * own.round_sequences * own.rounds
-    scores = score_bytes(own.experts * own.round_sequences, own.experts)
+    routers = smalltalk.router_flops(own, base.model, context)
+    drawn = own.experts * own.round_sequences
+    scores = score_bytes(drawn, own.experts)
     found["flops"] |= {
-        "routers": float(drawn * (length - 1) * flops_per_token(router, sequence=length)),
-        "scoring in the rounds": float(drawn * reading),
-        "scoring a million sequences of the pool": float(1_000_000 * reading),
-        "the routing of a sequence": float(reading),
+        "routers": own.rounds * drawn * (routers.length - 1) * routers.per_token,
+        "scoring in the rounds": routers.rounds(own),
+        "scoring a million sequences of the pool": 1_000_000 * routers.reading,
+        "the routing of a sequence": routers.reading,
     }
     found["bytes"] |= {
         "scores a router sends in a round": scores["sent"],

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 
 from isles.experts.assignment import Rule
 from isles.experts.jobs import Job, configured
+from isles.models import flops_per_token
 from isles.models.config import ModelConfig
 from isles.replicas import method
 from isles.training.config import Config
@@ -145,6 +146,30 @@ def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) 
         config = configured(base, steps=steps, path=str(pool), data={"batch_size": sequences})
         jobs.append(Job(name=f"dense-{form}", config=config, role="dense"))
     return jobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterFlops:
+    """What routers add, in FLOPs. per_token: of training, on sequences of `length` tokens. reading: of all routers over
+    the prefix of one sequence.
+    """
+
+    length: int
+    per_token: float
+    reading: float
+
+    def rounds(self, own: SmalltalkConfig) -> float:
+        """Scoring the sequences of all rounds."""
+        return float(own.rounds * own.experts * own.round_sequences * self.reading)
+
+
+def router_flops(own: SmalltalkConfig, model: ModelConfig, context: int) -> RouterFlops:
+    """By formula, beside experts of `model`."""
+    shape = replace(model, **vars(own.router)).shape()
+    length = own.prefix if own.router_length == "prefix" else context
+    one = (own.prefix - 1) * flops_per_token(shape, backward=False, sequence=own.prefix)
+    per_token = float(flops_per_token(shape, sequence=length))
+    return RouterFlops(length=length, per_token=per_token, reading=float(one * own.experts))
 
 
 def check(own: SmalltalkConfig, model: ModelConfig, context: int) -> None:

@@ -11,7 +11,7 @@ Called again with the same words it goes on where it stopped.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -83,15 +83,13 @@ class Smalltalk(System[SmalltalkConfig]):
         }
         if own.gate == "clusters":  # words are counted, no model runs
             return found
-        router = replace(self.base.model, **vars(own.router)).shape()
-        length = own.prefix if own.router_length == "prefix" else self.context
-        reading = (own.prefix - 1) * flops_per_token(router, backward=False, sequence=own.prefix) * own.experts
+        routers = smalltalk.router_flops(own, self.base.model, self.context)
         return {
             **found,
-            "routers": float(sum(r["tokens"] for r in seed.routed()) * flops_per_token(router, sequence=length)),
-            "scoring_rounds": float(own.rounds * own.experts * own.round_sequences * reading),
-            "scoring_pool": float(sequences * reading),
-            "inference_routing": float(reading),
+            "routers": sum(r["tokens"] for r in seed.routed()) * routers.per_token,
+            "scoring_rounds": routers.rounds(own),
+            "scoring_pool": sequences * routers.reading,
+            "inference_routing": routers.reading,
         }
 
     def _bytes(self, seed: SmalltalkSeed, pool_bytes: int, token_bytes: int) -> dict[str, Any]:

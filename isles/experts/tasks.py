@@ -141,10 +141,10 @@ def _serve(task: Task, pipe: Connection) -> None:
     """The life of a task's process."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server it was forked from has it blocked
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()
     message: tuple[str, Any] = ("done", None)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server that it was forked from
         task.work(_Relayed(pipe))
     except KeyboardInterrupt:
         message = ("stopped", None)

@@ -13,8 +13,9 @@
 M: workers; back: bits of an averaged entry per bit of one sent (codecs may answer in another form).
 
 `Collective` is for links that are all alike. The functions on `Lines` take each worker's own rates and latencies: a
-step of a ring ends when its slowest hop ends, a phase of the others when the slowest sender has served its farthest
-peer. Uplinks that several workers share are divided among them. No jitter, no time for arithmetic or packing.
+step of a ring ends when its slowest hop ends; where everybody sends to all, a worker serves the others in turn, from
+the one behind it on (of more than 256: as if it served the farthest last, and swaps are averaged over 64 partners).
+Lines that several workers share are divided among them. No jitter, no time for arithmetic or packing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -75,10 +77,13 @@ def library_mean(workers: int, back: float = 1.0) -> Collective:
     return all_gather(workers) if _gathers(workers, back) else two_shot(workers, back)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_MANY, _PARTNERS = 256, 64
+
+
+@dataclass(frozen=True, eq=False)
 class Lines:
     """What each of M workers has while all of them send. up, down: bits per second, (M,). latency: seconds one way,
-    (M, M), [source, target].
+    (M, M), [source, target], 0 to oneself.
     """
 
     up: np.ndarray
@@ -92,7 +97,9 @@ class Lines:
         up = np.array([links.share(rank, ranks) for rank in ranks])
         down = np.array([links.down_share(rank, ranks) for rank in ranks])
         if isinstance(links.latency, (int, float)):
-            return Lines(up, down, np.full((size, size), float(links.latency)))
+            same = np.full((size, size), float(links.latency))
+            np.fill_diagonal(same, 0.0)
+            return Lines(up, down, same)
         rows = [[0.0 if a == b else links.base_latency(a, b) for b in ranks] for a in ranks]
         return Lines(up, down, np.array(rows))
 
@@ -101,9 +108,17 @@ class Lines:
         """M."""
         return len(self.up)
 
+    @cached_property
+    def farthest(self) -> np.ndarray:
+        """Of each worker the longest latency to another, (M,)."""
+        return self.latency.max(axis=1)
+
     def scaled(self, factor: float) -> Lines:
         """With `factor` times the rates."""
-        return Lines(self.up * factor, self.down * factor, self.latency)
+        made = Lines(self.up * factor, self.down * factor, self.latency)
+        if "farthest" in self.__dict__:
+            made.__dict__["farthest"] = self.farthest
+        return made
 
     def messages(self, bits: float) -> np.ndarray:
         """Seconds that `bits` from one worker to another take, (M, M); 0 to oneself."""
@@ -130,13 +145,16 @@ def tree_seconds(lines: Lines, bits: float) -> float:
 
 
 def two_shot_seconds(lines: Lines, bits: float, back: float = 1.0) -> float:
-    """All-to-all of shards, all-gather of their means."""
-    return sum(_fan_out(lines, share * bits / lines.size) for share in (1.0, back))
+    """All-to-all of shards, all-gather of their means; each worker goes on to the second when it has all of its own."""
+    begin = np.zeros(lines.size)
+    for share in (1.0, back):
+        begin = _fan_out(lines, share * bits / lines.size, begin)
+    return float(begin.max())
 
 
 def all_gather_seconds(lines: Lines, bits: float) -> float:
     """Everybody's `bits` to everybody."""
-    return _fan_out(lines, bits)
+    return float(_fan_out(lines, bits, np.zeros(lines.size)).max())
 
 
 def mean_seconds(lines: Lines, bits: float, back: float = 1.0) -> float:
@@ -156,18 +174,32 @@ def partner_seconds(lines: Lines, bits: float) -> float:
     """
     if lines.size == 1:
         return 0.0
-    seconds = lines.messages(bits)
-    return float((np.maximum(seconds, seconds.T).sum(axis=1) / (lines.size - 1)).max())
+    ahead = np.arange(1, lines.size)
+    ahead = ahead if lines.size <= _MANY else ahead[np.linspace(0, lines.size - 2, _PARTNERS).astype(int)]
+    here = np.arange(lines.size)[:, None]
+    other = (here + ahead) % lines.size
+    away = bits / np.minimum(lines.up[here], lines.down[other]) + lines.latency[here, other]
+    back = bits / np.minimum(lines.up[other], lines.down[here]) + lines.latency[other, here]
+    return float(np.maximum(away, back).mean(axis=1).max())
 
 
-def _fan_out(lines: Lines, bits: float) -> float:
-    """Everybody sends `bits` to each of the others: until the last of them has arrived."""
+def _fan_out(lines: Lines, bits: float, begin: np.ndarray) -> np.ndarray:
+    """Everybody sends `bits` to each of the others from `begin` (M,) on, first to the one behind it: when each has got
+    everything and has sent everything, (M,).
+    """
     if lines.size == 1:
-        return 0.0
-    sending = (lines.size - 1) * bits / np.minimum(lines.up, lines.down)
-    away = lines.latency.copy()
-    np.fill_diagonal(away, 0.0)
-    return float((sending + away.max(axis=1)).max())
+        return begin
+    if lines.size > _MANY:  # a matrix of all pairs takes too long for what it adds
+        return begin + (lines.size - 1) * bits / np.minimum(lines.up, lines.down) + lines.farthest
+    here = np.arange(lines.size)
+    turn = (here[None, :] - here[:, None]) % lines.size  # of a target with a source
+    last = begin[:, None] + turn * (bits / lines.up)[:, None]
+    arrived = last + lines.latency
+    first = arrived - (bits / lines.up)[:, None]
+    np.fill_diagonal(first, math.inf)
+    np.fill_diagonal(arrived, 0.0)
+    through = first.min(axis=0) + (lines.size - 1) * bits / lines.down
+    return np.maximum.reduce([arrived.max(axis=0), through, last.max(axis=1)])
 
 
 def _gathers(workers: int, back: float) -> bool:

@@ -10,7 +10,7 @@ from isles.network.links import Links
 MOST_WORKERS = 2000
 
 Matrices = tuple[tuple[float, float, int], ...]
-"""(rows, columns, how many of them)."""
+"""(rows, columns, how many of them): of a decoder queries, keys and values; out; gate and up; down; others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,16 @@ class Job:
     tokens: float | None = None
     step_tokens: float | None = None
     matrices: Matrices | None = None
+
+    @property
+    def known_matrices(self) -> Matrices:
+        """`matrices`, or the usual ones."""
+        return usual_matrices(self.parameters, self.layers) if self.matrices is None else self.matrices
+
+    @property
+    def mlp_share(self) -> float:
+        """Of the parameters, those in gate, up and down."""
+        return sum(rows * columns * count for rows, columns, count in self.known_matrices[2:4]) / self.parameters
 
     def __post_init__(self) -> None:
         for key in ("parameters", "step_seconds", "tokens", "step_tokens"):

@@ -5,12 +5,14 @@ lines between the workers.
                        -> bytes (`forms`), memory              -> Plan, in the order in which to try them
 
 Left out: jitter, headers, the time to encode, workers of unequal speed. Memory: weights, gradients, AdamW (16 bytes a
-parameter, float32) and the vectors that the method keeps while a round is under way.
+parameter, float32) and the vectors that the method keeps while a round is under way. With ist (here MLPs are divided)
+computing and the 16 bytes are of a worker's part.
 
 Rank: a plan that reaches the wanted utilisation comes before one that does not; then what changes training less:
-gradients every step (ddp); answers of the same round; answers a round late (eager, dilocox) or of a part of the
-entries (sparseloco, sparta, demo); then the smaller H; then the order of `WAYS`. That is a judgement from the papers'
-losses, not a measurement of yours. Of those that do not reach it, the one that computes most of the time is first.
+gradients every step (ddp); answers of the same round; answers a round late (eager, dilocox) or of a part of the entries
+(sparseloco, sparta, demo, dct-dp, low-rank ddp); a part of the model a worker (ist); then the smaller H; then the order
+of `WAYS`. That is a judgement from the papers' losses, not a measurement of yours. Of those that do not reach it, the
+one that computes most of the time is first.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from isles.network.costs import Lines
 from isles.network.forms import form_of
 from isles.network.job import Job
+from isles.network.links import Links
 from isles.network.ways import WAYS, Way
 
 EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
@@ -56,7 +60,7 @@ def plan(job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = Non
         raise ValueError(f"targets = {list(targets)}: choose shares between 0 and 1, such as 0.9")
     if every is not None and every < 1:
         raise ValueError(f"sync_every = {every}: choose 1 or more")
-    lines = Lines.of(job.links, range(job.workers))
+    lines = _lines(job.links, job.workers)
     made = [
         _first_enough(job, lines, way, targets, [every] if every else list(EVERY))
         for way in WAYS
@@ -73,14 +77,20 @@ def plan(job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = Non
 
 def utilisation(job: Job, way: Way, every: int, lines: Lines) -> float:
     """Share of the time spent computing."""
-    computing = every * job.step_seconds
+    computing = every * job.step_seconds * way.holds(job)
     return computing / (computing + way.waits(job, lines, form_of(way.codec, job), every))
 
 
 def curve(job: Job, one: Plan, factors: Sequence[float]) -> list[float]:
     """The plan's utilisation with every rate multiplied by each factor."""
-    lines = Lines.of(job.links, range(job.workers))
+    lines = _lines(job.links, job.workers)
     return [utilisation(job, one.way, one.every, lines.scaled(factor)) for factor in factors]
+
+
+@lru_cache(maxsize=1)
+def _lines(links: Links, workers: int) -> Lines:
+    """Kept, for a matrix of thousands of workers takes seconds."""
+    return Lines.of(links, range(workers))
 
 
 def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tried: list[int]) -> Plan:
@@ -90,7 +100,7 @@ def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tr
     form, share = form_of(way.codec, job), shares[every]
     hours = None
     if job.tokens is not None and job.step_tokens is not None:
-        hours = job.tokens / job.step_tokens * job.step_seconds / share / 3600
+        hours = job.tokens / job.step_tokens * job.step_seconds * way.holds(job) / share / 3600
     return Plan(
         way=way,
         every=every,
@@ -99,7 +109,7 @@ def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tr
         reaches=share >= targets[0],
         wanted=tuple(_wanted(job, way, every, lines, target) for target in targets),
         bytes_a_step=way.payloads(job.workers, form) * form.bits / 8 * job.parameters / every,
-        memory=(_ADAMW + 4 * way.vectors + form.kept) * job.parameters,
+        memory=(_ADAMW * way.holds(job) + 4 * way.vectors + form.kept) * job.parameters,
         hours=hours,
     )
 

@@ -6,7 +6,7 @@ partner (`costs.partner_seconds`).
 
 | method | waits |
 |---|---|
-| ddp              | H = 1, k buckets: max(t - 2c/3 (1 - 1/k), t(last bucket)); backward: 2c/3 |
+| ddp, dct-dp      | H = 1, k buckets: max(t - 2c/3 (1 - 1/k), t(last bucket)); backward: 2c/3 |
 | diloco           | t |
 | streaming-diloco | F fragments in turns: each max(0, t/F - tau c), more where the line is not free again, tau = 1 |
 | noloco           | payload and anchors: max(p(1), p(2) - Hc); with exchange = "single_vector" p(1) |
@@ -15,6 +15,7 @@ partner (`costs.partner_seconds`).
 | sparseloco       | t, of the largest entries only |
 | sparta           | H = 1: t, of a random part |
 | demo             | H = 1: t, of the largest coefficients, all to all |
+| ist              | t, of units there and back, and of the mean of the rest |
 
 localsgd, fedavg, postlocal-sgd (in the end) and slowmo wait as diloco does, delayed as eager does. Every function
 takes the job, its lines, the form of what is sent, and H.
@@ -37,12 +38,12 @@ _TURNS = 4
 
 
 def for_mean(job: Job, lines: Lines, form: Form, every: int) -> float:
-    """diloco, sparseloco, sparta, demo."""
+    """diloco, sparseloco, sparta, demo, ist."""
     return _mean(job, lines, form)
 
 
 def for_buckets(job: Job, lines: Lines, form: Form, every: int) -> float:
-    """ddp."""
+    """ddp, dct-dp."""
     count = math.ceil(32 * job.parameters / _BUCKET)
     hidden = _BACKWARD * job.step_seconds * (1 - 1 / count)  # what the backward pass takes from the first one on
     return max(_mean(job, lines, form) - hidden, _mean(job, lines, form, 1 / count))

@@ -8,14 +8,15 @@ from functools import partial
 
 from isles.network import waits
 from isles.network.costs import Lines, library_mean
-from isles.network.forms import LOW_RANK, MOMENTUM, Form
+from isles.network.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, Form
 from isles.network.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A method with its settings ("key = value, ..."). codec: in what form it sends, see `forms.form_of`. kind: 0
-    gradients every step, 1 answers of the same round, 2 a round late or of some entries. vectors: float32 copies of the
+    gradients every step, 1 answers of the same round, 2 a round late or of some entries, 3 a part of the model at each
+    worker. holds: the share of the model that a worker holds and computes. vectors: float32 copies of the
     model that it keeps. waits: seconds a round, see `isles.network.waits`. payloads: whole models, in its form, that a
     worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from `least` on. rounds:
     whether it has a `sync_every` to set.
@@ -32,10 +33,15 @@ class Way:
     every: int | None = None
     least: int = 1
     rounds: bool = True
+    holds: Callable[[Job], float] = lambda job: 1.0
 
 
 def _mean_payloads(workers: int, form: Form) -> float:
     return library_mean(workers, form.back).payloads
+
+
+def _part_of_mlps(job: Job) -> float:
+    return 1 - job.mlp_share * (1 - 1 / job.workers)
 
 
 def _one_payload(workers: int, form: Form) -> float:
@@ -101,6 +107,33 @@ WAYS: tuple[Way, ...] = (
     _late(method="eager", codec="fp4", settings="codec = fp4"),
     _late(method="dilocox", codec="int4", settings="codec = int4, rank = 0"),
     _late(method="dilocox", codec=LOW_RANK, settings="window = 0"),
+    Way(
+        method="ist",
+        codec=UNITS,
+        settings="split = ffn",
+        kind=3,
+        vectors=0,
+        waits=waits.for_mean,
+        payloads=_mean_payloads,
+        why="a worker holds and computes a part of the MLPs",
+        holds=_part_of_mlps,
+    ),
+    _ddp(
+        codec=RANK_4,
+        settings="codec = powersgd:4, error_feedback = local",
+        kind=2,
+        vectors=3,
+        why="every worker takes the same step, on the gradients' main directions",
+    ),
+    _part(
+        method="dct-dp",
+        codec=LARGEST,
+        settings="sparsity = 0.99",
+        vectors=2,
+        waits=waits.for_buckets,
+        every=1,
+        rounds=False,
+    ),
     _part(method="sparta", codec="randk:0.005", settings="fraction = 0.005", every=1),
     _part(method="demo", codec=MOMENTUM, vectors=0, every=1, rounds=False),  # its two stand for AdamW's
 )

@@ -86,7 +86,7 @@ class BucketedSync(ReplicaSync):
         """See ReplicaSync.step. What is kept of gradients follows the scale of the loss."""
         if scaler is None or not self._careful:
             return super().step(closure, scaler=scaler)
-        self._scaled, before = True, scaler.get_scale()
+        self._scaled, before = scaler.is_enabled(), scaler.get_scale()
         loss = super().step(closure, scaler=scaler)
         if (after := scaler.get_scale()) != before:
             for bucket in self.buckets:

@@ -23,7 +23,7 @@ Memory: 8 bytes a parameter (the buckets, E).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from isles.comm.averaging import averaging
@@ -33,6 +33,7 @@ from isles.comm.mean import sent_bytes
 from isles.replicas.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.buckets import Bucket
 from isles.replicas.checks import at_least, one_of
+from isles.replicas.planned import Outline
 from isles.replicas.reduction import Averaged, Reduction
 from isles.replicas.thresholds import Rule, Thresholds
 
@@ -107,6 +108,10 @@ class DCTDP(BucketedSync):
         """
         exact = min(self.config.warmup_dense_steps, steps)
         return [(first, count) for first, count in ((1, exact), (exact + 1, steps - exact)) if count]
+
+    def outline(self, steps: int) -> Outline:
+        """See ReplicaSync.outline."""
+        return replace(super().outline(steps), about=self.config.sparsity > 0)
 
     def gauges(self) -> dict[str, float]:
         """See ReplicaSync.gauges: also the share of entries that the last step sent of tensors that are sent in part,

@@ -26,7 +26,7 @@ from isles.replicas.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.buckets import Bucket
 from isles.replicas.checks import idle_low_rank, one_of
 from isles.replicas.feedback import Feedback, check_feedback, feedback
-from isles.replicas.legal import PLAIN, warnings
+from isles.replicas.legal import BIASED
 from isles.replicas.reduction import Averaged, Native, Reduction
 
 
@@ -90,7 +90,16 @@ class DDP(BucketedSync):
         return tuple(nbytes + probe for nbytes in super().opening())
 
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise: what is said of a plain step on the mean of all."""
-        kind = self.config.codec.partition(":")[0]
-        choice = {**PLAIN, "rule": "sgd", "codec": kind, "error_feedback": self.config.error_feedback}
-        return [*super().advise(steps), *warnings(choice), *idle_low_rank(self.form, self.parameters)]
+        """See ReplicaSync.advise."""
+        config, notices = self.config, super().advise(steps)
+        if config.error_feedback == "none" and config.codec.partition(":")[0] in BIASED:
+            notices.append(
+                f"codec = {config.codec}: it takes a part of every gradient that never comes back; choose "
+                'error_feedback = "local"'
+            )
+        if config.error_feedback != "none" and self.form.lossless:
+            notices.append(
+                f"error_feedback = {config.error_feedback}: codec none loses nothing on the wire, so 8 bytes a "
+                'parameter are held for nothing; choose error_feedback = "none"'
+            )
+        return notices + idle_low_rank(self.form, self.parameters)

@@ -48,12 +48,12 @@ from isles.replicas.sync import MethodConfig, ReplicaSync
 
 @dataclass(frozen=True, kw_only=True)
 class ISTConfig(MethodConfig):
-    """sync_every: inner steps between two divisions (H). split: what is divided: heads, ffn, heads+ffn, or "all"
-    that the model can (never whole blocks). sampler: who gets which units: random; stratified (equally many from each
-    keeper); rolling (neighbours, moved on by one a round); fixed. server: who keeps them between rounds: partitioned (1/n each)
-    or central (worker 0). optimizer_state: travel (moments go with their units) or reset (a fresh inner optimizer every
-    round). eval_scale: keep_fraction (1/n on what reads divided units, in the full model) or none. seed: of the
-    divisions.
+    """sync_every: inner steps between two divisions (H). split: what is divided: heads, ffn, heads+ffn, or "all" that
+    the model can (never whole blocks). sampler: who gets which units: random; stratified (equally many from each
+    keeper); rolling (neighbours, moved on by one a round); fixed. server: who keeps them between rounds: partitioned
+    (1/n each) or central (worker 0). optimizer_state: travel (moments go with their units) or reset (a fresh inner
+    optimizer every round). eval_scale: keep_fraction (1/n on what reads divided units, in the full model) or none.
+    seed: of the divisions.
     """
 
     sync_every: int = 50

@@ -133,7 +133,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "warned",
         {"codec": BIASED, "error_feedback": ("none",), "rule": ("sgd", "nesterov", "heavy_ball", "noloco")},
-        "the codec takes a part of every gradient that never comes back",
+        "the codec takes a part of every outer gradient that never comes back",
         'error_feedback = "local"',
     ),
     Row(

@@ -48,7 +48,8 @@ class Outline:
 
     first: its first exchanges. rounds: moments at which something is sent that lands at once or later; every: inner
     steps between the first two of them (all steps of the run where there are fewer). opening, sent: bytes that each
-    position sends before the first step, and from then on.
+    position sends before the first step, and from then on; inside: those of `sent` that stay in the worker's island.
+    about: what is sent hangs on the numbers, and comes out near these.
     """
 
     first: tuple[Planned, ...]
@@ -56,6 +57,8 @@ class Outline:
     every: int
     opening: tuple[int, ...]
     sent: tuple[int, ...]
+    inside: int = 0
+    about: bool = False
 
 
 def outline(first: Sequence[Planned], steps: int, opening: tuple[int, ...], *, per_step: bool) -> Outline:

@@ -202,7 +202,7 @@ class ReplicaSync(Wrapping):
         if self.inside is None:
             return own
         inside = self.inside.outline(steps).sent[self.inside.group.rank] + self.spread_bytes(steps)
-        return replace(own, sent=tuple(nbytes + inside for nbytes in own.sent))
+        return replace(own, sent=tuple(nbytes + inside for nbytes in own.sent), inside=inside)
 
     def spread_bytes(self, steps: int) -> int:
         """Bytes that this worker sends inside its island in `steps` steps for what lands on it."""

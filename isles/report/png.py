@@ -7,6 +7,7 @@ for.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from isles.report.svg import axes_of
 _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
 _KEYS_A_ROW = 4
+_LETTERS = 105  # of the heading's size in that width
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
 
 
@@ -52,10 +54,16 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
     narrow = [panel for panel in shown if not isinstance(panel.picture, Lanes)]
     heights = [_table_height(table)] if table else []
     heights += [_ROW] * ((len(narrow) + 1) // 2) + [_lanes_height(panel) for panel in wide]
+    said = [heading, *textwrap.wrap(below, _LETTERS)]
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SIZES}):
-        figure = Figure(figsize=(_WIDTH, sum(heights) + 1.0), dpi=_DPI, facecolor=LIGHT["back"], layout="constrained")
+        figure = Figure(
+            figsize=(_WIDTH, sum(heights) + 0.6 + 0.2 * len(said)),
+            dpi=_DPI,
+            facecolor=LIGHT["back"],
+            layout="constrained",
+        )
         FigureCanvasAgg(figure)
-        figure.suptitle(f"{heading}\n{below}", fontsize=12.0, color=LIGHT["text"])
+        figure.suptitle("\n".join(said), fontsize=12.0, color=LIGHT["text"])
         grid = figure.add_gridspec(max(len(heights), 1), 2, height_ratios=heights or [1.0])
         row = 0
         if table:

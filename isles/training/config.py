@@ -29,21 +29,21 @@ _LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behi
 class WorldConfig:
     """Who trains, and over what.
 
-    workers: all of them; replicas, unless inner is above 1. inner: workers of an island, which has one replica: inside,
-    they share its batch by the method `inside` (ddp or fsdp); across islands the run's method exchanges, each worker
-    its part. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all
-    workers in this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps
-    results equal to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a file of
-    your own (`isles.network.own`). step_seconds: virtual only: what an inner step is charged with. step_factors:
-    virtual only: factor on the step of worker r, the list repeated over all workers; [1.0, 1.0, 1.0, 2.0] makes
-    every fourth half as fast; empty: all alike. step_jitter: virtual only: sigma of a log-normal factor (mean 1) on
-    every step. pause_every: virtual only: mean seconds from a worker's return to its next pause, exponential; 0:
-    nobody pauses. pause_seconds: virtual only: mean length of a pause, exponential; NoLoCo with on_peer_failure =
-    "solo" goes on without a paused partner after outer_deadline, all other methods wait. outer_deadline: longest
-    wait for a peer's part of a round, seconds; raise it if workers differ much in speed. meeting_deadline: longest
-    wait for the other machines at the start, seconds; raise it if they are started at different times.
-    slowest_link: bits per second; long transfers get five times what such a link would need; lower it if a big
-    model's peers are called late on slower links.
+    workers: all of them; replicas, unless inner is above 1. inner: workers of an island, which are one replica and
+    share its batch; across islands the run's method exchanges, each worker its part. inside: the method inside islands:
+    ddp or fsdp. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in
+    this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results equal
+    to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a file of your own
+    (`isles.network.own`). inner_links: virtual only: the same inside islands. step_seconds: virtual only: what an inner
+    step is charged with. step_factors: virtual only: factor on the step of worker r, the list repeated over all
+    workers; [1.0, 1.0, 1.0, 2.0] makes every fourth half as fast; empty: all alike. step_jitter: virtual only: sigma of
+    a log-normal factor (mean 1) on every step. pause_every: virtual only: mean seconds from a worker's return to its
+    next pause, exponential; 0: nobody pauses. pause_seconds: virtual only: mean length of a pause, exponential; NoLoCo
+    with on_peer_failure = "solo" goes on without a paused partner after outer_deadline, all other methods wait.
+    outer_deadline: longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed.
+    meeting_deadline: longest wait for the other machines at the start, seconds; raise it if they are started at
+    different times. slowest_link: bits per second; long transfers get five times what such a link would need; lower it
+    if a big model's peers are called late on slower links.
     """
 
     workers: int = 4
@@ -52,6 +52,7 @@ class WorldConfig:
     backend: Literal["distributed", "virtual"] = "distributed"
     threads: int = 1
     links: str = "home-fibre"
+    inner_links: str = "lan"
     step_seconds: float = 0.1
     step_factors: tuple[float, ...] = ()
     step_jitter: float = 0.0
@@ -97,9 +98,10 @@ class WorldConfig:
                 f"{uneven[0]} is of the virtual clock; on real workers speeds and pauses are as they are: take it out, "
                 'or set world.backend = "virtual"'
             )
-        network = links(self.links)  # refuses an unknown name
+        networks = links(self.links), links(self.inner_links)  # refuses an unknown name
         if self.backend == "virtual":
-            network.check(self.workers)
+            for network in networks[: 1 + (self.inner > 1)]:
+                network.check(self.workers)
 
     @property
     def pauses(self) -> Pauses | None:

@@ -169,6 +169,8 @@ def on_virtual(
             workers,
             args=args,
             links=world.links,
+            inner=world.inner,
+            inner_links=world.inner_links,
             threads=world.threads,
             step_seconds=world.step_seconds,
             speeds=replace(world, workers=workers).factors,

@@ -232,8 +232,10 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
 
 
 def _transfers(config: Config, outline: Outline, step_seconds: float | None) -> Transfers | None:
-    """None where nothing is sent, or nothing is known of the time between rounds."""
-    bits = 8 * max(outline.sent) / max(outline.rounds, 1)
+    """Of the exchanges across islands, where there are islands. None where nothing is sent, or nothing is known of the
+    time between rounds.
+    """
+    bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
     if not step_seconds or not bits:
         return None
     members = max(len(group) for planned in outline.first for group in planned.groups)

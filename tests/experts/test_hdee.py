@@ -274,7 +274,7 @@ def test_iterations_chain_each_expert_through_the_domains_of_its_difficulty(conf
     request = asked("hdee", two, "hdee.iterations=2")
     assert opened(request, tmp_path / "two").remarks() == []
     remark = opened(asked("hdee", two), tmp_path / "one").remarks()[0]
-    assert "hdee.iterations = 1: only the seeds train on easy-2, medium-2, difficult-2; raise it" in remark
+    assert "hdee.iterations = 1: no expert trains on easy-2, medium-2, difficult-2; raise it" in remark
     domains = read_domains(request.domains, tmp_path, 1)
     made_of = hdee.plan(request.own, request.base, domains, 0, tmp_path)  # type: ignore[arg-type]
     by_name = {job.name: job for job in made_of.jobs}

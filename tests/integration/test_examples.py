@@ -65,6 +65,14 @@ def test_add_a_method() -> None:
     assert rows["gossip"][1] < 0.5 * rows["none"][1]
 
 
+def test_recommender() -> None:
+    """Sparse gradients cost less than 0.01 of log-loss, and send a tenth of the bytes; both have learned."""
+    found = re.findall(r"(\d\.\d+) +(\d+\.\d+) MB", output("examples/recommender.py"))
+    (exact, dense), (sparse, few) = [(float(loss), float(sent)) for loss, sent in found]
+    assert abs(sparse - exact) < 0.01 and max(sparse, exact) < 0.55  # 0.654: the share of clicks alone
+    assert few < dense / 10
+
+
 def test_own_model_is_that_of_the_documents() -> None:
     """docs/own-model.md and examples/own_model.py hold the same code."""
     told = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-model.md").read_text(), re.DOTALL)[0]

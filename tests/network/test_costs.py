@@ -48,7 +48,7 @@ def test_latency_counts_once_a_hop():
     lines = lines_of(links, 4)
     assert costs.ring_seconds(lines, 1.0) == pytest.approx(6 * 0.5)
     assert costs.ring_seconds(costs.Lines.of(links, [0, 2, 1, 3]), 1.0) == pytest.approx(6 * 0.01)  # avoids that hop
-    assert costs.two_shot_seconds(lines, 1.0) == pytest.approx(2 * 0.5)
+    assert costs.two_shot_seconds(lines, 1.0) == pytest.approx(0.01 + 0.5)  # 0 does not wait for 1
     assert costs.tree_seconds(lines, 1.0) == pytest.approx(0.01 + 0.5 + 0.01 + 0.01)
     assert costs.partner_seconds(lines, 1.0) == pytest.approx((0.5 + 0.01 + 0.01) / 3)
 

@@ -72,6 +72,16 @@ def test_ddp_inside_is_fsdp_inside_is_ddp_without_islands(text: Path, tmp_path: 
             torch.testing.assert_close(models[name][key], weights, rtol=0, atol=2e-6)
 
 
+def test_islands_wait_for_slow_links_less_than_workers_alone(text: Path, tmp_path: Path) -> None:
+    """Over a slow line the four workers of two islands send half as much each as four replicas, and wait less."""
+    slow = ["world.links=home-cable", "world.step_seconds=0.01"]
+    seconds = {}
+    for name, more in (("replicas", []), ("islands", ["world.inner=2"])):
+        run(tiny(text, *slow, *more, method="diloco", workers=4), tmp_path / name)
+        seconds[name] = json.loads((tmp_path / name / "summary.json").read_text())["virtual_seconds"]
+    assert seconds["islands"] < seconds["replicas"]
+
+
 def test_other_numbers_of_workers_are_refused_and_change_nothing(text: Path, tmp_path: Path) -> None:
     config = tiny(text, *STOPS, "world.inner=2", method="diloco", workers=4, steps=7)
     run(config, tmp_path / "islands")

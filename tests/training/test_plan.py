@@ -240,6 +240,8 @@ def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert said in words, words
     show(of_case(text, "ddp", "world.backend=distributed", workers=2, steps=3), probe=True, as_json=False)
     assert "measured here" in capsys.readouterr().out
+    show(of_case(text, "dct-dp", workers=2, steps=3), probe=False, as_json=False)
+    assert "bytes       about " in capsys.readouterr().out
     show(of_case(text, "none", "world.backend=distributed", workers=2, steps=3), probe=False, as_json=False)
     assert "rounds" not in capsys.readouterr().out
 
