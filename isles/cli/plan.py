@@ -31,7 +31,9 @@ def plan(
         int | None, typer.Option(metavar="PORT", help="Only answer another machine's --probe, for ten minutes.")
     ] = None,
     sync_every: Annotated[int | None, typer.Option(help="H for all methods. Default: the least that will do.")] = None,
-    targets: Annotated[str, typer.Option(help="Wanted shares of computing in percent, the decisive one first.")] = "90",
+    targets: Annotated[
+        str | None, typer.Option(help="Wanted shares of computing in percent, the decisive one first. Default 90.")
+    ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the run, for hours; with --step-tokens.")] = None,
     step_tokens: Annotated[str | None, typer.Option(help="Tokens of one step of all workers together.")] = None,
     preset: Annotated[str | None, typer.Option(help="Instead: a calculation of the papers.")] = None,
@@ -58,6 +60,7 @@ def plan(
         latency=latency,
         probe=probe,
         sync_every=sync_every,
+        targets=targets,
         tokens=tokens,
         step_tokens=step_tokens,
     )
@@ -79,17 +82,17 @@ def plan(
             raise ValueError(f"--preset {preset} has its own numbers: leave out {', '.join(extra)}")
         _show(sheet(preset), json, out)
         return
-    _plan(asked, targets, json, out, write)
+    _plan(asked, json, out, write)
 
 
-def _plan(asked: Asked, targets: str, json: bool, out: Path | None, write: Path | None) -> None:
+def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
     from isles.cli.plan_job import config_of, job_of
     from isles.network import planner
     from isles.report.plan_sheet import plan_sheet
 
     if write is not None and write.exists():
         raise ValueError(f"--write {write}: exists already; name a new file")
-    shares = _shares(targets)
+    shares = _shares("90" if asked.targets is None else asked.targets)
     job, network = job_of(asked)  # after all that can be refused at once: it may measure
     plans = planner.plan(job, targets=shares, every=asked.sync_every)
     _show(plan_sheet(job, plans, network, targets=shares), json, out)

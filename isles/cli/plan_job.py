@@ -32,6 +32,7 @@ class Asked:
     latency: str | None = None
     probe: str | None = None
     sync_every: int | None = None
+    targets: str | None = None
     tokens: str | None = None
     step_tokens: str | None = None
 

@@ -1,8 +1,8 @@
 """Messages of a virtual run: from a send, over the lines of both ends and the latency, to the receive they belong to.
 
-    send -> waits and is served on the sender's uplink -> gone (the send is done) -> latency
-                   first bit -> latency -> served on the target's downlink ->  whichever is later: arrived (the receive
-                                                                               is done)
+    send -> waits for the sender's uplink, is served -> gone (the send is done) -> latency -> the last bit is there
+            its first bit leaves -> latency -> waits for the target's downlink, is served -> through
+    the last bit is there, and it is through -> arrived (the receive is done)
 
 A message comes in while it still leaves, so one alone takes the time of the slower of the two lines. Those that come in
 share a downlink fairly, each with all of its bits from the moment of its first: a share that a slow sender cannot fill

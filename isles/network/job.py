@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from isles.network.links import Links
 
-MOST_WORKERS = 2000
+MOST_PARAMETERS, MOST_LAYERS, MOST_WORKERS = 1e15, 750, 2000
 
 Matrices = tuple[tuple[float, float, int], ...]
 """(rows, columns, how many of them): of a decoder queries, keys and values; out; gate and up; down; others."""
@@ -43,8 +43,10 @@ class Job:
             value = getattr(self, key)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{key} = {value}: choose a number above 0")
-        if self.layers < 1:
-            raise ValueError(f"layers = {self.layers}: choose 1 or more")
+        if self.parameters > MOST_PARAMETERS:
+            raise ValueError(f"parameters = {self.parameters:g}: choose up to {MOST_PARAMETERS:g}")
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ValueError(f"layers = {self.layers}: choose 1 to {MOST_LAYERS}")
         if not 2 <= self.workers <= MOST_WORKERS:
             raise ValueError(f"workers = {self.workers}: choose 2 to {MOST_WORKERS}")
         if (self.tokens is None) != (self.step_tokens is None):

@@ -25,6 +25,7 @@ _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
 _KEYS_A_ROW = 4
 _LETTERS = 105  # of the heading's size in that width
+_ABREAST = 165  # letters of a table that stand beside each other
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
 
 
@@ -233,7 +234,7 @@ def _table(axes: Any, cells: Table) -> None:
     shares = [width / sum(widths) for width in widths]
     table = axes.table(cellText=cells.rows, colLabels=cells.heads, colWidths=shares, loc="center", edges="horizontal")
     table.auto_set_font_size(False)
-    table.set_fontsize(9.0)
+    table.set_fontsize(9.0 * min(1.0, _ABREAST / sum(widths)))
     table.scale(1.0, 1.4)
     for (_, column), cell in table.get_celld().items():
         cell.get_text().set_horizontalalignment("left" if column < cells.names else "right")

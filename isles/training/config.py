@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked wit
     from isles.replicas.sync import MethodConfig
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
+_PAUSE = 60.0  # seconds
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behind the names
 
 
@@ -57,7 +58,7 @@ class WorldConfig:
     step_factors: tuple[float, ...] = ()
     step_jitter: float = 0.0
     pause_every: float = 0.0
-    pause_seconds: float = 60.0
+    pause_seconds: float = _PAUSE
     outer_deadline: float = 60.0
     meeting_deadline: float = 300.0
     slowest_link: float = 10e6
@@ -92,6 +93,10 @@ class WorldConfig:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more seconds")
         if self.pause_every and not self.pause_seconds:
             raise ValueError("pause_seconds = 0.0: choose how long a pause is, or pause_every = 0 for none")
+        if self.pause_seconds != _PAUSE and not self.pause_every:
+            raise ValueError(
+                f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600"
+            )
         uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
         if uneven and self.backend != "virtual":
             raise ValueError(

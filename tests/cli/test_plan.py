@@ -8,12 +8,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from isles import cli
+from isles.cli.plan_job import Asked, job_of
+from isles.models.sizes import SIZES, matrices
 from isles.network import eager_tables
 from isles.report import noloco_sheets
 from isles.report.planning import presets, sheet
@@ -103,6 +106,19 @@ def test_a_plan_like_a_run(plan, tmp_path: Path):
     assert code == 2 and "has not ended" in err
 
 
+def test_a_run_knows_its_matrices(tmp_path: Path):
+    """Of the run's own decoder; not where another number of parameters is asked for, or was counted."""
+    summary = {"parameters": 123_200, "workers": 4, "steps": 10, "tokens": 1e4, "compute_seconds": 1.0}
+    (tmp_path / "config.toml").write_text('[model]\nsize = "0.13M"\n')
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    like = Asked(like=str(tmp_path), links="lan")
+    assert job_of(like)[0].matrices == matrices(SIZES["0.13M"])
+    assert job_of(replace(like, params="1B"))[0].matrices is None
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "parameters": 5}))
+    with pytest.raises(ValueError, match="missing: --layers"):
+        job_of(like)
+
+
 def test_a_plan_as_a_configuration(plan, tmp_path: Path):
     """What --write writes, `isles train` takes."""
     from isles.training.border import read_config
@@ -159,6 +175,8 @@ def test_list_of_presets(plan):
         (["--like", "absent", "--links", "lan"], "no run directory at absent"),
         ([*RUN, "--links", "lan", "--write", "/dev/null"], "exists already"),
         (["--preset", "eager-table2", "--workers", "3", "--step-time", "1"], "leave out --step-time, --workers"),
+        (["--preset", "eager-table2", "--targets", "50"], "leave out --targets"),
+        ([*RUN, "--links", "lan", "--layers", "100000000"], "layers = 100000000: choose 1 to 750"),
         (["--preset", "eager-table6"], "did you mean 'eager-table5'"),
         (["--presets", "--json"], "give it alone"),
         (["--preset", "eager-table2", "--out", "/proc/none"], "--out"),

@@ -68,10 +68,19 @@ def trained(world: Mesh, name: str) -> None:
     """A few steps of a method on a plain model of 0.73 million parameters, to its consolidated end."""
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 20))
-    options = {} if name in ("none", "ddp") else {"sync_every": 2}
-    optimizer = isles.method(name)(model, torch.optim.SGD(model.parameters(), lr=0.01), world.outer, **options)
+    group, inside = world.outer, None
+    if name == "islands":  # DiLoCo across, FSDP inside
+        name, world = "diloco", world.islands(2)
+        group, inside = world.outer, isles.FSDP
+    kind = isles.method(name)
+    model = (inside or kind).local_part(model, world.inner if inside else group, (inside or kind).Config())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if inside:
+        optimizer = inside(model, optimizer, world.inner)
+    options = {} if name in ("none", "ddp", "fsdp") else {"sync_every": 2}
+    optimizer = kind(model, optimizer, group, **options)
     for _ in range(STEPS):
-        model(torch.randn(8, 600)).square().mean().backward()
+        optimizer.model(torch.randn(8, 600)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.consolidate()

@@ -15,7 +15,7 @@ MEGABYTE = 1_000_000
     [
         ("mean", sorted(CODECS)),
         ("verb", ["all_gather", "all_to_all", "exchange", "broadcast", "mail"]),
-        ("method", ["none", "ddp", "localsgd", "diloco", "noloco"]),
+        ("method", ["none", "ddp", "fsdp", "localsgd", "diloco", "noloco", "islands"]),
     ],
     ids=["mean", "verbs", "methods"],
 )

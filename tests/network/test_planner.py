@@ -124,7 +124,9 @@ def test_hours_need_tokens():
         ({"workers": 0}, "workers = 0"),
         ({"workers": 5000}, "choose 2 to 2000"),
         ({"parameters": -1}, "parameters"),
+        ({"parameters": 1e30}, "choose up to 1e.15"),
         ({"layers": 0}, "layers"),
+        ({"layers": 10**8}, "choose 1 to 750"),
         ({"step_seconds": math.inf}, "step_seconds"),
         ({"tokens": 1e9}, "give both"),
         ({"links": Links(bandwidth=[1.0, 2.0])}, "bandwidth has 2 values"),
@@ -140,3 +142,19 @@ def test_no_such_wish():
         plan(JOB, targets=(1.5,))
     with pytest.raises(ValueError, match="sync_every = 0"):
         plan(JOB, every=0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("localsgd", "diloco"), ("fedavg", "diloco"), ("slowmo", "diloco"), ("delayed", "eager")]
+)
+def test_methods_that_cost_the_same(one, other):
+    """Those that are not planned with send, and when, what another does."""
+    from isles.training.border import read_config
+    from isles.training.plan import plan as dry_run
+
+    def outline(method):
+        flags = {"replicas.method": method, "world.workers": 8, "run.steps": 60, "replicas.sync_every": 20}
+        return dry_run(read_config(None, flags, ["data.path=isles/network"])).outline
+
+    assert outline(one) == outline(other)
+    assert one not in {made.method for made in WAYS}

@@ -71,6 +71,11 @@ def test_no_such_world(setting: str, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
+def test_a_pause_that_nobody_makes() -> None:
+    with pytest.raises(ValueError, match=r"world\.pause_seconds = 5\.0: nobody pauses; choose pause_every too"):
+        read_config(None, {}, ["world.backend=virtual", "world.pause_seconds=5"])
+
+
 @pytest.mark.parametrize("setting", ["step_factors=[2.0]", "step_jitter=0.1", "pause_every=5"])
 def test_real_workers_are_as_they_are(setting: str) -> None:
     with pytest.raises(ValueError, match=r"virtual clock; .*take it out, or set world\.backend"):
