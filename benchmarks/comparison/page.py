@@ -11,7 +11,7 @@ from benchmarks.comparison.cases import ROWS, STEP_SECONDS, TOPOLOGIES
 from benchmarks.comparison.claims import Judged
 from benchmarks.comparison.figures import REFERENCE, Figures, Spread, differences
 from benchmarks.comparison.sweep_page import sweep_section
-from benchmarks.comparison.text import gap, joined, loss, named, paragraph, points, table
+from benchmarks.comparison.text import gap, joined, loss, named, paragraph, points, span, table
 from benchmarks.comparison.words import WHY
 from isles.report.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -105,7 +105,7 @@ def _methods(asked: Asked) -> str:
 def _method_row(row: Figures, asked: Asked, places: Sequence[str]) -> list[str]:
     there, wanted = len(row.summaries), len(asked.seeds)
     sent, reference = row.spread("bytes_sent_per_worker"), row.spread("ddp_bytes_per_worker")
-    computing = row.spread("compute_utilisation") if ROWS[row.label].timed else None
+    computing = row.values("compute_utilisation").values() if ROWS[row.label].timed else ()
     assert sent is not None and reference is not None
     times = row.seconds
     return [
@@ -116,7 +116,7 @@ def _method_row(row: Figures, asked: Asked, places: Sequence[str]) -> list[str]:
         format_bytes(sent.mean),
         format_percent(sent.mean / reference.mean),
         *(format_seconds(times[name]) if name in times else "-" for name in places),
-        "-" if computing is None else f"{100 * computing.low:.0f} to {100 * computing.high:.0f} %",
+        span([100 * share for share in computing], "{:.0f}", " %") if computing else "-",
         f"{row.memory:.1f}",
     ]
 
@@ -151,7 +151,7 @@ def _claims(asked: Asked) -> str:
             one.claim.words,
             one.claim.source,
             f"{one.mean:+.3f}" if one.found else "-",
-            f"{min(one.found):+.3f} to {max(one.found):+.3f}" if one.found else "-",
+            span(one.found, "{:+.3f}") if one.found else "-",
             one.verdict,
         ]
         for one in asked.judged

@@ -67,7 +67,9 @@ def _picture(marks: Sequence[Marks], heading: str, x_label: str, x_format: Calla
         return b""
     xs = [x for x, _ in points]
     x_axis = logarithmic(min(xs) / 1.5, max(xs) * 2, tight=True)  # room for names at both sides
-    y_axis = linear(min(y.low for _, y in points), max(y.high for _, y in points), 6)
+    low, high = min(y.low for _, y in points), max(y.high for _, y in points)
+    room = 0.04 * (high - low)
+    y_axis = linear(low - room, high + room, 6)
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()

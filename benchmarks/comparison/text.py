@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.comparison.figures import Figures, Spread, differences
 
@@ -47,6 +47,13 @@ def gap(row: Figures | None, reference: Figures | None) -> str:
         return "0"
     found = differences(row, reference)
     return loss(Spread.of(found.values()), sign=True) if found else "-"
+
+
+def span(values: Iterable[float], form: str, unit: str = "") -> str:
+    """The least and the largest, each as `form` (of str.format) says; one number where they look alike."""
+    values = list(values)
+    ends = dict.fromkeys(form.format(value) for value in (min(values), max(values)))
+    return " to ".join(ends) + unit
 
 
 def named(labels: Sequence[str]) -> str:
