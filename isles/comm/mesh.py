@@ -98,12 +98,17 @@ def arrange(
     def group(ranks: list[int], channel: Channel) -> Group:
         return world.among(ranks, channel)
 
+    def patient(island: Group) -> Group:
+        """Whoever waits for an answer from other islands keeps its own island waiting as long."""
+        waits = island.deadlines
+        return replace(island, deadlines=replace(waits, inner=max(waits.inner, waits.outer)))
+
     world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines(), ledger or Ledger())
     return Mesh(
         world=world,
         outer=group([rank(o, here_stage, here_inner) for o in range(outer)], "outer"),
         stage=group([rank(here_outer, s, here_inner) for s in range(stage)], "pipeline"),
-        inner=group([rank(here_outer, here_stage, i) for i in range(inner)], "inner"),
+        inner=patient(group([rank(here_outer, here_stage, i) for i in range(inner)], "inner")),
         local_rank=transport.rank if local_rank is None else local_rank,
     )
 

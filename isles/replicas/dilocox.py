@@ -11,8 +11,9 @@ factors in 4 bits, with error feedback.
 W: anchor, equal on all workers; C: low rank by `isles.comm.factors`, its factors in `codec`, what is no matrix in 8
 bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept while it travels;
 restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the means make use of
-(`adaptive`). The readable text does not decide between carry and restart; carry fits its results. Memory beyond
-training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
+(`adaptive`; in an island each worker's rank follows its shares, and H is the largest that one of them wants). The
+readable text does not decide between carry and restart; carry fits its results. Memory beyond training: W, v, E and
+start, 16 bytes a parameter, two payloads, and the factors.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from isles.replicas.cadence import EveryH
 from isles.replicas.diloco import Nesterov
 from isles.replicas.dilocox_config import DiLoCoXConfig
 from isles.replicas.feedback import feedback
+from isles.replicas.fragment import Fragment
 from isles.replicas.landing import Carry, Replace
 from isles.replicas.mixing import Everyone
 from isles.replicas.outer import OuterSync
@@ -65,12 +67,21 @@ class DiLoCoX(OuterSync):
 
     def adapt(self) -> None:
         """See OuterSync.adapt."""
-        (fragment,), adaptive = self.fragments, self.adaptive
-        means = fragment.averaging
-        if adaptive is None or not isinstance(means, Factors) or fragment.rounds <= means.form.start:
+        (fragment,) = self.fragments
+        form = self.parts.codec
+        if self.adaptive is None and self.inside is None:
             return
+        if isinstance(form, LowRank) and self.config.rounds_averaged and fragment.rounds > form.start:
+            every = self.island.largest(self._adapted(fragment))
+            self.cadence = replace(self.cadence, sync_every=every, origin=self.steps)
+
+    def _adapted(self, fragment: Fragment) -> int:
+        """Give the next round its rank; the inner steps that it wants."""
+        means, adaptive = fragment.averaging, self.adaptive
+        if adaptive is None or not isinstance(means, Factors):
+            return self.config.sync_every  # an island's worker whose shares are too small for factors
         if not all(basis.isfinite().all() for basis in means.bases):
-            return  # without error feedback to notice it; the run's loss will tell
+            return self.cadence.sync_every  # without error feedback to notice it; the run's loss will tell
         adaptive.observe(means.bases, [matrix.rows * matrix.columns for matrix in means.matrices])
         round = fragment.rounds + 1
         adaptive.last = rank = adaptive.rank(round)
@@ -78,7 +89,7 @@ class DiLoCoX(OuterSync):
             resized(basis, min(rank, matrix.rows), round)
             for basis, matrix in zip(means.bases, means.matrices, strict=True)
         ]
-        self.cadence = replace(self.cadence, sync_every=adaptive.every(rank), origin=self.steps)
+        return adaptive.every(rank)
 
     def gauges(self) -> dict[str, float]:
         """See ReplicaSync.gauges: also the rank of the last round, and the inner steps of this one."""

@@ -71,7 +71,7 @@ class FSDP(ReplicaSync):
 
     def as_island(self) -> Island:
         """See ReplicaSync.as_island."""
-        return Shards(self.parameters)
+        return Shards(self.parameters, self.group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -117,10 +117,10 @@ class FSDP(ReplicaSync):
         return 0.0
 
     def schedule(self, steps: int) -> list[Planned]:
-        """See ReplicaSync.schedule: one batch a step; further ones are gathered for too."""
+        """See ReplicaSync.schedule: weights are gathered for every batch, gradients scattered once a step."""
         size = self.group.size
         everyone = (tuple(range(size)),)
-        gathers = 2 if self.config.reshard_after_forward else 1
+        gathers = self.batches * (2 if self.config.reshard_after_forward else 1)
         each = [
             (index, what, (size - 1) * nbytes)
             for index, unit in enumerate(self.sharding.units)
@@ -153,9 +153,11 @@ class FSDP(ReplicaSync):
         if size == 1:
             return []
         whole = max(unit.held for unit in units) if self.config.reshard_after_forward else sum(u.held for u in units)
+        kept = sum(unit.trained for unit in units) if self.batches > 1 else max(unit.trained for unit in units)
         return [
             Held("gathered weights", size * whole, "exchange"),
-            Held("gradients on their way", 2 * size * max(unit.trained for unit in units), "exchange"),
+            Held("gradients, whole", size * kept, "exchange"),
+            Held("gradients on their way", size * max(unit.trained for unit in units), "exchange"),
             Held("the whole model", size * sum(unit.held for unit in units), "end"),
         ]
 

@@ -34,6 +34,12 @@ class Island(ABC):
 
     shares: list[Tensor]
 
+    @abstractmethod
+    def largest(self, number: int) -> int:
+        """Of the numbers that the workers of the island give: for what depends on a worker's shares and must be the
+        same for all of the island. Bytes sent: 8 times the others.
+        """
+
     def own(self, tensor: Tensor) -> Tensor:
         """What this worker holds of a parameter, live."""
         return tensor
@@ -46,12 +52,21 @@ class Island(ABC):
     def spread_bytes(self, indexes: Sequence[int]) -> int:
         """Bytes that this worker sends for `spread`."""
 
+    @property
+    def working_bytes(self) -> int:
+        """Memory that `spread` of everything takes on the host."""
+        return 0
+
 
 class Alone(Island):
     """A replica of one worker."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.shares = [self.own(parameter) for parameter in parameters]
+
+    def largest(self, number: int) -> int:
+        """The number itself."""
+        return number
 
     def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
         """Nothing to do."""
@@ -64,9 +79,17 @@ class Alone(Island):
 class Shards(Alone):
     """The other workers of the island hold nothing of what this one owns."""
 
+    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
+        super().__init__(parameters)
+        self._group = group
+
     def own(self, tensor: Tensor) -> Tensor:
         """Its own rows."""
         return own_rows(tensor)
+
+    def largest(self, number: int) -> int:
+        """See Island.largest."""
+        return _largest(self._group, number)
 
 
 class Copies(Island):
@@ -78,19 +101,26 @@ class Copies(Island):
         self.shares = [rows[group.rank] for rows in self._rows]
         self._spread = 0
 
+    def largest(self, number: int) -> int:
+        """See Island.largest."""
+        return _largest(self._group, number)
+
     def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
         """Everyone's shares to everyone. Bytes sent: (R - 1) times the own ones; one latency."""
         group = self._group
+        for index in indexes:
+            if _memory(self._rows[index][0]) != _memory(self._parameters[index]):
+                raise ValueError("the model was moved after its optimizer was made: move it before")
         if group.size == 1 or not indexes:
             return
-        for index in indexes:
-            if self._rows[index][0].untyped_storage().data_ptr() != _memory(self._parameters[index]):
-                raise ValueError("the model was moved after its optimizer was made: move it before")
-        flats = [_flat([self._rows[index][position] for index in indexes]) for position in range(group.size)]
-        own = flats[group.rank]
+        own = _flat([self.shares[index] for index in indexes])
+        sizes = [sum(self._rows[index][position].nbytes for index in indexes) for position in range(group.size)]
         call = group.call(channel, round=self._spread, fragment=_FRAGMENT)
         self._spread += 1
-        theirs = [flat if flat is own else torch.empty_like(flat) for flat in flats]
+        theirs = [
+            own if position == group.rank else torch.empty(nbytes, dtype=torch.uint8)
+            for position, nbytes in enumerate(sizes)
+        ]
         group.start(
             collectives.all_to_all(call, [own] * group.size, theirs), channel, nbytes=(group.size - 1) * own.nbytes
         ).wait()
@@ -102,6 +132,15 @@ class Copies(Island):
     def spread_bytes(self, indexes: Sequence[int]) -> int:
         """(R - 1) times the own shares."""
         return (self._group.size - 1) * sum(self.shares[index].nbytes for index in indexes)
+
+    @property
+    def working_bytes(self) -> int:
+        """Everyone's shares once."""
+        return sum(parameter.nbytes for parameter in self._parameters) if self._group.size > 1 else 0
+
+
+def _largest(group: Group, number: int) -> int:
+    return max(int(theirs) for theirs in group.all_gather(torch.tensor([number])))
 
 
 def _memory(tensor: Tensor) -> int:

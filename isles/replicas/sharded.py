@@ -13,8 +13,9 @@ on GPUs they are torch's over NCCL, counted by the same formula.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -62,10 +63,14 @@ def shard(model: nn.Module, group: Group, *, reshard_after_forward: bool = True)
             'world.backend = "distributed", or take ddp'
         )
     parameters = list(model.parameters())
-    _, blocks = blocks_of(model)
+    blocks = _blocks(model)
+    _refuse_unfit(model, blocks)
     sketched = parameters[0].is_meta
+    for parameter in parameters:
+        parameter.data = parameter.data.contiguous()  # rows of it are then one run of memory
     skeleton = _without_numbers(model)
-    sharding = Sharding(group, skeleton, _units(blocks, model, group.size), reshard_after_forward)
+    units = tuple(_unit(own, group.size) for own in _gathered_together(blocks, model))
+    sharding = Sharding(group, skeleton, units, reshard_after_forward)
     if sketched:
         model = copy.deepcopy(model)
         _replace(model, lambda _, parameter: torch.empty_like(_rows(parameter, group.size)[0]))
@@ -147,6 +152,49 @@ def _gathered(tensor: Tensor, empty: Tensor, group: Group) -> Tensor:
     return whole.to(tensor.device)
 
 
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks that can be gathered apart: with a forward of their own, there once, sharing nothing."""
+    _, blocks = blocks_of(model)
+    owners = Counter(id(held) for module in model.modules() for held in module.parameters(recurse=False))
+    return [
+        block
+        for block in blocks
+        if list(blocks).count(block) == 1
+        and not isinstance(block, nn.ModuleList | nn.ModuleDict)
+        and all(
+            owners[id(held)] == sum(held is own for part in block.modules() for own in part.parameters(recurse=False))
+            for held in block.parameters()
+        )
+    ]
+
+
+def _refuse_unfit(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """ValueError, with the mend, for parameters that torch's fully_shard cannot take."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(f"{name} is a single number, which fsdp cannot cut: give it the shape (1,), or take ddp")
+    for unit in _gathered_together(blocks, model):
+        formats = sorted({str(parameter.dtype) for parameter in unit if parameter.requires_grad})
+        if len(formats) > 1:
+            raise ValueError(
+                f"fsdp gathers parameters in one format, and here are {' and '.join(formats)} together: convert the "
+                "model to one of them, or take ddp"
+            )
+
+
+def _refuse_hidden_tensors(model: nn.Module, arguments: Any, output: Any) -> None:
+    """A forward hook: torch gathers weights for the backward pass when a gradient reaches a tensor it has seen."""
+    if torch.is_grad_enabled() and not _is_seen(output):
+        raise ValueError(
+            f"the model returns a {type(output).__name__}, in which fsdp sees no tensor: return a tensor, a dict, a "
+            "tuple or a dataclass, such as isles.models.Output(loss, logits), or take ddp"
+        )
+
+
+def _is_seen(output: Any) -> bool:
+    return isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output)
+
+
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -164,12 +212,14 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) ->
         unit.set_custom_all_gather(messages[0])
         unit.set_custom_reduce_scatter(messages[1])
         sharding.messages.extend(messages)
+    model.register_forward_hook(_refuse_hidden_tensors, prepend=True)
 
 
-def _units(blocks: Sequence[nn.Module], model: nn.Module, size: int) -> tuple[Unit, ...]:
+def _gathered_together(blocks: Sequence[nn.Module], model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each block, and those in none."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    return tuple(_unit(list(own), size) for own in (*(block.parameters() for block in blocks), rest))
+    return [*(list(block.parameters()) for block in blocks), rest]
 
 
 def _unit(parameters: Sequence[Tensor], size: int) -> Unit:

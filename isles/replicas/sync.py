@@ -36,6 +36,8 @@ from isles.replicas.start import bytes_by_format, same_settings, same_weights, s
 from isles.replicas.std import replica_std
 from isles.replicas.wrapping import Wrapping
 
+_COMPARED = "weights and their mean"
+
 
 class ReplicaSync(Wrapping):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
@@ -99,6 +101,8 @@ class ReplicaSync(Wrapping):
         self.everything = range(len(self.shares))
         self.steps = 0
         """Inner steps done."""
+        self.batches = 1
+        """Backward passes of a step, which `schedule` and `memory` count with: more where gradients accumulate."""
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
@@ -124,6 +128,10 @@ class ReplicaSync(Wrapping):
             raise ValueError(
                 "the island's group and the group across islands share other workers: give world.inner and world.outer "
                 "of isles.mesh(outer=..., inner=...)"
+            )
+        if self.config.survives:
+            raise ValueError(
+                'on_peer_failure = "solo": workers of an island could lose different peers; choose "raise"'
             )
         if self.max_norm is not None:
             raise ValueError("max_norm clips the island's gradient: give it to the method inside the island")
@@ -201,8 +209,10 @@ class ReplicaSync(Wrapping):
         own = outline(self.schedule(steps), steps, self.opening(), per_step=False)
         if self.inside is None:
             return own
-        inside = self.inside.outline(steps).sent[self.inside.group.rank] + self.spread_bytes(steps)
-        return replace(own, sent=tuple(nbytes + inside for nbytes in own.sent), inside=inside)
+        theirs = self.inside.outline(steps)
+        inside = theirs.sent[self.inside.group.rank] + self.spread_bytes(steps)
+        sent = tuple(nbytes + inside for nbytes in own.sent)
+        return replace(own, sent=sent, inside=inside, about=own.about or theirs.about)
 
     def spread_bytes(self, steps: int) -> int:
         """Bytes that this worker sends inside its island in `steps` steps for what lands on it."""
@@ -218,8 +228,12 @@ class ReplicaSync(Wrapping):
     def memory(self) -> list[Held]:
         """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
         flat = FlatParameters(self.shares)
-        inside = [] if self.inside is None else self.inside.memory()
-        return [*inside, Held("weights and their mean", 2 * flat.numel * flat.dtype.itemsize, "end")]
+        held = [Held(_COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end")]
+        if self.inside is not None:  # whose workers are never compared: they are one replica
+            held += [one for one in self.inside.memory() if one.what != _COMPARED]
+        if self.island.working_bytes:
+            held.append(Held("shares of the island", self.island.working_bytes, "exchange"))
+        return held
 
     def gauges(self) -> dict[str, float]:
         """Numbers of the method's own that go into each line of metrics: feedback_ratio, rank, ..."""

@@ -39,7 +39,10 @@ def wrapped(
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
             inner = inner_optimizer(part, config.inner, kind.usual_inner)
-            optimizer = kind(part, inside(part, inner, island, max_norm=max_norm), group, config.replicas)
+            replica = inside(part, inner, island, max_norm=max_norm)
+            replica.batches = config.inner.accumulation
+            optimizer = kind(part, replica, group, config.replicas)
+        optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")

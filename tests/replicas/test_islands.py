@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.comm.transport import Deadlines
 from tests.replicas.island_workers import RUNS, STEPS, Blocks, Case, train_all
 from tests.replicas.workers import LINKS, adamw, batch
 
@@ -109,6 +112,7 @@ def refusals(world: Mesh) -> list[str]:
         lambda: across(isles.DiLoCo, inside(), max_norm=1.0),
         lambda: isles.DiLoCo(model, inside(), islands.inner),
         lambda: world.islands(3),
+        lambda: across(isles.NoLoCo, inside(), on_peer_failure="solo"),
     ]
     found = []
     for attempt in tries:
@@ -127,10 +131,145 @@ def test_what_islands_cannot_be_is_refused_with_the_mend() -> None:
         "give it to the method inside",
         "give world.inner and world.outer",
         "inner=3",
+        'choose "raise"',
     ]
     for told in isles.run_virtual(refusals, 4, links=LINKS):
         for line, part in zip(told, wanted, strict=True):
             assert part in line and "\n" not in line, line
+
+
+def moved_alone(world: Mesh) -> None:
+    islands = world.islands(1)
+    model = Blocks()
+    optimizer = isles.LocalSGD(model, isles.DDP(model, adamw(model), islands.inner), islands.outer, sync_every=1)
+    model.double()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def test_a_model_that_was_moved_is_refused_in_an_island_of_one_too() -> None:
+    with pytest.raises(ValueError, match="move it before"):
+        isles.run_virtual(moved_alone, 2, links=LINKS)
+
+
+def halves(world: Mesh) -> list[dict[str, float]]:
+    """DiLoCoX across islands: one worker's share of the only matrix learns a direction, the other's all of them."""
+    islands = world.islands(2)
+    model = nn.Linear(24, 64, bias=False)
+    inside = isles.DDP(model, torch.optim.SGD(model.parameters(), lr=0.05), islands.inner)
+    settings = {"sync_every": 4, "rank": 4, "start_compress": 1, "window": 1}
+    optimizer = isles.DiLoCoX(model, inside, islands.outer, **settings)
+    seen = []
+    for step in range(1, 25):
+        draw = torch.Generator().manual_seed(1000 * world.rank + step)
+        x = torch.randn(16, 24, generator=draw)
+        target = torch.cat((x[:, :1].expand(16, 32), torch.randn(16, 32, generator=draw)), 1)
+        F.mse_loss(model(x), target, reduction="sum").div(16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(optimizer.gauges())
+    return seen
+
+
+def test_ranks_are_each_workers_own_and_rounds_the_islands() -> None:
+    """Workers that chose H by themselves would wait for each other in different steps."""
+    results = isles.run_virtual(halves, 4, links=LINKS)
+    assert any(a["rank"] != b["rank"] for a, b in zip(*results[:2], strict=True))
+    for own in results:
+        assert [gauges["sync_every"] for gauges in own] == [gauges["sync_every"] for gauges in results[0]]
+
+
+def planned_and_patient(world: Mesh) -> tuple[bool, float, list[str]]:
+    islands = isles.mesh(outer=2, inner=2, deadlines=Deadlines(outer=900.0))
+    model = Blocks()
+    inside = isles.DCTDP(model, adamw(model), islands.inner, exclude_below=8)
+    optimizer = isles.DiLoCo(model, inside, islands.outer, sync_every=2)
+    held = [held.what for held in optimizer.memory()]
+    return optimizer.outline(4).about, islands.inner.deadlines.inner, held
+
+
+def test_an_island_waits_as_long_as_its_members_do_and_says_what_it_holds() -> None:
+    """A member may be waiting across islands; its own must not call it lost meanwhile."""
+    for about, patience, held in isles.run_virtual(planned_and_patient, 4, links=LINKS):
+        assert about and patience == 900.0
+        assert held.count("weights and their mean") == held.count("shares of the island") == 1
+
+
+class Own(nn.Module):
+    """One's own kind of model: no rows for a second worker, strides, a block called twice, two that share a weight, a
+    list in a list; returns a `kind`.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.one = nn.Parameter(torch.randn(1, 5))
+        self.turned = nn.Parameter(torch.randn(9, 5).T)
+        again = nn.Linear(9, 9)
+        self.blocks = nn.ModuleList([again, again, *(nn.Linear(9, 9) for _ in range(3))])
+        self.blocks.append(nn.ModuleList([nn.Linear(9, 9)]))
+        self.blocks[3].weight = self.blocks[2].weight  # type: ignore[assignment]
+        self.end = nn.Linear(9, 7)
+        self.register_buffer("seen", torch.tensor([True, False]))
+
+    def forward(self, x: Tensor) -> Any:
+        x = (x + self.one) @ self.turned
+        for block in self.blocks:
+            x = x + torch.tanh(block[0](x) if isinstance(block, nn.ModuleList) else block(x))
+        return self.kind(out=self.end(x))
+
+
+class Hidden:
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 9), nn.Linear(9, 7, dtype=torch.float64)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def strange(world: Mesh) -> tuple[float, int, list[str]]:
+    """How far `Own` is from plain training, bytes that the plan did not know, and what is told of models that fsdp
+    cannot take.
+    """
+    model = isles.shard(Own(dict), world.outer)
+    optimizer, plain = isles.FSDP(model, adamw(model), world.outer), Own(dict)
+    theirs, before = adamw(plain), world.world.traffic["outer"].bytes_sent
+    for step in range(2):
+        x, y = batch(world.rank, step)
+        F.mse_loss(optimizer.model(x)["out"], y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x, y = (torch.cat(parts) for parts in zip(*(batch(worker, step) for worker in range(2)), strict=True))
+        F.mse_loss(plain(x)["out"], y).backward()
+        theirs.step()
+        theirs.zero_grad()
+    unknown = world.world.traffic["outer"].bytes_sent - before - optimizer.outline(2).sent[world.rank]
+    mine = optimizer.consolidate().state_dict()
+    told = []
+    for attempt in (Mixed, Scalar, lambda: Own(Hidden)):
+        with pytest.raises(ValueError) as caught:
+            isles.shard(attempt(), world.outer)(batch(0, 0)[0])
+        told.append(str(caught.value))
+    apart = max(float((mine[name].double() - held.double()).abs().max()) for name, held in plain.state_dict().items())
+    return apart, unknown, told
+
+
+def test_fsdp_takes_strange_models_or_says_why_not() -> None:
+    for apart, unknown, told in isles.run_local(strange, 2):
+        assert apart < 1e-5 and unknown == 0
+        for line, part in zip(told, ["in one format", "give it the shape (1,)", "return a tensor"], strict=True):
+            assert part in line and "\n" not in line
 
 
 def sharded_alone(world: Mesh) -> tuple[float, float]:

@@ -30,7 +30,7 @@ def text(tmp_path: Path) -> Path:
     [
         ("diloco", ["world.inner=2"], 4),
         ("noloco", [REAL, "world.inner=2", "world.inside=fsdp", "model.tie_embeddings=true"], 4),
-        ("fsdp", [REAL, "inner.accumulation=1"], 2),
+        ("fsdp", [REAL, "inner.accumulation=2"], 2),
     ],
 )
 def test_a_run_is_planned_stopped_and_gone_on_with(
