@@ -54,7 +54,10 @@ def split_axes(model: nn.Module, kinds: str = "all") -> dict[str, Axes]:
     model has none, none of that kind, or parts of which it is not known how to divide them.
     """
     found = _axes(model)
+    _refuse_misfits(model, found)
     known = list(dict.fromkeys(axis.kind for axes in found.values() for axis in axes if axis is not None))
+    if not known:
+        raise ValueError("this model has no hidden units to divide: all of its widths are inputs or outputs")
     wanted = known if kinds == "all" else kinds.split("+")
     for kind in wanted:
         if kind not in known:
@@ -137,6 +140,23 @@ def _axes(model: nn.Module) -> dict[str, Axes]:
     )
 
 
+def _refuse_misfits(model: nn.Module, found: Mapping[str, Axes]) -> None:
+    """ValueError where `found` does not describe the parameters of the model."""
+    parameters, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    for name, axes in found.items():
+        if name not in every:
+            raise ValueError(f"split_axes() names {name!r}, which is no parameter of the model: give its full name")
+        if name not in parameters:
+            raise ValueError(f"{name} is another parameter too, and would be divided twice: tie no divided parameters")
+        shape = parameters[name].shape
+        said = [None if axis is None else axis.repeats * axis.units * axis.width for axis in axes]
+        if len(said) != len(shape) or any(size not in (None, own) for size, own in zip(said, shape, strict=True)):
+            raise ValueError(
+                f"{name} has the shape {tuple(shape)}: split_axes() must give an Axis or None for each dimension, "
+                "whose repeats x units x width is its size"
+            )
+
+
 def _decoder(model: Decoder) -> dict[str, Axes]:
     """Heads with their query, key and value rows and their output columns; MLP units with their gate and up rows and
     down columns.
@@ -160,6 +180,9 @@ def _decoder(model: Decoder) -> dict[str, Axes]:
 
 def _sequential(model: nn.Sequential) -> dict[str, Axes]:
     """The IST paper's network: every Linear layer but the last gives hidden units, which the next one reads."""
+    widths = [id(module) for module in model if any(True for _ in module.parameters())]
+    if len(set(widths)) < len(widths):
+        raise ValueError("a layer comes twice in this Sequential, once for other units: make one for each place")
     linears = [name for name, module in model.named_children() if isinstance(module, nn.Linear)]
     found: dict[str, Axes] = {}
     before: Axis | None = None  # the units that come in

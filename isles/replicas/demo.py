@@ -157,6 +157,9 @@ class DeMo(ReplicaSync):
                 rate, own = float(group["lr"]), [p.grad for p in self._trained(group) if p.grad is not None]
                 if own:
                     torch._foreach_mul_(own, 1 / rate if rate else 0.0)  # it is in U already
+        for parameter in self.parameters:
+            if not parameter.requires_grad:  # frozen since the start: its momentum must not move it
+                parameter.grad = None
 
     def _digest(self) -> int:
         """Hash of the weights at the steps where it is compared, else 0."""

@@ -45,8 +45,13 @@ def _newton_schulz(x: Tensor) -> Tensor:
     if x.shape[-2] > x.shape[-1]:
         return _newton_schulz(x.mT).mT
     a, b, c = _SCHULZ
-    norm = torch.linalg.matrix_norm(x, keepdim=True)
-    x = x / norm.clamp_min(torch.finfo(x.dtype).tiny)
+    if not x.numel():
+        return x
+    tiny = torch.finfo(x.dtype).tiny
+    # The largest entry first: what rounding leaves of a momentum that got no gradients is so small that its squares are
+    # zero, and so would be the norm.
+    x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(tiny)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(tiny)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -84,7 +84,10 @@ class IST(ReplicaSync):
 
     def _begin(self) -> None:
         if self.inner.state:
-            raise ValueError("the inner optimizer has state of the full model already: wrap it before its first step")
+            raise ValueError(
+                "the inner optimizer has state of the full model already: wrap it before its first step "
+                "(Adagrad, which has it from the start, does not go with IST)"
+            )
         axes = split_axes(self.model, self.config.split)
         self.division = Division(
             axes=axes,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.models import Decoder, Shape
-from isles.models.subnet import fit, layers_of, put, split_axes, take
+from isles.models.subnet import Axes, Axis, fit, layers_of, put, split_axes, take
 from isles.replicas.ist_partition import Division
 
 SHAPE = Shape(d_model=12, layers=2, heads=3, ffn=10, vocab=16, context=8, tie_embeddings=True)
@@ -135,6 +135,37 @@ def test_kinds_of_the_decoder() -> None:
     assert columns[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
+UNIT = Axis(layer="own.unit", units=3)
+
+
+class Says(nn.Linear):
+    """A module (3, 4) with an opinion of its own on its units."""
+
+    def __init__(self, axes: dict[str, Axes]) -> None:
+        super().__init__(4, 3)
+        self.axes = axes
+
+    def split_axes(self) -> dict[str, Axes]:
+        return self.axes
+
+
+def shared_layer(hidden: nn.Module) -> nn.Sequential:
+    """Its inputs are units of the first layer, then its own."""
+    return nn.Sequential(nn.Linear(2, 3), hidden, nn.Tanh(), hidden, nn.Linear(3, 1))
+
+
+def tied_weights() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].weight = model[1].weight
+    return model
+
+
+def test_an_activation_may_come_twice() -> None:
+    """It has no units of its own."""
+    act = nn.Tanh()
+    assert split_axes(nn.Sequential(nn.Linear(2, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 1)))
+
+
 @pytest.mark.parametrize(
     ("model", "split", "says"),
     [
@@ -146,6 +177,12 @@ def test_kinds_of_the_decoder() -> None:
             "all",
             "track_running_stats=False",
         ),
+        (lambda: nn.Sequential(nn.Linear(3, 4)), "all", "no hidden units to divide"),
+        (lambda: shared_layer(nn.Linear(3, 3)), "all", "a layer comes twice in this Sequential"),
+        (lambda: tied_weights(), "all", "2.weight is another parameter too, and would be divided twice"),
+        (lambda: Says({"w": (UNIT, None)}), "all", "names 'w', which is no parameter"),
+        (lambda: Says({"weight": (UNIT,)}), "all", "weight has the shape .3, 4.: split_axes.. must give"),
+        (lambda: Says({"weight": (None, UNIT)}), "all", "whose repeats x units x width is its size"),
     ],
 )
 def test_what_cannot_be_divided_is_said(model: Callable[[], nn.Module], split: str, says: str) -> None:

@@ -331,6 +331,15 @@ def test_muon_makes_matrices_orthogonal() -> None:
         torch.testing.assert_close(rotated, torch.diag(values), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [1e-24, 1e-38, 1e-43, 0.0])
+def test_muon_of_next_to_nothing_is_finite(scale: float) -> None:
+    """What rounding leaves of a momentum without gradients: squares of its entries are zero in float32."""
+    small, empty = normal(6, 9) * scale, torch.empty(0, 5)
+    orthogonalised([small, empty])
+    assert small.isfinite().all() and float(small.norm()) < 3
+    assert scale < 1e-40 or float(small.norm()) > 1
+
+
 def test_zeros_stay_zeros() -> None:
     """Rounding of the transform makes no step of what has no gradient (spec 3.3); with zero_tol = 0 it does."""
 
@@ -441,6 +450,21 @@ def test_a_gradient_that_is_missing_counts_as_zero() -> None:
 
     results = run(worker, 3)
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+def test_what_is_frozen_later_stands_still() -> None:
+    """Its momentum is not spent, but it moves nothing, and neither does the weight decay."""
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        optimizer = wrap(world, "demo", model)
+        train_step(optimizer, world.rank, 1)
+        model.second.requires_grad_(False)
+        before = model.second.clone(), model.first.detach().clone()
+        train_step(optimizer, world.rank, 2)
+        assert torch.equal(model.second, before[0]) and not torch.equal(model.first, before[1])
+
+    run(worker, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -502,6 +502,55 @@ def test_mistakes_are_one_line_with_the_mend(model: Callable[[], nn.Module], opt
         isles.run_virtual(lambda world: of(world, model(), **options), 5, links=LINKS)
 
 
+def test_what_is_frozen_travels_without_moments() -> None:
+    """It is divided and merged like the rest, and keeps its bytes; its neighbours learn."""
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        model.first.requires_grad_(False)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer = wrap(world, "ist", model, eval_scale="none")
+        for step in range(1, 8):
+            train_step(optimizer, world.rank, step)
+        optimizer.consolidate()
+        same = {name: torch.equal(parameter, before[name]) for name, parameter in model.named_parameters()}
+        assert same == {"first": True, "bias": False, "second": False}
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with an attribute of its own, which torch does not copy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        (torch.optim.Adafactor, "Adafactor's row_var is of whole rows or columns and cannot travel with units"),
+        (Counting, 'a step of a copy of it, which failed .*: set optimizer_state = "reset"'),
+    ],
+)
+def test_state_that_cannot_travel_is_refused(inner: Any, says: str) -> None:
+    """Left behind, it would be of other units from the second round on. Without it rounds go on."""
+
+    def worker(world: Mesh) -> None:
+        with pytest.raises(ValueError, match=says):
+            of(world, mlp(), lambda m: inner(m.parameters(), lr=0.01))
+        optimizer = of(world, mlp(), lambda m: inner(m.parameters(), lr=0.01), optimizer_state="reset")
+        for step in range(5):
+            learn(optimizer, step)
+
+    isles.run_virtual(worker, 2, links=LINKS)
+
+
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     """Its state would be of the full widths."""
 
