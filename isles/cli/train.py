@@ -127,8 +127,9 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     from isles.report import write_picture, write_report
 
     page = write_report(out)
+    islands = f" in {summary['islands']} islands" if "islands" in summary else ""
     table = Table(
-        title=f"{summary['method']}: {summary['workers']} workers, {summary['steps']} steps", show_header=False
+        title=f"{summary['method']}: {summary['workers']} workers{islands}, {summary['steps']} steps", show_header=False
     )
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -144,6 +145,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     from isles.report.units import format_bytes, format_seconds
 
     sent, ddp = summary["bytes_sent_per_worker"], summary["ddp_bytes_per_worker"]
+    across = summary.get("bytes_across_per_worker")
     rows = []
     if summary["val_loss"] is not None:
         rows = [
@@ -156,6 +158,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("spread of replicas", f"{summary['replica_std']:.2e}"),
         ("tokens, all workers", f"{summary['tokens']:,}"),
         ("sent per worker", format_bytes(sent)),
+        *([] if across is None else [("  of that across islands", format_bytes(across))]),
         ("data parallel would have sent", format_bytes(ddp) + (f" ({ddp / sent:.1f} x)" if sent else "")),
         ("compute utilisation", f"{100 * summary['compute_utilisation']:.1f} %"),
         ("training", format_seconds(summary["train_seconds"])),

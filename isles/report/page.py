@@ -28,6 +28,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("method", "Method", str),
     ("backend", "Backend", str),
     ("workers", "Workers", format_count),
+    ("islands", "Islands, each a replica", format_count),
     ("steps", "Inner steps", format_count),
     ("tokens", "Tokens", format_count),
     ("parameters", "Parameters", format_count),
@@ -35,6 +36,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("val_loss_replicas", "Validation loss, mean over the replicas", format_number),
     ("replica_std", "Standard deviation between the replicas", format_number),
     ("bytes_sent_per_worker", "Sent per worker", format_bytes),
+    ("bytes_across_per_worker", "Sent per worker across islands", format_bytes),
     ("bytes_received_per_worker", "Received per worker", format_bytes),
     ("ddp_bytes_per_worker", "Data parallel would have sent per worker", format_bytes),
     ("compute_seconds", "Computing", format_seconds),
@@ -182,6 +184,8 @@ def _headline(run: Run) -> str:
         if sent > 0 and reference is not None and reference > 0:
             amount, _, word = compare(sent, reference).rpartition(" ")
             cards.append((amount, f"{word} data parallel would have sent"))
+    if (across := finite(summary.get("bytes_across_per_worker"))) is not None:
+        cards.append((format_bytes(across), "of that across islands"))
     if (share := finite(summary.get("compute_utilisation"))) is not None:
         cards.append((format_percent(share), "of the time computing"))
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards)

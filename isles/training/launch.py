@@ -253,19 +253,21 @@ def _warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
 
 def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
     """The contents of summary.json from what the workers returned. Means are over workers; a loss is None where no text
-    was kept for validation.
+    was kept for validation. Where there are islands: how many, and bytes of the exchanges across them.
     """
 
     def mean(key: str) -> float:
         return sum(result[key] for result in results) / len(results)
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
-    first = results[0]
+    first, islands = results[0], config.world.islands
+    across = {"islands": islands, "bytes_across_per_worker": mean("bytes_across")} if config.world.inner > 1 else {}
     return {
         "isles_version": __version__,
         "method": config.method,
         "backend": config.world.backend,
         "workers": len(results),
+        **across,
         "steps": config.run.steps,
         "tokens": sum(result["tokens"] for result in results),
         "parameters": first["parameters"],

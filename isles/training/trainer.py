@@ -252,6 +252,7 @@ class Trainer:
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_spans(self.timeline.rest())
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
+        across = int(traffic.total("bytes_sent", "outer"))  # where there are islands
         blocked = traffic.total("blocked_seconds", "outer", "inner")
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
@@ -270,6 +271,7 @@ class Trainer:
             "replica_std": spread,
             "bytes_sent": sent,
             "bytes_received": received,
+            "bytes_across": across,
             "ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp),
             "compute_seconds": computing,
             "blocked_seconds": blocked,

@@ -42,6 +42,10 @@ def test_a_run_is_planned_stopped_and_gone_on_with(
     run(config, whole)
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["bytes_sent_per_worker"] == sum(plan(config).bytes_sent) / workers
+    if method != "fsdp":
+        said = plan(config)
+        across = sum(said.outline.sent) / len(said.outline.sent) - said.outline.inside
+        assert summary["islands"] == 2 and summary["bytes_across_per_worker"] == pytest.approx(across, rel=0.1)
     assert summary["workers"] == workers and summary["val_loss_replicas"] is not None
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
