@@ -75,6 +75,7 @@ class Written:
 
     def step(self, gradients: list[Tensor], rate: float) -> None:
         beta, k, alpha = self.config.compression_decay, self.config.compression_topk, self.config.subtract
+        reduce = self.config.reduce
         sums = [np.zeros_like(block) for block in self.momenta[0]]
         counts = [np.zeros_like(block) for block in self.momenta[0]]
         for momentum, gradient in zip(self.momenta, gradients, strict=True):
@@ -89,7 +90,7 @@ class Written:
                 sums[i] += sent
                 counts[i] += kept
         decoded = [
-            self.transformed(total / np.maximum(count, 1), inverse=True)
+            self.transformed(total / (len(gradients) if reduce == "world" else np.maximum(count, 1)), inverse=True)
             for total, count in zip(sums, counts, strict=True)
         ]
         update = joined(decoded, self.filled, self.x.shape)
@@ -102,6 +103,7 @@ class Written:
         ({**PLAIN, "base": "sign"}, True),
         ({**PLAIN, "base": "sign", "subtract": 0.3}, True),
         ({"value_dtype": "fp32", "base": "sgd", "fold_lr": False, "zero_tol": 0.0}, False),
+        ({"value_dtype": "fp32", "base": "sgd", "fold_lr": False, "reduce": "world"}, False),
         ({"value_dtype": "fp32", "base": "sgd", "fold_lr": False, "subtract": 0.4, "compression_decay": 0.7}, False),
     ],
 )
@@ -400,6 +402,13 @@ def test_the_message_is_as_long_as_the_formula(value_dtype: Any, k: int, chunk: 
         assert torch.equal(sent.values, torch.where(numbers >= 0, 1.0, -1.0))
     else:
         torch.testing.assert_close(sent.values, numbers, rtol=4e-3, atol=2e-2 if value_dtype == "int8" else 0)
+
+
+def test_places_of_the_largest_block_fit() -> None:
+    """65,536 of them, in two bytes each."""
+    packing = Packing(Blocks([torch.Size((256, 256))], 256, True), 4, "fp32")
+    places = torch.tensor([0, 32767, 32768, 65535])
+    assert torch.equal(packing.unpack(packing.pack(1, 0, normal(4), places)).places, places)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 10])
