@@ -46,7 +46,7 @@ ROWS: dict[str, Row] = {name: Row(method=name) for name in METHODS if name not i
     "diloco-islands": Row(
         method="diloco",
         settings={"world.inner": 2},
-        note="two islands of two workers: `ddp` inside an island, `diloco` across; bytes are both kinds together",
+        note="two islands of two workers, `ddp` inside an island over a local network, `diloco` across them",
     ),
 }
 """By label. `custom` is no method but a box of parts (docs/composing.md)."""

@@ -107,13 +107,13 @@ def _method_row(row: Figures, asked: Asked, places: Sequence[str]) -> list[str]:
     sent, reference = row.spread("bytes_sent_per_worker"), row.spread("ddp_bytes_per_worker")
     computing = row.values("compute_utilisation").values() if ROWS[row.label].timed else ()
     assert sent is not None and reference is not None
-    times = row.seconds
+    times, across = row.seconds, row.spread("bytes_across_per_worker")
     return [
         f"`{row.label}`" + ("" if there == wanted else f" ({there} of {wanted} seeds)"),
         loss(row.spread("val_loss")),
         loss(row.spread("val_loss_replicas")),
         gap(row, asked.methods.get("ddp")),
-        format_bytes(sent.mean),
+        format_bytes(sent.mean) + ("" if across is None else f", {format_bytes(across.mean)} across"),
         format_percent(sent.mean / reference.mean),
         *(format_seconds(times[name]) if name in times else "-" for name in places),
         span([100 * share for share in computing], "{:.0f}", " %") if computing else "-",
