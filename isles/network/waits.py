@@ -15,7 +15,7 @@ partner (`costs.partner_seconds`).
 | sparseloco       | t, of the largest entries only |
 | sparta           | H = 1: t, of a random part |
 | demo             | H = 1: t, of the largest coefficients, all to all |
-| ist              | t, of units there and back, and of the mean of the rest |
+| ist              | t, of units there and back, and of the mean of the rest, and a third latency |
 
 localsgd, fedavg, postlocal-sgd (in the end) and slowmo wait as diloco does, delayed as eager does. Every function
 takes the job, its lines, the form of what is sent, and H.
@@ -38,8 +38,13 @@ _TURNS = 4
 
 
 def for_mean(job: Job, lines: Lines, form: Form, every: int) -> float:
-    """diloco, sparseloco, sparta, demo, ist."""
+    """diloco, sparseloco, sparta, demo."""
     return _mean(job, lines, form)
+
+
+def for_units(job: Job, lines: Lines, form: Form, every: int) -> float:
+    """ist: units go to their keepers beside the mean, and only then to their next holders: one latency more."""
+    return _mean(job, lines, form) + mean_seconds(lines, 0.0) / 2
 
 
 def for_buckets(job: Job, lines: Lines, form: Form, every: int) -> float:

@@ -113,7 +113,7 @@ WAYS: tuple[Way, ...] = (
         settings="split = ffn",
         kind=3,
         vectors=0,
-        waits=waits.for_mean,
+        waits=waits.for_units,
         payloads=_mean_payloads,
         why="a worker holds and computes a part of the MLPs",
         holds=_part_of_mlps,
