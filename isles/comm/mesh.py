@@ -101,7 +101,7 @@ def arrange(
     def patient(island: Group) -> Group:
         """Whoever waits for an answer from other islands keeps its own island waiting as long."""
         waits = island.deadlines
-        return replace(island, deadlines=replace(waits, inner=max(waits.inner, waits.outer)))
+        return replace(island, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else island
 
     world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines(), ledger or Ledger())
     return Mesh(

@@ -134,6 +134,8 @@ def title(run: Run) -> str:
     words = str(summary.get("method", run.path.resolve().name))
     if "workers" in summary:
         words += f" on {_counted(summary['workers'], 'worker')}"
+    if "islands" in summary:
+        words += f" in {_counted(summary['islands'], 'island')}"
     if "steps" in summary:
         words += f", {_counted(summary['steps'], 'step')}"
     return words if run.summary is not None else f"{words} so far"
