@@ -2,7 +2,7 @@
 
     python -m benchmarks.comparison [--out runs/comparison] [--page OUT/comparison.md] [--at-once 2]
         [--parts methods,scaling] [--methods LABEL,...] [--steps 400]
-        [--sizes 0.13M,0.5M,2M] [--scaling-steps 300] [--device cpu|cuda]
+        [--sizes 0.13M,0.5M,2M] [--scaling-steps 150] [--device cpu|cuda]
         [--seeds 0,1,2] [--set section.key=value]... [--quick] [--dry-run] [--page-only]
 
 methods     every row of `cases.ROWS` on the embedded run: four workers, equal tokens; seed i on topology i
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", help="rows, separated by commas (default: all)")
     parser.add_argument("--steps", type=int, help="inner steps of a row (default: 400)")
     parser.add_argument("--sizes", help=f"of the sweep (default: {','.join(SIZES)})")
-    parser.add_argument("--scaling-steps", type=int, help="inner steps of the sweep (default: 300)")
+    parser.add_argument("--scaling-steps", type=int, help="inner steps of the sweep (default: 150)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the models (default: cpu)")
     parser.add_argument("--seeds", help="separated by commas (default: 0,1,2)")
     parser.add_argument("--set", dest="set_", action="append", default=[], metavar="SECTION.KEY=VALUE",
@@ -63,7 +63,7 @@ def cases_of(asked: argparse.Namespace) -> list[Case]:
         raise ValueError(f"--at-once {asked.at_once}: choose 1 or more")
     over: dict[str, Any] = {"model.device": asked.device, **(QUICK if quick else {})}
     seeds = seeds_of(asked.seeds or ("0,1" if quick else "0,1,2"))
-    steps, scaling_steps = asked.steps or (8 if quick else 400), asked.scaling_steps or (8 if quick else 300)
+    steps, scaling_steps = asked.steps or (8 if quick else 400), asked.scaling_steps or (8 if quick else 150)
     cases: list[Case] = []
     if "methods" in parts:
         labels = names(asked.methods, "--methods") if asked.methods else ["ddp", "diloco"] if quick else list(ROWS)

@@ -35,7 +35,8 @@ def loss(spread: Spread | None, *, sign: bool = False) -> str:
     """Mean ± standard deviation; "-" where there is nothing."""
     if spread is None:
         return "-"
-    text = f"{spread.mean:+.4f}" if sign else f"{spread.mean:.4f}"
+    mean = round(spread.mean, 4) + 0.0  # no -0.0000
+    text = f"{mean:+.4f}" if sign else f"{mean:.4f}"
     return text if spread.deviation is None else f"{text} ± {spread.deviation:.4f}"
 
 
