@@ -69,7 +69,7 @@ def _two_of_three_are_the_masked_best(whole: System[object], folder: Path) -> No
 def test_a_router_that_is_killed_ends_its_round_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """With the routers, to the bit, of a run on the virtual backend that nothing happened to."""
     config = write_domains(tmp_path)
-    rounds = ["smalltalk.dense=[]", "smalltalk.rounds=12", "smalltalk.round_sequences=256"]
+    rounds = ["smalltalk.dense=[]", "smalltalk.rounds=10", "smalltalk.round_sequences=96"]
     whole = opened(asked("smalltalk", config, *rounds), tmp_path / "whole")
     whole.prepare("seed-0", Progress())
     sets = [part for word in [*SMALLTALK, *rounds, "world.backend=distributed"] for part in ("--set", word)]
@@ -82,9 +82,9 @@ def test_a_router_that_is_killed_ends_its_round_and_the_same_command_goes_on(tmp
     assert len(workers) == 2
     workers[1].kill()
     code, _, error = command.end()
-    assert code == 1 and re.search(r"the same command, with this --out, goes on after round \d+ of 12", error), error
+    assert code == 1 and re.search(r"the same command, with this --out, goes on after round \d+ of 10", error), error
     done = routers.steps()[-1]
-    assert 1 <= done < 12 and gone(command.mark)
+    assert 1 <= done < 10 and gone(command.mark)
 
     again = opened(asked("smalltalk", config, *rounds, "world.backend=distributed"), tmp_path / "cut")
     again.prepare("seed-0", Progress())
