@@ -94,8 +94,8 @@ class Factors(Averaging):
         return max(factors, working_bytes(self.elements, self.dtype, self.form.dense, size) if starting else 0)
 
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
-        """See Averaging.share."""
-        raise NotImplementedError("what the others make of a low-rank share is known only with the mean")
+        """See Averaging.share: known only with the mean; compositions that would ask are refused."""
+        raise AssertionError("a low-rank share was asked for, which Composition refuses")
 
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int

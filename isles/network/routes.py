@@ -24,6 +24,11 @@ class Routes:
         self.rates = [far.rate(line) for line in range(self.uplinks)]
         if self.near is not far:
             self.near.check(workers)
+            if self.near.uplinks is not None or self.near.narrow_downlinks(workers):
+                raise ValueError(
+                    "inner_links: inside an island every worker has a port of its own: leave uplinks out, and take a "
+                    "downlink that keeps nobody waiting"
+                )
             self.rates += [self.near.rate(self.near.uplink_of(rank)) for rank in range(workers)]
 
     def is_near(self, source: int, target: int) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import Codec, Form
+from isles.comm.codecs.lowrank import LowRank
 from isles.replicas.legal import refuse
 from isles.replicas.reading import Received
 
@@ -172,6 +173,12 @@ class Composition:
 
     def __post_init__(self) -> None:
         refuse(self.choice)
+        late = self.on_peer_failure == "solo" and self.cadence.lands(0) > 0
+        if isinstance(self.codec, LowRank) and (self.reading.needs_own or late):
+            raise ValueError(
+                f"codec = {self.codec.name!r}: what others make of a low-rank share is known only with the mean, so it "
+                'cannot stand in for a lost answer: choose on_peer_failure = "raise", or another codec'
+            )
 
     @property
     def choice(self) -> dict[str, str]:

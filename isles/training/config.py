@@ -74,6 +74,11 @@ class WorldConfig:
             )
         if self.inside != "ddp" and self.inner == 1:
             raise ValueError(f'inside = "{self.inside}" acts within islands only: set world.inner, or method = "fsdp"')
+        if self.inner_links != "lan" and (self.inner == 1 or self.backend != "virtual"):
+            raise ValueError(
+                f"inner_links = {self.inner_links!r} acts within islands on the virtual clock only: set world.inner "
+                'and world.backend = "virtual", or leave it out'
+            )
         if not 0 <= self.step_seconds < math.inf:
             raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
         if not 0 < self.slowest_link < math.inf:

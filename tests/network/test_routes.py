@@ -25,6 +25,8 @@ def test_neighbours_have_ports_of_their_own() -> None:
 def test_without_islands_all_is_far() -> None:
     for routes in (Routes(4, FAR), Routes(4, FAR, NEAR, island=1)):
         assert routes.rates == [1e6, 1e6] and routes.up(0, 1) == 0 and not routes.is_near(0, 1)
+    with pytest.raises(ValueError, match="a port of its own"):
+        Routes(4, FAR, Links(bandwidth=1e9, uplinks=[0, 0, 1, 1]), island=2)
     with pytest.raises(ValueError, match="choose a divisor"):
         Routes(4, FAR, NEAR, island=3)
 

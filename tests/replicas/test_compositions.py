@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 import isles
+from isles.comm.codecs import form
 from isles.comm.mesh import Mesh
+from isles.replicas.cadence import EveryH
+from isles.replicas.diloco import Nesterov
+from isles.replicas.landing import Replace
+from isles.replicas.mixing import Everyone
+from isles.replicas.parts import Composition
 from tests.replicas.workers import HALVES, LINKS, Net, adamw, sgd, train_step, weights, wrap
 
 STEPS = 10
@@ -152,3 +158,12 @@ def test_sparta_averages_its_part_and_leaves_the_rest() -> None:
     torch.testing.assert_close(together[:, ~met], alone[:, ~met])
     torch.testing.assert_close(together[0, met], alone[:, met].mean(0))
     torch.testing.assert_close(together.mean(0), alone.mean(0))
+
+
+def test_low_rank_cannot_stand_in_for_a_lost_answer() -> None:
+    """A composition of one's own: late, low rank, and going on alone."""
+    rule = Nesterov(lr=0.7, momentum=0.9)
+    parts: dict[str, Any] = {"mixing": Everyone(), "codec": form("powersgd:2"), "rule": rule, "landing": Replace()}
+    Composition(cadence=EveryH(3), on_peer_failure="solo", **parts)
+    with pytest.raises(ValueError, match="known only with the mean"):
+        Composition(cadence=EveryH(3, rounds_late=1), on_peer_failure="solo", **parts)

@@ -104,6 +104,7 @@ def test_other_numbers_of_workers_are_refused_and_change_nothing(text: Path, tmp
         ("ddp", ["world.inner=2"], "take an outer method"),
         ("diloco", ["world.inner=3"], "choose a divisor of world.workers"),
         ("diloco", ["world.inside=fsdp"], "acts within islands only"),
+        ("diloco", ["world.inner_links=home-fibre"], "acts within islands on the virtual clock only"),
         ("diloco", ["world.inner=2", "world.inside=noloco"], "inside"),
     ],
 )
