@@ -21,6 +21,7 @@ PACKAGE = ROOT / "isles"
 
 # Imports only go down; rooms of one floor are siblings and do not know each other.
 FLOORS = {
+    "version": -2,  # isles/version.py: the package's version, and nothing else
     "errors": -2,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors alone
@@ -40,8 +41,6 @@ FLOORS = {
 FRONT_DOOR = {"__init__", "__main__"}
 # The command is where a person asks for a report, so it alone may call its neighbour.
 SIDEWAYS = {("cli", "report")}
-# `from isles import __version__` brings no code along, so every room may have it.
-CONSTANTS = {"__version__"}
 
 MAX_LINES = 400
 SPARSELOCO_LINES = 40  # replicas/sparseloco.py: a composition of what is there takes no more
@@ -141,8 +140,7 @@ def floor_complaints(tree: ast.Module, module: str, is_package: bool) -> list[tu
         if there == here or (here, there) in SIDEWAYS:
             continue
         if there is None:
-            if name.partition(".")[2] not in CONSTANTS:
-                complaints.append((node, f"{here} imports {name}, which is the front door above every room"))
+            complaints.append((node, f"{here} imports {name}, which is the front door above every room"))
         elif FLOORS[there] > FLOORS[here]:
             complaints.append((node, f"{here} (floor {FLOORS[here]}) imports up: {name} (floor {FLOORS[there]})"))
         elif FLOORS[there] == FLOORS[here]:
@@ -326,7 +324,8 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
         ("isles.training.launch", "import importlib\nimportlib.import_module('isles.cli')", True),
         ("isles.training.launch", "from importlib import import_module\nimport_module('..cli', __package__)", True),
         ("isles.training.launch", "from isles.replicas import sync", False),
-        ("isles.training.launch", "from isles import __version__", False),
+        ("isles.training.launch", "from isles import __version__", True),
+        ("isles.training.launch", "from isles.version import __version__", False),
         ("isles.training.launch", "from isles import NoLoCo", True),
         ("isles.cli.train", "from isles.report import write_report", False),
         ("isles.report.page", "from isles.cli import train", True),

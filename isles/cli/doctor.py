@@ -148,9 +148,9 @@ def say_waiting(command: str) -> None:
 
 def findings_in_words(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the way's length and width."""
-    from isles import __version__
     from isles.comm.reach import port_range
     from isles.report.units import format_seconds
+    from isles.version import __version__
 
     same = found.version_there == __version__
     versions = f"isles {__version__}" if same else f"isles {__version__} here, {found.version_there} there: a run needs"

@@ -170,7 +170,7 @@ def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
 def _network(asked: Asked) -> tuple[Links, str]:
     """The network, and its name in words."""
     from isles.network.links import Links
-    from isles.network.links import links as named
+    from isles.network.named import links as named
     from isles.network.units import parse_rate, parse_seconds
 
     if asked.links is not None:

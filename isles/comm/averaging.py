@@ -5,21 +5,16 @@ or as low-rank factors (`factors`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isles.comm.codecs import Codec, Form
-from isles.comm.codecs.lowrank import LowRank
+from isles.comm.call import Call
+from isles.comm.codecs import Codec
 from isles.comm.headers import Stamp
 from isles.comm.mean import as_decoded, mean, sent_bytes, working_bytes
 from isles.comm.transport import Steps
-
-if TYPE_CHECKING:
-    from isles.comm.group import Call
 
 
 class Averaging(ABC):
@@ -78,14 +73,3 @@ class Coded(Averaging):
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
         """See Averaging.share."""
         as_decoded(buffer, self.codec, round, fragment, member, out)
-
-
-def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:
-    """The means of vectors that hold tensors of `shapes` after each other; device: the CPU, or meta for what is only
-    planned.
-    """
-    if isinstance(form, LowRank):
-        from isles.comm.factors import Factors  # which is an Averaging
-
-        return Factors(form, shapes, dtype, device)
-    return Coded(form, sum(map(prod, shapes)), dtype)

@@ -6,16 +6,12 @@ Receives are posted before sends: gloo halves a pair exchange done in the other 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from isles.comm.call import Call
 from isles.comm.transport import Steps
-
-if TYPE_CHECKING:
-    from isles.comm.group import Call
-
 
 _FEW = 8  # members up to which everyone sends to everyone
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from isles import __version__
 from isles.comm.line import Line, LineLost, connect
 from isles.comm.reach import PATIENCE, Door, knock, port_range
+from isles.version import __version__
 
 _PINGS = 20
 _CHUNK = "x" * (1 << 16)  # 64 kB

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from isles import __version__
 from isles.comm.errors import MeetingFailed, to_plain
 from isles.comm.line import SILENCE, Line, LineLost
+from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone
 

@@ -6,15 +6,12 @@ A header is 32 bytes: magic, round, step, hash of the anchor; with a note, a num
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from isles.comm.call import Call
 from isles.comm.errors import Diverged
 from isles.comm.transport import Steps, Work
-
-if TYPE_CHECKING:
-    from isles.comm.group import Call
 
 HEADER_BYTES = 32
 NOTE_BYTES = 8

@@ -23,18 +23,15 @@ noticed in the same round trip.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.headers import HEADER_BYTES, Headers, Stamp
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work
-
-if TYPE_CHECKING:
-    from isles.comm.group import Call
 
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60

@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from isles import __version__
 from isles.comm.errors import MeetingFailed, from_plain
 from isles.comm.guests import Guests
 from isles.comm.line import SILENCE, Line, LineLost, connect, listen, parse_address
 from isles.comm.party import Party, Place
 from isles.comm.reach import PATIENCE, Door, knock, port_range
+from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0
 _START = 120.0  # seconds in which node 0 starts after all have met

@@ -6,17 +6,13 @@ a round trip of its own; an empty message does not travel. Bytes sent: (size - 1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from isles.comm.call import Call
 from isles.comm.errors import Diverged
 from isles.comm.headers import HEADER_BYTES, NOTE_BYTES, Headers, Stamp
 from isles.comm.transport import Steps
-
-if TYPE_CHECKING:
-    from isles.comm.group import Call
 
 _HEADER, _BODY = 0, 1  # phases
 

@@ -19,7 +19,7 @@ from isles.comm.virtual_scheduler import Scheduler, Stopped, Worker
 from isles.comm.virtual_transport import VirtualTransport
 from isles.comm.virtual_wire import Wire
 from isles.network.links import Links
-from isles.network.links import links as preset
+from isles.network.named import links as preset
 from isles.network.pauses import Pauses
 from isles.network.routes import Routes
 

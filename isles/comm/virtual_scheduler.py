@@ -26,16 +26,13 @@ import threading
 from collections.abc import Sequence
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from isles.comm.errors import CommError
 from isles.comm.virtual_events import Timeline
 from isles.network.pauses import Absences
-
-if TYPE_CHECKING:
-    from isles.comm.virtual_transfer import VirtualTransfer
 
 Place = tuple[float, int]  # (clock, rank)
 
@@ -45,7 +42,10 @@ class Stopped(BaseException):
 
 
 class Awaited(Protocol):
-    """What a worker blocks on."""
+    """What a worker blocks on: a protocol under way."""
+
+    error: BaseException | None
+    """What ended it, if it has failed."""
 
     def fail(self, error: Exception) -> None: ...
 
@@ -86,7 +86,7 @@ class Scheduler:
         self.workers = [Worker(self, rank, away) for rank, away in enumerate(absences)]
         self.stepper = 0
         """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
-        self.stepping: VirtualTransfer | None = None
+        self.stepping: Awaited | None = None
         """The transfer whose protocol that is."""
         self._slots = slots
         self._mutex = threading.Lock()

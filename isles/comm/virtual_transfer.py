@@ -20,7 +20,7 @@ from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual_events import ARRIVED, DEADLINE, Event
-from isles.comm.virtual_scheduler import Scheduler, Worker
+from isles.comm.virtual_scheduler import Awaited, Scheduler, Worker
 
 
 class VirtualWork:
@@ -28,7 +28,7 @@ class VirtualWork:
 
     __slots__ = ("_owner", "_transfer", "error", "finished", "out", "peer", "waiter")
 
-    def __init__(self, owner: Worker, peer: int | None, out: Tensor | None, transfer: VirtualTransfer | None) -> None:
+    def __init__(self, owner: Worker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
         self.peer = peer
         self.out = out  # a receive's buffer
         self.finished = False

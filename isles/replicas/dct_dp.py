@@ -26,9 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from isles.comm.averaging import averaging
 from isles.comm.codecs import codec
 from isles.comm.codecs.casts import Identity
+from isles.comm.forms import averaging
 from isles.comm.mean import sent_bytes
 from isles.replicas.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.buckets import Bucket

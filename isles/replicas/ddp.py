@@ -19,8 +19,8 @@ from typing import Literal
 
 import torch
 
-from isles.comm.averaging import averaging
 from isles.comm.codecs import form
+from isles.comm.forms import averaging
 from isles.comm.mean import native_bytes, native_mean
 from isles.replicas.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.buckets import Bucket

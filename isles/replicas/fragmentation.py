@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from isles.comm.tags import MAX_FRAGMENTS
+from isles.models.blocks import blocks_of
 from isles.replicas.checks import at_least, one_of
 
 Fragments = str | tuple[tuple[str, ...], ...]
@@ -67,14 +68,6 @@ def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None 
     if empty:
         raise ValueError(f"fragments: number {empty[0]} holds no trainable parameter of the model; take it out")
     return cut
-
-
-def blocks_of(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
-    """Name and members of the model's ModuleList with the most parameters; none without one."""
-    lists = [(name, list(module)) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return max(
-        lists, key=lambda entry: sum(p.numel() for block in entry[1] for p in block.parameters()), default=("", [])
-    )
 
 
 def _by_blocks(model: nn.Module, pattern: str, layers: int | None) -> list[list[str]]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from isles.comm.averaging import Averaging
-from isles.comm.group import Call
+from isles.comm.call import Call
 from isles.comm.headers import Stamp
 from isles.comm.mean import native_bytes, native_mean
 from isles.comm.transport import Steps

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from isles.comm import collectives
 from isles.comm.group import Group
-from isles.replicas.fragmentation import blocks_of
+from isles.models.blocks import blocks_of
 from isles.replicas.start import spread_from_first
 
 _NOTE = "isles_sharding"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from isles.comm.averaging import Coded
+from isles.comm.call import Call
 from isles.comm.codecs import Codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
-from isles.comm.group import Call
 from isles.comm.headers import Stamp
 from isles.comm.ragged import gather_ragged, ragged_bytes
 from isles.comm.transport import Steps

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.models.config import ModelConfig
-from isles.network.links import links
+from isles.network.named import links
 from isles.network.pauses import Pauses
 from isles.training.inner import InnerConfig
 

@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isles import __version__
 from isles.comm.errors import WorkerFailed
 from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
@@ -44,6 +43,7 @@ from isles.training.records import Records, as_json
 from isles.training.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
 from isles.training.server import start_server
 from isles.training.trainer import train_worker
+from isles.version import __version__
 
 _PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
 

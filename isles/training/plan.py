@@ -27,7 +27,7 @@ from isles.imports import told
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
-from isles.network.links import links
+from isles.network.named import links
 from isles.replicas import method
 from isles.replicas.planned import Held, Outline
 from isles.replicas.sync import ReplicaSync

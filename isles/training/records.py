@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from isles import __version__
 from isles.comm.party import Party
 from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
@@ -18,6 +17,7 @@ from isles.training.config import Config
 from isles.training.loggers import Loggers
 from isles.training.rundir import CONFIG, METRICS, TIMELINE
 from isles.training.spread import Spread
+from isles.version import __version__
 
 
 class Records:

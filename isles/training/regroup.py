@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles import __version__
 from isles.data import Loader, load_corpus
 from isles.data.loader import resharded
 from isles.models import limits
@@ -30,6 +29,7 @@ from isles.training.config import Config
 from isles.training.lock import locked
 from isles.training.plan import plan
 from isles.training.trainer import draws_seed
+from isles.version import __version__
 
 _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
     ".model": "weights",

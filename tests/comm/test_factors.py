@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import isles
-from isles.comm.averaging import averaging
 from isles.comm.codecs import form
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.factors import Factors
+from isles.comm.forms import averaging
 from isles.comm.headers import Stamp
 from isles.comm.mesh import Mesh
 

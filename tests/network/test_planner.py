@@ -11,7 +11,8 @@ from isles.models.sizes import SIZES, matrices
 from isles.network.costs import Lines
 from isles.network.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
 from isles.network.job import Job
-from isles.network.links import Links, links
+from isles.network.links import Links
+from isles.network.named import links
 from isles.network.planner import curve, plan, utilisation
 from isles.network.ways import WAYS
 
