@@ -17,8 +17,8 @@ _NAMES = {
     "init": "isles.comm.mesh",
     "mesh": "isles.comm.mesh",
     "Mesh": "isles.comm.mesh",
-    "run_local": "isles.comm.local",
-    "run_virtual": "isles.comm.simulated",
+    "run_local": "isles.launch.workers",
+    "run_virtual": "isles.comm.virtual.run",
     "Links": "isles.network.links",
     "Pauses": "isles.network.pauses",
     "Deadlines": "isles.comm.transport",
@@ -59,10 +59,10 @@ __all__ = ["__version__", *_NAMES]
 if TYPE_CHECKING:
     from isles.comm.errors import DeadlinePassed, Diverged, PeerLost, WorkerFailed
     from isles.comm.group import Group
-    from isles.comm.local import run_local
     from isles.comm.mesh import Mesh, init, mesh
-    from isles.comm.simulated import run_virtual
     from isles.comm.transport import Deadlines
+    from isles.comm.virtual.run import run_virtual
+    from isles.launch.workers import run_local
     from isles.network.links import Links
     from isles.network.pauses import Pauses
     from isles.replicas import METHODS, method

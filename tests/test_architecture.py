@@ -29,6 +29,7 @@ FLOORS = {
     "comm": 1,
     "models": 1,
     "data": 1,
+    "launch": 2,
     "replicas": 2,
     "pipeline": 2,
     "memory": 2,

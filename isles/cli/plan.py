@@ -107,9 +107,9 @@ def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> Non
 def _answer(port: int) -> None:
     """The other end of --probe."""
     from isles.cli.doctor import LISTEN_FOR, rates_in_words, say_waiting
-    from isles.comm.examine import wait_for_call
-    from isles.comm.line import checked_port
-    from isles.comm.line import listen as open_port
+    from isles.launch.link import checked_port
+    from isles.launch.link import listen as open_port
+    from isles.launch.probe import wait_for_call
 
     with open_port(checked_port(port)) as door:
         say_waiting(f"isles plan --probe THIS-MACHINE:{port} ...")

@@ -194,8 +194,8 @@ def _measured(peer: str) -> tuple[Links, str]:
     nobody answers there.
     """
     from isles.cli.doctor import rates_in_words
-    from isles.comm import examine
-    from isles.comm.line import LineLost, parse_address
+    from isles.launch import probe as examine
+    from isles.launch.link import LineLost, parse_address
     from isles.network.links import Links
     from isles.report.units import format_seconds
 

@@ -24,7 +24,7 @@ def resume(
     rendezvous: Rendezvous = "",
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
-    from isles.comm.party import Place
+    from isles.launch.nodes import Place
     from isles.training.regroup import prepare
     from isles.training.server import start_server
 

@@ -22,7 +22,7 @@ Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
 
 if TYPE_CHECKING:
-    from isles.comm.party import Place
+    from isles.launch.nodes import Place
     from isles.training.config import Config
 
 
@@ -54,7 +54,7 @@ def train(
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
     if (probe or json) and not dry_run:
         raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
-    from isles.comm.party import Place
+    from isles.launch.nodes import Place
     from isles.training.border import gather, resolve
     from isles.training.server import start_server
 
@@ -82,7 +82,7 @@ def train(
 def run(config: Config, choose: Callable[[], Path], place: Place, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
     from isles.cli.progress import Progress
-    from isles.comm.party import split
+    from isles.launch.nodes import split
     from isles.training.launch import Interrupted, launch
     from isles.training.remote import follow
 

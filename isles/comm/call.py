@@ -1,7 +1,7 @@
 """The address of a collective operation, and what a protocol may ask of the group that it runs in.
 
-Protocols (`isles.comm.collectives`) are written against these two alone, so that they know no group, and a group is
-made of them.
+Protocols (`isles.comm.collectives.basic`) are written against these two alone, so that they know no group, and a
+group is made of them.
 """
 
 from __future__ import annotations

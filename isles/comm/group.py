@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm import collectives
 from isles.comm.call import Call, Ledger
 from isles.comm.codecs.base import Codec
+from isles.comm.collectives import basic as collectives
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.headers import Stamp
 from isles.comm.mailbox import Letter, post
-from isles.comm.mean import mean
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport

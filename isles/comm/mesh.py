@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from isles.comm.call import Ledger
-from isles.comm.distributed import DistributedTransport
+from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport

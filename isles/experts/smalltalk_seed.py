@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from isles.comm.errors import CommError
-from isles.comm.party import HERE
 from isles.data import load_tokenizer
 from isles.data.corpus import rows_corpus
 from isles.experts import smalltalk
@@ -32,6 +31,7 @@ from isles.experts.registry import Forest, Member
 from isles.experts.routing import Gate, gate_of, route
 from isles.experts.smalltalk import SmalltalkConfig
 from isles.experts.workers import run_workers
+from isles.launch.nodes import HERE
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.launch import Interrupted

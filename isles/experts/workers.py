@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isles.comm.local import LocalWorkers, raise_first
+from isles.launch.workers import LocalWorkers, raise_first
 from isles.training.config import Config
 from isles.training.launch import deadlines, first_interrupt, on_virtual
 from isles.training.rundir import LOGS, clear_logs

@@ -73,7 +73,9 @@ def pair() -> Collective:
 
 
 def library_mean(workers: int, back: float = 1.0) -> Collective:
-    """The mean that `isles.comm.mean` takes: all-gather or two-shot, whichever is fewer bytes; all-gather if equal."""
+    """The mean that `isles.comm.collectives.mean` takes: all-gather or two-shot, whichever is fewer bytes;
+    all-gather if equal.
+    """
     return all_gather(workers) if _gathers(workers, back) else two_shot(workers, back)
 
 
@@ -158,7 +160,7 @@ def all_gather_seconds(lines: Lines, bits: float) -> float:
 
 
 def mean_seconds(lines: Lines, bits: float, back: float = 1.0) -> float:
-    """The mean that `isles.comm.mean` takes of `bits`."""
+    """The mean that `isles.comm.collectives.mean` takes of `bits`."""
     return all_gather_seconds(lines, bits) if _gathers(lines.size, back) else two_shot_seconds(lines, bits, back)
 
 

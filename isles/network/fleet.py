@@ -6,7 +6,7 @@ is trained: only clocks move, so 100,000 workers are not too many.
 
 A worker goes on to its next round when it has computed and its message has arrived; if it is paused then, when it is
 back. pairs: NoLoCo's, new ones each round, an odd one alone. all: a mean over everybody, in two messages one after
-another as `isles.comm.mean` takes it: known when the last worker's has arrived, and then sent to all.
+another as `isles.comm.collectives.mean` takes it: known when the last worker's has arrived, and then sent to all.
 
 Events are taken one by one from a queue in the order of (time, kind, worker, round). Every number is drawn from (seed,
 round), each worker's pauses from (seed, worker): nothing depends on the order of events.

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from isles.comm.averaging import Averaging
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.group import Group
-from isles.comm.headers import Stamp
 from isles.replicas.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts import Composition
 

@@ -28,8 +28,8 @@ from typing import Literal, get_args
 
 from isles.comm.codecs import codec
 from isles.comm.codecs.casts import Identity
-from isles.comm.forms import averaging
-from isles.comm.mean import sent_bytes
+from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.mean import sent_bytes
 from isles.replicas.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.buckets import Bucket
 from isles.replicas.checks import at_least, one_of

@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 
 from isles.comm.codecs import form
-from isles.comm.forms import averaging
-from isles.comm.mean import native_bytes, native_mean
+from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.replicas.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.buckets import Bucket
 from isles.replicas.checks import idle_low_rank, one_of

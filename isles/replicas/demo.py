@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isles.comm.collectives import all_gather
+from isles.comm.collectives.basic import all_gather
 from isles.comm.errors import Diverged, WorkerFailed
 from isles.replicas.demo_config import DeMoConfig
 from isles.replicas.demo_momentum import Momentum

@@ -8,12 +8,12 @@ factors in 4 bits, with error feedback.
         C(delta_i + E_i) leaves;  E_i <- what C lost of it
         theta_i <- W - delta_i   (carry)               or  W   (restart)
 
-W: anchor, equal on all workers; C: low rank by `isles.comm.factors`, its factors in `codec`, what is no matrix in 8
-bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept while it travels;
-restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the means make use of
-(`adaptive`; in an island each worker's rank follows its shares, and H is the largest that one of them wants). The
-readable text does not decide between carry and restart; carry fits its results. Memory beyond training: W, v, E and
-start, 16 bytes a parameter, two payloads, and the factors.
+W: anchor, equal on all workers; C: low rank by `isles.comm.collectives.factors`, its factors in `codec`, what is no
+matrix in 8 bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept
+while it travels; restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the
+means make use of (`adaptive`; in an island each worker's rank follows its shares, and H is the largest that one of
+them wants). The readable text does not decide between carry and restart; carry fits its results. Memory beyond
+training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.factors import Factors
+from isles.comm.collectives.factors import Factors
 from isles.replicas.adaptive import Adaptive, resized
 from isles.replicas.cadence import EveryH
 from isles.replicas.diloco import Nesterov

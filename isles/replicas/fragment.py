@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm.forms import averaging
+from isles.comm.collectives.forms import averaging
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts import Composition

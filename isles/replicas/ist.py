@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import codec
-from isles.comm.mean import Stamp, sent_bytes, working_bytes
+from isles.comm.collectives.mean import Stamp, sent_bytes, working_bytes
 from isles.comm.tags import Channel
 from isles.models.subnet import put, reads, split_axes, take
 from isles.replicas.checks import at_least, one_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import as_bytes
-from isles.comm.collectives import all_to_all
+from isles.comm.collectives.basic import all_to_all
 from isles.comm.transport import Steps
 from isles.models.subnet import put, take
 from isles.replicas.ist_partition import Division, sizes

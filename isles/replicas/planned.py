@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from isles.comm.averaging import Averaging
-from isles.comm.collectives import broadcast_sends
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.basic import broadcast_sends
 from isles.replicas.fragment import Fragment
 from isles.replicas.parts import Composition, Mixing
 

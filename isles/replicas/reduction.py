@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from isles.comm.averaging import Averaging
 from isles.comm.call import Call
-from isles.comm.headers import Stamp
-from isles.comm.mean import native_bytes, native_mean
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.transport import Steps
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts import ErrorFeedback
@@ -101,8 +101,8 @@ class Native(Reduction):
 
 
 class Averaged(Reduction):
-    """The mean through a codec or as low-rank factors (`isles.comm.averaging`), with error feedback where it is given:
-    a = g + E is sent, and then
+    """The mean through a codec or as low-rank factors (`isles.comm.collectives.averaging`), with error feedback where
+    it is given: a = g + E is sent, and then
 
         local    E <- decay (a - what the others decoded of it)
         global   E <- decay (a - the mean that came back)

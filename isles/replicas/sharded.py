@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from isles.comm import collectives
+from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.models.blocks import blocks_of
 from isles.replicas.start import spread_from_first

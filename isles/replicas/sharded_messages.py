@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isles.comm import collectives
+from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 
 

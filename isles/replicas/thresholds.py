@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.comm.averaging import Coded
 from isles.comm.call import Call
 from isles.comm.codecs import Codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
-from isles.comm.headers import Stamp
-from isles.comm.ragged import gather_ragged, ragged_bytes
+from isles.comm.collectives.averaging import Coded
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.transport import Steps
 from isles.replicas.flat import FlatParameters
 from isles.replicas.planned import Held

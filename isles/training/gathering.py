@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isles.comm.meeting import meet
-from isles.comm.party import Party, Place
+from isles.launch.nodes import Party, Place
+from isles.launch.rendezvous import meet
 from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.local import LocalWorkers, Workers, raise_first
 from isles.comm.mesh import Mesh
-from isles.comm.orders import SharedOrders
-from isles.comm.party import HERE, Party, Place
-from isles.comm.simulated import run_virtual
+from isles.comm.stopping import SharedOrders
 from isles.comm.transport import Deadlines
+from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
+from isles.launch.nodes import HERE, Party, Place
+from isles.launch.workers import LocalWorkers, Workers, raise_first
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.gathering import met

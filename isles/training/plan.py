@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from isles.comm.codecs import codec
-from isles.comm.mean import sent_bytes
-from isles.comm.sketched import sketched_mesh
+from isles.comm.collectives.mean import sent_bytes
+from isles.comm.dry import sketched_mesh
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from isles.comm.party import Party
+from isles.launch.nodes import Party
 from isles.training.border import to_toml
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config

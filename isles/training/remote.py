@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isles.comm.local import seats
-from isles.comm.nodes import RemoteWorkers
-from isles.comm.party import Party, Place
+from isles.launch.nodes import Party, Place
+from isles.launch.relay import RemoteWorkers
+from isles.launch.workers import seats
 from isles.training.config import Config
 from isles.training.gathering import met
 from isles.training.launch import Interrupted, deadlines, first_interrupt, train_process

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isles.comm.errors import CommError, MeetingFailed
-from isles.comm.party import Place
+from isles.launch.nodes import Place
 from isles.training.checkpoint import Checkpoints
 from isles.training.lock import locked
 

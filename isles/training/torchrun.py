@@ -22,13 +22,13 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from isles.comm import mesh
-from isles.comm.crew import PipeLink
 from isles.comm.errors import WorkerFailed, from_plain, to_plain
-from isles.comm.line import Line, LineLost, listen
-from isles.comm.local import Workers, node_links
-from isles.comm.party import Party, Place
-from isles.comm.reach import interface_of, loopback
-from isles.comm.seat import Seat, attend
+from isles.launch.link import Line, LineLost, listen
+from isles.launch.nodes import Party, Place
+from isles.launch.processes import PipeLink
+from isles.launch.reachable import interface_of, loopback
+from isles.launch.worker import Seat, attend
+from isles.launch.workers import Workers, node_links
 from isles.training.config import Config
 from isles.training.gathering import met
 from isles.training.launch import Summary, deadlines, launch, train_process
@@ -148,7 +148,9 @@ class _Closed(KeyboardInterrupt):
 
 
 class _Way:
-    """The worker's way to rank 0's launcher; a Channel of `isles.comm.seat`. It wakes up a worker whose run is over."""
+    """The worker's way to rank 0's launcher; a Channel of `isles.launch.worker`. It wakes up a worker whose run is
+    over.
+    """
 
     def __init__(self) -> None:
         self.closed = False

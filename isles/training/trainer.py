@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from isles.comm.codecs import codec
+from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
-from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, Loader, load_corpus
 from isles.data.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import isles
-from isles.comm import local
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.local import LocalWorkers
+from isles.launch import workers as local
+from isles.launch.workers import LocalWorkers
 from tests.comm import local_workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +145,7 @@ LAUNCHER = """
 import sys
 from dataclasses import replace
 import isles
-from isles.comm import local
+from isles.launch import workers as local
 from tests.comm.local_workers import lingers
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from isles.comm import guests, line, local, meeting
 from isles.comm.errors import (
     CommError,
     DeadlinePassed,
@@ -24,10 +23,14 @@ from isles.comm.errors import (
     from_plain,
     to_plain,
 )
-from isles.comm.line import Line, LineLost, connect, listen, parse_address
-from isles.comm.meeting import meet
-from isles.comm.party import Party, Place, split
-from isles.comm.reach import Door, interface_of, knock
+from isles.launch import admission as guests
+from isles.launch import link as line
+from isles.launch import rendezvous as meeting
+from isles.launch import workers as local
+from isles.launch.link import Line, LineLost, connect, listen, parse_address
+from isles.launch.nodes import Party, Place, split
+from isles.launch.reachable import Door, interface_of, knock
+from isles.launch.rendezvous import meet
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Lines

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from isles.comm.line import listen
-from isles.comm.party import Party, Place
+from isles.launch.link import listen
+from isles.launch.nodes import Party, Place
 from isles.training.checkpoint import Checkpoints
 from isles.training.config import Config
 from isles.training.gathering import met

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from isles.cli.evaluate import evaluate
 from isles.cli.export import export
-from isles.comm.local import LocalWorkers, raise_first
-from isles.comm.simulated import run_virtual
+from isles.comm.virtual.run import run_virtual
+from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import ModelConfig, build, limits
 from isles.training.border import read_config, to_toml
 from isles.training.config import Config

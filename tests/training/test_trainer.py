@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.local import LocalWorkers, raise_first
 from isles.comm.mesh import Mesh
-from isles.comm.simulated import run_virtual
+from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
+from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import build
 from isles.models.sizes import parameters as count_parameters
 from isles.training.border import read_config

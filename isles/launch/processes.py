@@ -1,7 +1,8 @@
 """The connections to a run's workers, as a launcher sees them, and the worker processes of this machine.
 
-A `Link` speaks for one worker of this machine (`PipeLink`) or for all of another machine (`isles.comm.nodes.NodeLink`);
-who decides (`isles.comm.local`) and who relays (`isles.comm.nodes`) does not ask which.
+A `Link` speaks for one worker of this machine (`PipeLink`) or for all of another machine
+(`isles.launch.relay.NodeLink`); who decides (`isles.launch.workers`) and who relays (`isles.launch.relay`) does not
+ask which.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.seat import Seat, serve
+from isles.launch.worker import Seat, serve
 
 Message = tuple[int, str, Any]
 """(rank, "event" | "held" | "done" | "error", value); rank -1 with "interrupt": somebody wants the run to stop."""
@@ -90,7 +91,7 @@ class Crew:
     def __init__(self, worker: Callable[..., Any], seats: Iterable[Seat], args: Sequence[Any] = ()) -> None:
         context = multiprocessing.get_context("forkserver")
         # The first optimizer of a process loads torch._dynamo: a second of CPU time, here once for all workers.
-        context.set_forkserver_preload(["isles.comm.local", "torch._dynamo"])
+        context.set_forkserver_preload(["isles.launch.workers", "torch._dynamo"])
         self.links: list[PipeLink] = []
         for seat in seats:
             ours, theirs = context.Pipe()

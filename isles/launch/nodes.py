@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from isles.comm.errors import CommError, to_plain
-from isles.comm.line import Line, LineLost, parse_address
-from isles.comm.reach import interface_of, loopback
+from isles.launch.link import Line, LineLost, parse_address
+from isles.launch.reachable import interface_of, loopback
 
 
 @dataclass(frozen=True, kw_only=True)

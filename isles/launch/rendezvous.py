@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from isles.comm.errors import MeetingFailed, from_plain
-from isles.comm.guests import Guests
-from isles.comm.line import SILENCE, Line, LineLost, connect, listen, parse_address
-from isles.comm.party import Party, Place
-from isles.comm.reach import PATIENCE, Door, knock, port_range
+from isles.launch.admission import Guests
+from isles.launch.link import SILENCE, Line, LineLost, connect, listen, parse_address
+from isles.launch.nodes import Party, Place
+from isles.launch.reachable import PATIENCE, Door, knock, port_range
 from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from isles.comm.errors import PeerLost
-from isles.comm.virtual_scheduler import Scheduler, Stopped, Worker
-from isles.comm.virtual_transport import VirtualTransport
-from isles.comm.virtual_wire import Wire
+from isles.comm.virtual.scheduler import Scheduler, Stopped, Worker
+from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.wire import Wire
 from isles.network.links import Links
 from isles.network.named import links as preset
 from isles.network.pauses import Pauses

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from isles.comm.line import Line, LineLost, connect
-from isles.comm.reach import PATIENCE, Door, knock, port_range
+from isles.launch.link import Line, LineLost, connect
+from isles.launch.reachable import PATIENCE, Door, knock, port_range
 from isles.version import __version__
 
 _PINGS = 20

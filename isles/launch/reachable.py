@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from isles.comm.line import Line, LineLost, connect, listen
+from isles.launch.link import Line, LineLost, connect, listen
 
 PATIENCE = 5.0  # seconds for an answer at a door
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isles.comm.background import BackgroundTransfer, Driver, PostedWork
 from isles.comm.errors import PeerLost
+from isles.comm.gloo.transfers import BackgroundTransfer, Driver, PostedWork
+from isles.comm.gloo.waiters import Waiters
 from isles.comm.tags import Channel, Tag, pack
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.waiters import Waiters
 
 _LOG = logging.getLogger(__name__)
 _NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers

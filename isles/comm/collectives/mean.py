@@ -29,7 +29,7 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
-from isles.comm.headers import HEADER_BYTES, Headers, Stamp
+from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work
 

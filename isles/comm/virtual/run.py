@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from isles.comm import mesh
-from isles.comm.orders import SharedOrders
+from isles.comm.stopping import SharedOrders
 from isles.comm.transport import Deadlines
-from isles.comm.virtual import VirtualCluster
-from isles.comm.virtual_transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualCluster
+from isles.comm.virtual.transport import VirtualTransport
 from isles.network.links import Links
 from isles.network.pauses import Pauses
 

@@ -7,10 +7,10 @@ from math import prod
 
 import torch
 
-from isles.comm.averaging import Averaging, Coded
 from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.factors import Factors
+from isles.comm.collectives.averaging import Averaging, Coded
+from isles.comm.collectives.factors import Factors
 
 
 def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.codecs import Codec
-from isles.comm.headers import Stamp
-from isles.comm.mean import as_decoded, mean, sent_bytes, working_bytes
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import as_decoded, mean, sent_bytes, working_bytes
 from isles.comm.transport import Steps
 
 
@@ -35,7 +35,7 @@ class Averaging(ABC):
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
     ) -> Steps[bool]:
-        """See `isles.comm.mean.mean`."""
+        """See `isles.comm.collectives.mean.mean`."""
 
     @abstractmethod
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:

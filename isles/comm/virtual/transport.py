@@ -11,9 +11,9 @@ from torch import Tensor
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.virtual_scheduler import Scheduler, Worker
-from isles.comm.virtual_transfer import VirtualTransfer, VirtualWork
-from isles.comm.virtual_wire import Wire
+from isles.comm.virtual.scheduler import Scheduler, Worker
+from isles.comm.virtual.transfer import VirtualTransfer, VirtualWork
+from isles.comm.virtual.wire import Wire
 from isles.network.noise import lognormal
 
 

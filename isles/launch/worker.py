@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from isles.comm import mesh
-from isles.comm.distributed import DistributedTransport
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.orders import Orders
+from isles.comm.gloo.transport import DistributedTransport
+from isles.comm.stopping import Orders
 from isles.comm.transport import Deadlines
 
 

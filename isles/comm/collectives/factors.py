@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isles.comm.averaging import Averaging
 from isles.comm.call import Call
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.headers import Stamp
-from isles.comm.mean import mean, sent_bytes, working_bytes
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean, sent_bytes, working_bytes
 from isles.comm.transport import Steps, Work
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's

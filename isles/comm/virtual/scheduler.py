@@ -31,7 +31,7 @@ from typing import Protocol
 import torch
 
 from isles.comm.errors import CommError
-from isles.comm.virtual_events import Timeline
+from isles.comm.virtual.events import Timeline
 from isles.network.pauses import Absences
 
 Place = tuple[float, int]  # (clock, rank)

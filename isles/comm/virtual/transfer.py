@@ -19,8 +19,8 @@ from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.virtual_events import ARRIVED, DEADLINE, Event
-from isles.comm.virtual_scheduler import Awaited, Scheduler, Worker
+from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
+from isles.comm.virtual.scheduler import Awaited, Scheduler, Worker
 
 
 class VirtualWork:

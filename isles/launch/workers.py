@@ -5,7 +5,7 @@ hosts the store  <--------   joins, runs `worker(world)`
 waits            <--------   ("done", result) | ("error", error)
 "close"           -------->  closes its connections
 
-Workers of other machines are told and heard through their own launcher: see `isles.comm.nodes`.
+Workers of other machines are told and heard through their own launcher: see `isles.launch.relay`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from isles.comm.crew import Crew, Link
 from isles.comm.errors import WorkerFailed, is_cause
-from isles.comm.nodes import NodeLink, ProcessLink
-from isles.comm.party import Party
-from isles.comm.seat import Seat
 from isles.comm.transport import Deadlines
+from isles.launch.nodes import Party
+from isles.launch.processes import Crew, Link
+from isles.launch.relay import NodeLink, ProcessLink
+from isles.launch.worker import Seat
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
 _GRACE = 5.0  # seconds in which the worker that is the cause may be heard of, after one that only noticed

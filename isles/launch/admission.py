@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from isles.comm.errors import MeetingFailed, to_plain
-from isles.comm.line import SILENCE, Line, LineLost
+from isles.launch.link import SILENCE, Line, LineLost
 from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone

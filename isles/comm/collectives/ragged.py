@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isles.comm.call import Call
+from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Headers, Stamp
 from isles.comm.errors import Diverged
-from isles.comm.headers import HEADER_BYTES, NOTE_BYTES, Headers, Stamp
 from isles.comm.transport import Steps
 
 _HEADER, _BODY = 0, 1  # phases

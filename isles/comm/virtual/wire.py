@@ -28,8 +28,8 @@ from torch import Tensor
 
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
-from isles.comm.virtual_events import ARRIVED, ENTERS, SERVED, Event, Timeline
-from isles.comm.virtual_transfer import VirtualWork
+from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, Timeline
+from isles.comm.virtual.transfer import VirtualWork
 from isles.network.pipe import Pipe
 from isles.network.routes import Routes
 

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, cast
 
-from isles.comm.crew import Crew, Message
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
-from isles.comm.line import Line, LineLost
-from isles.comm.party import Party
-from isles.comm.seat import Seat
+from isles.launch.link import Line, LineLost
+from isles.launch.nodes import Party
+from isles.launch.processes import Crew, Message
+from isles.launch.worker import Seat
 
 _GLANCE = 0.2  # seconds between looks at the line
 _VERDICT = 60.0  # seconds in which node 0 writes down how the run ended
 
 
 class NodeLink:
-    """All workers of another machine, on node 0; a Link of `isles.comm.crew`."""
+    """All workers of another machine, on node 0; a Link of `isles.launch.processes`."""
 
     def __init__(self, node: int, ranks: tuple[int, ...], line: Line) -> None:
         self.node, self.ranks, self.line = node, ranks, line
