@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from isles.replicas.planned import Planned
+    from isles.replicas.schedule import Planned
     from isles.training.config import Config
     from isles.training.plan import Plan
 

@@ -12,7 +12,7 @@ from isles.network.barrier import Steps, waiting
 from isles.network.latency import pair_seconds, ratios, swap_seconds, two_shot_seconds
 from isles.network.quadratic import Quadratic, heavy_ball, mean_path, simulate, variance
 from isles.network.quadratic import radius as radius_of
-from isles.replicas.stability import largest_gamma, radius
+from isles.replicas.parts.stability import largest_gamma, radius
 from isles.report.charts import short
 from isles.report.panels import Chart, Line, Panel, Table
 from isles.report.series import Point

@@ -29,7 +29,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.replicas import method
-from isles.replicas.planned import Held, Outline
+from isles.replicas.schedule import Held, Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config import Config
 from isles.training.inner import inner_bytes, inner_kind, inner_optimizer

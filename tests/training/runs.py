@@ -9,7 +9,7 @@ from typing import Any
 
 from isles.comm.mesh import Mesh
 from isles.replicas import METHODS
-from isles.replicas.none import NoSync
+from isles.replicas.methods.none import NoSync
 from isles.training.border import read_config
 from isles.training.config import Config
 from isles.training.launch import launch

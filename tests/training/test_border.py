@@ -16,7 +16,7 @@ from isles.training.config import Config
 
 OWN_METHOD = """
 from dataclasses import dataclass
-from isles.replicas.none import NoSync
+from isles.replicas.methods.none import NoSync
 from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)

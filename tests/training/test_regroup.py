@@ -288,7 +288,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 def test_a_method_that_does_not_say_is_refused(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with a state of its own and no `regrouped`."""
-    from isles.replicas.outer import OuterSync
+    from isles.replicas.loop.outer import OuterSync
     from isles.replicas.sync import ReplicaSync
 
     path = stopped("localsgd", 2)
