@@ -25,8 +25,8 @@ from isles.experts import mixture
 from isles.experts.routing import Routers, route
 from isles.experts.served import Served
 from isles.models import ModelConfig, build
-from isles.training.border import read_config
-from isles.training.saved import SavedRun
+from isles.training.config.reading import read_config
+from isles.training.records.saved import SavedRun
 
 EXPERTS, SEQUENCES, CONTEXT, PREFIX = 3, 48, 256, 64
 TURNS = 7

@@ -23,7 +23,7 @@ Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0
 
 if TYPE_CHECKING:
     from isles.launch.nodes import Place
-    from isles.training.config import Config
+    from isles.training.config.sections import Config
 
 
 def train(
@@ -55,12 +55,12 @@ def train(
     if (probe or json) and not dry_run:
         raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
     from isles.launch.nodes import Place
-    from isles.training.border import gather, resolve
-    from isles.training.server import start_server
+    from isles.training.config.reading import gather, resolve
+    from isles.training.running.server import start_server
 
     place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
     if preset is not None:
-        from isles.training.presets import preset_file
+        from isles.training.config.presets import preset_file
 
         if config is not None:
             raise ValueError(f"--preset {preset} stands where {config} does: give one of the two")
@@ -83,8 +83,8 @@ def run(config: Config, choose: Callable[[], Path], place: Place, resume: int | 
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
     from isles.cli.progress import Progress
     from isles.launch.nodes import split
-    from isles.training.launch import Interrupted, launch
-    from isles.training.remote import follow
+    from isles.training.running.follow import follow
+    from isles.training.running.run import Interrupted, launch
 
     try:
         if torchrun.size() is not None:

@@ -19,9 +19,9 @@ import tomlkit
 
 from isles.errors import unknown_name
 from isles.tables import read_toml, typed
-from isles.training.border import SECTIONS, Tables, over, resolve, words
-from isles.training.config import Config
-from isles.training.template import commented
+from isles.training.config.reading import SECTIONS, Tables, over, resolve, words
+from isles.training.config.sections import Config
+from isles.training.config.template import commented
 
 KEPT = "experts.toml"
 Own = TypeVar("Own")

@@ -32,12 +32,12 @@ from isles.experts.routing import from_wire, to_wire
 from isles.experts.served import score
 from isles.experts.smalltalk import SmalltalkConfig, router_seed
 from isles.models import build, limits
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.inner import lr_factor
-from isles.training.saved import SavedRun
+from isles.training.assemble import wrapped
+from isles.training.config.inner import lr_factor
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.saved import SavedRun
 from isles.training.trainer import save_model
-from isles.training.wrapped import wrapped
 
 
 @dataclass(frozen=True, kw_only=True)

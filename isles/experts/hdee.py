@@ -34,7 +34,7 @@ from isles.experts.domains import TRAINED, Difficulty, Domain, of_difficulty
 from isles.experts.jobs import Job, configured
 from isles.experts.meters import TOLERANCE, Share, check_budget
 from isles.models import Shape, flops_per_token
-from isles.training.config import Config
+from isles.training.config.sections import Config
 
 Branch = Literal["own", "average"]
 Baseline = Literal["random", "dense"]

@@ -35,7 +35,7 @@ from isles.experts.ridge import RidgeGate
 from isles.experts.served import Served, score
 from isles.experts.system import System
 from isles.models import flops_per_token, parameters
-from isles.training.saved import SavedRun, load_run
+from isles.training.records.saved import SavedRun, load_run
 
 
 class Hdee(System[HdeeConfig]):

@@ -13,7 +13,7 @@ from isles.experts.jobs import Job
 from isles.experts.meters import bytes_of, score_bytes
 from isles.experts.smalltalk import SmalltalkConfig
 from isles.models import flops_per_token, limits, parameters
-from isles.training.config import Config
+from isles.training.config.sections import Config
 
 
 def planned(asked: Asked[Any]) -> dict[str, Any]:

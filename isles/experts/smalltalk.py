@@ -26,7 +26,7 @@ from isles.experts.jobs import Job, configured
 from isles.models import flops_per_token
 from isles.models.config import ModelConfig
 from isles.replicas import method
-from isles.training.config import Config
+from isles.training.config.sections import Config
 
 Dense = Literal["batch", "steps"]
 GateName = Literal["routers", "clusters"]

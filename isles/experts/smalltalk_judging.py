@@ -15,7 +15,7 @@ from isles.experts.domains import DomainText
 from isles.experts.routing import Gate, growing, route
 from isles.experts.served import Served, score
 from isles.experts.smalltalk_seed import SmalltalkSeed
-from isles.training.saved import SavedRun, load_run
+from isles.training.records.saved import SavedRun, load_run
 
 Scored = dict[str, Tensor]
 """Of the sequences of one or more domains: the scores of "experts" (E, N, T) and of each dense model (N, T), and what

@@ -32,10 +32,10 @@ from isles.experts.routing import Gate, gate_of, route
 from isles.experts.smalltalk import SmalltalkConfig
 from isles.experts.workers import run_workers
 from isles.launch.nodes import HERE
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.launch import Interrupted
-from isles.training.records import write_config
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.writer import write_config
+from isles.training.running.run import Interrupted
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
 ASSIGNMENT, HELD = "assignment.npy", "held.npy"

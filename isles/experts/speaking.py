@@ -14,7 +14,7 @@ from isles.experts.joining import Joined, Joining
 from isles.experts.priors import CACHED_SEQUENCES, following
 from isles.experts.registry import Forest
 from isles.experts.routing import route, weights_of
-from isles.training.saved import encoded, load_run
+from isles.training.records.saved import encoded, load_run
 
 
 @dataclass(frozen=True)

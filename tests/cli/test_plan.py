@@ -121,7 +121,7 @@ def test_a_run_knows_its_matrices(tmp_path: Path):
 
 def test_a_plan_as_a_configuration(plan, tmp_path: Path):
     """What --write writes, `isles train` takes."""
-    from isles.training.border import read_config
+    from isles.training.config.reading import read_config
 
     path = tmp_path / "run.toml"
     code, out, _ = plan(*RUN, "--links", "home-cable", "--write", str(path))

@@ -26,7 +26,7 @@ from isles.experts.system import System
 from isles.experts.systems import SYSTEMS, opened, settings
 from isles.models.generate import generate
 from isles.report import write_report
-from isles.training.saved import load_run
+from isles.training.records.saved import load_run
 from tests.experts.small import HDEE, asked, made, write_domains
 
 

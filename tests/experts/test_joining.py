@@ -22,7 +22,7 @@ from isles.experts.routing import ByClusters, Routers, growing
 from isles.experts.served import Served, score
 from isles.experts.speaking import Speaker
 from isles.experts.system import System
-from isles.training.saved import load_run
+from isles.training.records.saved import load_run
 from tests.experts.small import made, write_domains
 
 BTM = ["hdee.variants=['m-ho-i-he']", "hdee.iterations=2", "hdee.branch=average", "hdee.baselines=[]"]

@@ -29,7 +29,7 @@ from isles.experts.system import System
 from isles.experts.systems import opened
 from isles.experts.workers import run_workers
 from isles.report import write_report
-from isles.training.checkpoint import Checkpoints
+from isles.training.records.checkpoint import Checkpoints
 from tests.experts.small import asked, made, write_domains
 from tests.training.runs import lines_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.border import read_config
-from isles.training.launch import launch
+from isles.training.config.reading import read_config
+from isles.training.running.run import launch
 from tests.cli.command import Command, eventually, gone
 from tests.integration.namespaces import Machine, two_machines
 from tests.training.runs import metrics, without_clocks, write_folder

@@ -20,8 +20,8 @@ from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.transform import drawn, fixed, largest
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import HEADER_BYTES, Packing
-from isles.training.border import read_config
-from isles.training.launch import launch
+from isles.training.config.reading import read_config
+from isles.training.running.run import launch
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import pytest
 
 from isles.launch.link import listen
 from isles.launch.nodes import Party, Place
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.gathering import met
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.running.agree import met
 from tests.training.runs import tiny, write_text
 
 

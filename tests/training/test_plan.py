@@ -18,9 +18,9 @@ from isles.comm.mesh import Mesh
 from isles.comm.virtual.run import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
 from isles.replicas.sync import ReplicaSync
-from isles.training.border import read_config
-from isles.training.config import Config
-from isles.training.plan import Plan, counted_flops, plan
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.dry_run import Plan, counted_flops, plan
 from isles.training.trainer import Trainer, train_worker
 from tests.cli.command import Command
 from tests.training.own_models import Bigram

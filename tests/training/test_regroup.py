@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from isles.data import Loader, load_corpus
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints, State
-from isles.training.launch import launch
-from isles.training.regroup import prepare
+from isles.training.config.reading import read_config
+from isles.training.records.checkpoint import Checkpoints, State
+from isles.training.records.regroup import prepare
+from isles.training.running.run import launch
 from tests.cli.command import isles
 from tests.training.runs import (
     BATCH,

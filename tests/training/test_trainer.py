@@ -19,10 +19,10 @@ from isles.data import load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import build
 from isles.models.sizes import parameters as count_parameters
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.inner import lr_factor
+from isles.training.config.inner import lr_factor
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.trainer import Trainer, train_worker
 from tests.training.runs import (
     APART,

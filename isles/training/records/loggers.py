@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from isles.training.config import Config
+from isles.training.config.sections import Config
 
 Record = Mapping[str, Any]
 

@@ -16,14 +16,14 @@ from isles.errors import unknown_name
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
-from isles.training.inner import InnerConfig
+from isles.training.config.inner import InnerConfig
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
-_LOGGERS = ("tensorboard", "wandb")  # isles.training.loggers holds what is behind the names
+_LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from isles.imports import is_place
 from isles.models.config import ModelConfig
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
-from isles.training.config import Config, RunConfig, WorldConfig
-from isles.training.inner import InnerConfig
+from isles.training.config.inner import InnerConfig
+from isles.training.config.sections import Config, RunConfig, WorldConfig
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig, "world": WorldConfig, "run": RunConfig}
 DEFAULT_METHOD = "noloco"
@@ -177,7 +177,7 @@ def _method_of(tables: Tables) -> str:
 
 def _embedded(name: str) -> Tables:
     """The built-in small run, with its table for the method, and what that says of the inner optimizer."""
-    tables = tomllib.loads(files("isles.training").joinpath("embedded.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(files("isles.training.config").joinpath("embedded.toml").read_text(encoding="utf-8"))
     own = tables.pop("methods").get(name, {})
     tables["inner"] |= own.pop("inner", {})
     tables["replicas"] = {"method": name, **own}

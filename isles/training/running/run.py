@@ -35,13 +35,13 @@ from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
 from isles.launch.nodes import HERE, Party, Place
 from isles.launch.workers import LocalWorkers, Workers, raise_first
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.gathering import met
-from isles.training.loggers import Loggers, require
-from isles.training.records import Records, as_json
-from isles.training.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
-from isles.training.server import start_server
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.loggers import Loggers, require
+from isles.training.records.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
+from isles.training.records.writer import Records, as_json
+from isles.training.running.agree import met
+from isles.training.running.server import start_server
 from isles.training.trainer import train_worker
 from isles.version import __version__
 

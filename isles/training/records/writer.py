@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from isles.launch.nodes import Party
-from isles.training.border import to_toml
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.loggers import Loggers
-from isles.training.rundir import CONFIG, METRICS, TIMELINE
-from isles.training.spread import Spread
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.loggers import Loggers
+from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
+from isles.training.records.spread import Spread
 from isles.version import __version__
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from isles.data.tokenizer import Tokenizer, load_tokenizer
 from isles.models import build, limits
 from isles.models.own import next_token_scores
-from isles.training.border import read_config
-from isles.training.config import Config
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from isles.data import Loader, load_corpus
 from isles.data.loader import resharded
 from isles.models import limits
 from isles.replicas import method
-from isles.training.border import read_config, to_toml
-from isles.training.checkpoint import Checkpoints, State, join_state, split_state
-from isles.training.config import Config
-from isles.training.lock import locked
-from isles.training.plan import plan
+from isles.training.config.reading import read_config, to_toml
+from isles.training.config.sections import Config
+from isles.training.dry_run import plan
+from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
+from isles.training.records.lock import locked
 from isles.training.trainer import draws_seed
 from isles.version import __version__
 

@@ -12,7 +12,7 @@ from typing import Any
 import tomlkit
 
 from isles.replicas import METHODS, method
-from isles.training.border import SECTIONS
+from isles.training.config.reading import SECTIONS
 
 _ORDER = ("model", "data", "inner", "replicas", "world", "run")
 _WIDTH = 100

@@ -29,9 +29,9 @@ from isles.launch.processes import PipeLink
 from isles.launch.reachable import interface_of, loopback
 from isles.launch.worker import Seat, attend
 from isles.launch.workers import Workers, node_links
-from isles.training.config import Config
-from isles.training.gathering import met
-from isles.training.launch import Summary, deadlines, launch, train_process
+from isles.training.config.sections import Config
+from isles.training.running.agree import met
+from isles.training.running.run import Summary, deadlines, launch, train_process
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 _VERDICT = 60.0  # seconds in which rank 0 writes down how the run ended

@@ -17,12 +17,12 @@ from typing import Any
 from isles.launch.nodes import Party, Place
 from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import seats
-from isles.training.config import Config
-from isles.training.gathering import met
-from isles.training.launch import Interrupted, deadlines, first_interrupt, train_process
-from isles.training.records import commit
-from isles.training.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
-from isles.training.server import start_server
+from isles.training.config.sections import Config
+from isles.training.records.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
+from isles.training.records.writer import commit
+from isles.training.running.agree import met
+from isles.training.running.run import Interrupted, deadlines, first_interrupt, train_process
+from isles.training.running.server import start_server
 
 
 def follow(

@@ -10,8 +10,8 @@ from isles.comm.group import Group
 from isles.errors import in_section
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
-from isles.training.config import Config
-from isles.training.inner import inner_notices, inner_optimizer
+from isles.training.config.inner import inner_notices, inner_optimizer
+from isles.training.config.sections import Config
 
 
 def wrapped(

@@ -31,11 +31,11 @@ from isles.network.named import links
 from isles.replicas import method
 from isles.replicas.schedule import Held, Outline
 from isles.replicas.sync import ReplicaSync
-from isles.training.config import Config
-from isles.training.inner import inner_bytes, inner_kind, inner_optimizer
-from isles.training.saved import start_file
+from isles.training.assemble import wrapped
+from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
+from isles.training.config.sections import Config
+from isles.training.records.saved import start_file
 from isles.training.trainer import check_vocabulary
-from isles.training.wrapped import wrapped
 
 UTILISATION = 0.95  # for which a bandwidth is asked
 _PROBES = 3

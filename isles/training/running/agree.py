@@ -16,9 +16,9 @@ from typing import Any
 
 from isles.launch.nodes import Party, Place
 from isles.launch.rendezvous import meet
-from isles.training.border import to_toml
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
 
 _SHOWN = 3  # differing keys that are named
 

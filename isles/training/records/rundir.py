@@ -9,8 +9,8 @@ from pathlib import Path
 
 from isles.comm.errors import CommError, MeetingFailed
 from isles.launch.nodes import Place
-from isles.training.checkpoint import Checkpoints
-from isles.training.lock import locked
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.lock import locked
 
 CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "logs"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
