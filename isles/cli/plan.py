@@ -44,8 +44,8 @@ def plan(
 ) -> None:
     """Say which method suits which link: time, bytes and memory of each, before a run. Or redo the papers' tables."""
     from isles.cli.plan_job import Asked
-    from isles.report.planning import presets as known
-    from isles.report.planning import sheet
+    from isles.report.sheets.presets import presets as known
+    from isles.report.sheets.presets import sheet
 
     asked = Asked(
         params=params,
@@ -87,8 +87,8 @@ def plan(
 
 def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
     from isles.cli.plan_job import config_of, job_of
-    from isles.network import planner
-    from isles.report.plan_sheet import plan_sheet
+    from isles.network.planner import planner
+    from isles.report.sheets.plan import plan_sheet
 
     if write is not None and write.exists():
         raise ValueError(f"--write {write}: exists already; name a new file")

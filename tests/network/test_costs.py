@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from isles.network import costs
 from isles.network.links import Links
+from isles.network.planner import costs
 
 
 def lines_of(links, workers):

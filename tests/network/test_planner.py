@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from isles.models.sizes import SIZES, matrices
-from isles.network.costs import Lines
-from isles.network.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
-from isles.network.job import Job
 from isles.network.links import Links
 from isles.network.named import links
-from isles.network.planner import curve, plan, utilisation
-from isles.network.ways import WAYS
+from isles.network.planner.costs import Lines
+from isles.network.planner.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
+from isles.network.planner.job import Job
+from isles.network.planner.planner import curve, plan, utilisation
+from isles.network.planner.ways import WAYS
 
 JOB = Job(parameters=1e8, layers=12, step_seconds=1.0, workers=8, links=links("home-fibre"))
 

@@ -21,7 +21,7 @@ from isles.comm.virtual.wire import Wire
 from isles.network.links import Links
 from isles.network.named import links as preset
 from isles.network.pauses import Pauses
-from isles.network.routes import Routes
+from isles.network.topology import Routes
 
 
 class VirtualCluster:

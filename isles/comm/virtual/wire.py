@@ -31,7 +31,7 @@ from isles.comm.tags import Tag
 from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, Timeline
 from isles.comm.virtual.transfer import VirtualWork
 from isles.network.pipe import Pipe
-from isles.network.routes import Routes
+from isles.network.topology import Routes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

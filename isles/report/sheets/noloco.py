@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from isles.network.barrier import Steps, waiting
-from isles.network.latency import pair_seconds, ratios, swap_seconds, two_shot_seconds
-from isles.network.quadratic import Quadratic, heavy_ball, mean_path, simulate, variance
-from isles.network.quadratic import radius as radius_of
+from isles.network.theory.barrier import Steps, waiting
+from isles.network.theory.latency import pair_seconds, ratios, swap_seconds, two_shot_seconds
+from isles.network.theory.quadratic import Quadratic, heavy_ball, mean_path, simulate, variance
+from isles.network.theory.quadratic import radius as radius_of
 from isles.replicas.parts.stability import largest_gamma, radius
 from isles.report.charts import short
+from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Line, Panel, Table
 from isles.report.series import Point
 from isles.report.sheet import Sheet
-from isles.report.style import SERIES
 
 _CVS = (0.0, 0.5, 1.0, 2.0, 2.5)
 _WORKERS = (4, 16, 64, 256, 1024)

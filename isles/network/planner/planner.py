@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from isles.network.costs import Lines
-from isles.network.forms import form_of
-from isles.network.job import Job
 from isles.network.links import Links
-from isles.network.ways import WAYS, Way
+from isles.network.planner.costs import Lines
+from isles.network.planner.forms import form_of
+from isles.network.planner.job import Job
+from isles.network.planner.ways import WAYS, Way
 
 EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
 """Rounds that are tried, in inner steps."""

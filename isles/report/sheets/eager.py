@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from isles.network import eager_tables as tables
+from isles.network.theory import eager_tables as tables
+from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Line, Panel, Table
 from isles.report.sheet import Sheet
-from isles.report.style import SERIES
 
 _FINITE = (
     "As printed: the papers counted about two rounds that began with an idle link, and left out what was still under "

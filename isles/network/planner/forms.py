@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from isles.network.job import Job, Matrices
+from isles.network.planner.job import Job, Matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

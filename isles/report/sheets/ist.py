@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isles.network.ist_theory import (
+from isles.network.theory.ist_theory import (
     Quadratics,
     all_owners,
     homogeneous,
@@ -16,9 +16,9 @@ from isles.network.ist_theory import (
     stationary_mean,
 )
 from isles.report.charts import short
+from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Line, Panel, Table
 from isles.report.sheet import Sheet
-from isles.report.style import SERIES
 
 _SIZE = 12
 _WORKERS = (1, 2, 3, 4, 6, 12)

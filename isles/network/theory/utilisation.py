@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isles.network.costs import Collective, ring
-from isles.network.exchanges import Exchanges
+from isles.network.planner.costs import Collective, ring
+from isles.network.theory.exchanges import Exchanges
 
 Floats = np.ndarray
 

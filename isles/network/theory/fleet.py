@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from isles.network.barrier import Steps
 from isles.network.pauses import Absences, Pauses
+from isles.network.theory.barrier import Steps
 
 COMPUTED, ARRIVED = range(2)
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from isles.report import experts
-from isles.report.axes import Axis
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
+from isles.report.draw.axes import Axis
+from isles.report.draw.style import BOXES, LIGHT, LINES
+from isles.report.draw.svg import axes_of
 from isles.report.page import panels, subtitle, title
 from isles.report.panels import Bars, Chart, Lanes, Panel, Table
 from isles.report.rundir import Run
-from isles.report.style import BOXES, LIGHT, LINES
-from isles.report.svg import axes_of
 
 _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches

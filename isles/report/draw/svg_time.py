@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from isles.report.axes import linear
+from isles.report.draw.axes import linear
+from isles.report.draw.svg import WIDTH, line_chart
 from isles.report.panels import Bars, Chart, Lanes, Picture
-from isles.report.svg import WIDTH, line_chart
 from isles.report.units import format_seconds
 
 LEFT = 84

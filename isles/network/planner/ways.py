@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from isles.network import waits
-from isles.network.costs import Lines, library_mean
-from isles.network.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, Form
-from isles.network.job import Job
+from isles.network.planner import waits
+from isles.network.planner.costs import Lines, library_mean
+from isles.network.planner.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, Form
+from isles.network.planner.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +17,9 @@ class Way:
     """A method with its settings ("key = value, ..."). codec: in what form it sends, see `forms.form_of`. kind: 0
     gradients every step, 1 answers of the same round, 2 a round late or of some entries, 3 a part of the model at each
     worker. holds: the share of the model that a worker holds and computes. vectors: float32 copies of the
-    model that it keeps. waits: seconds a round, see `isles.network.waits`. payloads: whole models, in its form, that a
-    worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from `least` on. rounds:
-    whether it has a `sync_every` to set.
+    model that it keeps. waits: seconds a round, see `isles.network.planner.waits`. payloads: whole models, in its
+    form, that a worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from
+    `least` on. rounds: whether it has a `sync_every` to set.
     """
 
     method: str

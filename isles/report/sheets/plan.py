@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isles.network.job import Job
-from isles.network.planner import Plan, curve
+from isles.network.planner.job import Job
+from isles.network.planner.planner import Plan, curve
+from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Line, Panel, Table, plain
 from isles.report.sheet import Sheet
-from isles.report.style import SERIES
 from isles.report.units import format_percent, format_short
 
 _LEFT_OUT = (

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import math
 
-from isles.network.costs import Lines, mean_seconds, partner_seconds
-from isles.network.forms import Form
-from isles.network.job import Job
+from isles.network.planner.costs import Lines, mean_seconds, partner_seconds
+from isles.network.planner.forms import Form
+from isles.network.planner.job import Job
 
 OVERLAP = 1
 """Steps; the streaming methods' overlap_steps."""

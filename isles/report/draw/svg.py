@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from isles.report.axes import Axis, linear, logarithmic
+from isles.report.draw.axes import Axis, linear, logarithmic
 from isles.report.panels import Chart, Line
 from isles.report.series import Point
 

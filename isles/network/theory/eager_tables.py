@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isles.network.exchanges import Exchanges, data_parallel, diloco, streaming
-from isles.network.utilisation import Job, bandwidth_for, tolerated_latency, utilisation
+from isles.network.theory.exchanges import Exchanges, data_parallel, diloco, streaming
+from isles.network.theory.utilisation import Job, bandwidth_for, tolerated_latency, utilisation
 
 STEP_FACTOR = 1.19
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
