@@ -14,22 +14,27 @@ Everything here is immutable: a call returns what is next.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
+
+_TRIES = 3  # attempts among the same members with answers that differ
 
 
 @dataclass(frozen=True)
 class Word:
     """The lighthouse's word on a round, or that of a member which has landed.
 
-    kind: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among `seats`.
+    verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among `seats`.
+    view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
     """
 
     round: int
-    kind: Literal["land", "again"]
+    verdict: Literal["land", "again"]
     attempt: int
     seats: tuple[int, ...]
+    view: int = -1
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,15 @@ class Ballot:
         if all(seat in answers for seat in left):
             if len({answers[seat] for seat in left}) == 1:
                 return Word(self.round, "land", attempt, members)
+            if self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most alike
+                usual = Counter(answers[seat] for seat in left).most_common(1)[0][0]
+                left = tuple(seat for seat in left if answers[seat] == usual)
             return Word(self.round, "again", attempt + 1, left)  # answers that differ are nobody's answer
         return Word(self.round, "again", attempt + 1, left) if left != members else None
 
     def decided(self, word: Word) -> Ballot:
         """The ballot after a journalled word."""
-        if word.kind == "land":
+        if word.verdict == "land":
             return replace(self, landed=word.attempt)
         return replace(self, attempts=(*self.attempts, word.seats), out=frozenset())
 
@@ -115,8 +123,8 @@ class Part:
         if word.round != self.round or self.phase in ("landed", "left out"):
             return self
         if self.seat not in word.seats:
-            return replace(self, phase="left out") if word.kind == "land" else self
-        if word.kind == "again":
+            return replace(self, phase="left out") if word.verdict == "land" else self
+        if word.verdict == "again":
             if word.attempt <= self.attempt:
                 return self
             return replace(self, attempt=word.attempt, seats=word.seats, phase="exchanging")

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from isles.comm.elastic.ballot import Word
 from isles.comm.view import Lot, View
 
+MARGIN = 3  # rounds from the newest that anybody has begun to the first of a new view
 MAX_BYTES = 64 << 10  # of one message from a worker
 MAX_TEXT = 4096
 _LARGEST = 1 << 62
@@ -71,17 +72,17 @@ class Answer:
 
     round: that of the beat. issued: the highest number ever proposed. newest: number of the newest view, -1 before the
     first. views: those that the beat's `known` did not know, the older ones that their debts name included.
-    proposal: under way. call: how often this worker has been asked to begin with another's state. member: whether it
-    counts as a member of the newest view.
+    newest_round: that of the member that is furthest; a view that is proposed later begins `MARGIN` rounds behind it or
+    later. proposal: under way. call: how often this worker has been asked to begin with another's state.
     """
 
     round: int
     issued: int
     newest: int
+    newest_round: int
     views: tuple[View, ...]
     proposal: Proposal | None
     call: int
-    member: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Accusation:
     round: int
     attempt: int
     seat: int
-    kind: Literal["late", "refused"]
+    charge: Literal["late", "refused"]
     reason: str = ""
 
 
