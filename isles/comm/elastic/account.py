@@ -50,7 +50,7 @@ class _Life:
     landed: int = 0
 
     def seen(self, witness: int, round: int, at: int) -> _Life:
-        """`witness` has its work up to `round` since its own round `at`. The oldest news is forgotten if there is much."""
+        """`witness` has its work up to `round` since its own round `at`. Old news is forgotten."""
         if round <= self.witnesses.get(witness, (0, 0))[0]:
             return self
         others = {seat: seen for seat, seen in self.witnesses.items() if seat != witness}
@@ -169,7 +169,7 @@ class Account:
         all_lives = [(life, True) for life in self._lost]
         all_lives += [(self._lives[seat], seat in self._forgone) for seat in sorted(self._lives)]
         for life, gone in all_lives:
-            tenures = tuple(replace(t, until=until) if t.until is None else t for t in life.tenures)
+            tenures = tuple(replace(t, until=min(t.until or until, until)) for t in life.tenures)
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
             owed += missed

@@ -26,7 +26,7 @@ _TRIES = 3  # attempts among the same members with answers that differ
 class Word:
     """The lighthouse's word on a round, or that of a member which has landed.
 
-    verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among `seats`.
+    verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among them.
     view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
     """
 
@@ -41,7 +41,8 @@ class Word:
 class Ballot:
     """One round at the lighthouse.
 
-    attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided.
+    attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided; view: the
+    newest one then.
     done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
     out: seats that the next attempt leaves out although they live: late, or refused.
     """
@@ -49,6 +50,7 @@ class Ballot:
     round: int
     attempts: tuple[tuple[int, ...], ...]
     landed: int | None = None
+    view: int = -1
     done: frozenset[tuple[int, int, int]] = frozenset()
     out: frozenset[int] = frozenset()
 
@@ -70,7 +72,7 @@ class Ballot:
         seats = self.attempts[attempt]
         if seat is not None and seat not in seats and self.landed is None:
             return None
-        return Word(self.round, "again" if self.landed is None else "land", attempt, seats)
+        return Word(self.round, "again" if self.landed is None else "land", attempt, seats, self.view)
 
     def decide(self, living: Collection[int]) -> Word | None:
         """The word that is due now, to be journalled and then given to `decided`. None: wait."""
@@ -94,8 +96,8 @@ class Ballot:
     def decided(self, word: Word) -> Ballot:
         """The ballot after a journalled word."""
         if word.verdict == "land":
-            return replace(self, landed=word.attempt)
-        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset())
+            return replace(self, landed=word.attempt, view=word.view)
+        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset(), view=word.view)
 
 
 @dataclass(frozen=True)

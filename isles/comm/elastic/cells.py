@@ -32,10 +32,21 @@ def batches(views: Mapping[int, View], view: View, round: int, place: int) -> li
     """What `place` reads in `round`, a batch an inner step. views: by number, those that `view.owed` names."""
     taken = _taken(view, round, place)
     before = _before(view, round, place)
-    owed = [step for lot in part(view.owed, before, taken) for step in _steps(views[lot.view], lot)]
+    owed = [step for lot in part(view.owed, before, taken) for step in lot_batches(views[lot.view], lot)]
     counts = fresh(view, round)
     begin = view.start + fresh_before(view, round)
     return owed + [Batch(begin, counts, place, step) for step in range(counts[place])]
+
+
+def lot_batches(view: View, lot: Lot) -> list[Batch]:
+    """The batches of a lot of `view`: the numbers of a lot are always those of fresh steps, never of another debt."""
+    found = []
+    for number in range(lot.first, lot.first + lot.steps):
+        rounds, step = divmod(number, view.steps[lot.place])
+        round = view.since + rounds
+        taken = _taken(view, round, lot.place)
+        found.append(Batch(view.start + fresh_before(view, round), fresh(view, round), lot.place, step - taken))
+    return found
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
@@ -73,7 +84,7 @@ def lots(view: View, place: int, first: int, until: int) -> list[Lot]:
 
 def left_over(view: View, until: int) -> list[Lot]:
     """The debts that no cell of the view before round `until` was to read."""
-    steps, total = _before(view, until, 0), debt(view.owed)
+    steps, total = max(_before(view, until, 0), 0), debt(view.owed)
     return part(view.owed, steps, total - steps) if steps < total else []
 
 
@@ -106,17 +117,6 @@ def merged(queue: Iterable[Lot]) -> list[Lot]:
 def debt(queue: Iterable[Lot]) -> int:
     """Inner steps in a queue of lots."""
     return sum(lot.steps for lot in queue)
-
-
-def _steps(view: View, lot: Lot) -> list[Batch]:
-    """The batches of a lot, which holds fresh steps of `view` alone."""
-    found = []
-    for number in range(lot.first, lot.first + lot.steps):
-        rounds, step = divmod(number, view.steps[lot.place])
-        round = view.since + rounds
-        taken = _taken(view, round, lot.place)
-        found.append(Batch(view.start + fresh_before(view, round), fresh(view, round), lot.place, step - taken))
-    return found
 
 
 def _before(view: View, round: int, place: int) -> int:

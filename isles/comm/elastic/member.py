@@ -13,7 +13,7 @@ lost, there is at most one cell of which only others know that it was read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from isles.comm.elastic.ballot import Word
@@ -51,7 +51,7 @@ class Member:
         self._newest_round = 0  # anybody's, as of the last answer
         self._asked = 0  # the newest round whose group is final
         self._promises: dict[int, Proposal] = {}
-        self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
+        self.left_out: dict[int, int] = {}  # by seat: the newest view when the others landed a round without it
         self._broken: frozenset[int] = frozenset()
         self._groups: dict[int, Standing] = {}
         self._cells: dict[int, View | None] = {}
@@ -85,7 +85,7 @@ class Member:
         view = self._own(round)
         standing = Standing(-1, (self.seat,))
         if view is not None:
-            standing = Standing(view.number, tuple(s for s in view.seats if self._out.get(s, -1) < view.number))
+            standing = Standing(view.number, self._taking_part(view))
         self._groups = {**{r: s for r, s in self._groups.items() if r > round - _KEPT}, round: standing}
         self._asked = max(self._asked, round)  # from here on a view that begins with this round comes too late
         return standing
@@ -102,13 +102,13 @@ class Member:
     def landed(self, word: Word) -> None:
         """A round of an all-reduce method that this worker has landed, or whose mean it has caught up with."""
         view = self.view_of(word.round)
-        left = set(() if view is None else view.seats) - set(word.seats)
-        self._out |= dict.fromkeys(left, word.view)
+        if view is not None:
+            self.left_out |= dict.fromkeys(set(self._taking_part(view)) - set(word.seats), word.view)
 
     def until(self) -> int | None:
-        """The first round that goes on without this worker, where a newer view says so."""
-        newest = max(self.views.values(), key=lambda view: view.number, default=None)
-        return None if newest is None or self.seat in newest.seats else newest.since
+        """The first round that goes on without this worker, where a newer view than its own says so."""
+        own = max((view.number for view in self.views.values() if self.seat in view.seats), default=-1)
+        return min((view.since for view in self.views.values() if view.number > own), default=None)
 
     def lost(self, seat: int) -> bool:
         """Whether no work of `seat` is taken any more: its connection broke, or a view without it is on its way."""
@@ -118,8 +118,12 @@ class Member:
         """What the network says about `seat`."""
         self._broken = self._broken | {seat} if broken else self._broken - {seat}
 
-    def loaded(self, load: Load, round: int) -> None:
-        """This worker has the state that its donor had after `round`, and nothing of its own any more."""
+    def loaded(self, load: Load, round: int, left_out: Mapping[int, int] | None = None) -> None:
+        """This worker has the state that its donor had after `round`, and nothing of its own any more.
+
+        left_out: the donor's, at that moment.
+        """
+        self.left_out = dict(left_out or {})
         self.call, self.ready = max(self.call, load.call), load.call
         self._entered = self._issued
         self._cells, self._groups, self._skipped = {}, {}, set()
@@ -182,6 +186,10 @@ class Member:
 
     def _decided(self, round: int) -> bool:
         return not any(promise.since <= round for promise in self._promises.values())
+
+    def _taking_part(self, view: View) -> tuple[int, ...]:
+        """The seats of `view` whose state is still that of the others."""
+        return tuple(seat for seat in view.seats if self.left_out.get(seat, -1) < view.number)
 
     def _since(self) -> int | None:
         """The first round of the first view that this worker is in with the state it has."""

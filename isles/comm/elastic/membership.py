@@ -118,7 +118,7 @@ class Membership:
 
     def leave(self, now: float, seat: int) -> list[Order]:
         """A worker leaves at the next view; it goes on until then, and then its connection ends."""
-        if seat in self.workers and self.workers[seat].here:
+        if seat in self.workers and self.workers[seat].here and self.workers[seat].state != "leaving":
             self._record("leave", seat=seat)
         return self._orders(now)
 

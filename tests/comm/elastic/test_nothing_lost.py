@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from isles.comm.elastic.cells import batches, fresh_before, part
-from isles.comm.elastic.membership import Membership
+from isles.comm.elastic.cells import fresh_before, lot_batches
 from isles.data.lots import _SPARE, rows
 from tests.comm.elastic.world import World
 
@@ -19,25 +18,26 @@ def churned(*, agrees: bool, founders: int, most: int, events: int, seed: int) -
     world.run(12.0)
     for _ in range(events):
         world.run(world.now + draw.uniform(0.3, 1.6))
-        living = [node for node in world.living() if node.member is not None and not node.frozen and not node.cut]
-        settled = [node for node in living if node.training]
+        awake = [node for node in world.living() if node.member is not None and not node.frozen and not node.cut]
+        settled = [node for node in awake if node.training and not node.leaving]
         kind = draw.choices(["join", "kill", "leave", "pause", "cut", "outage"], [8, 5, 2, 2, 2, 1])[0]
         if kind == "join" and len(world.living()) >= most:
             kind = "kill"
-        if kind != "join" and len(settled) <= 2:
-            kind = "join"
         if kind == "join":
             world.join()
-        elif kind == "kill":
-            world.kill(draw.choice(living))
-        elif kind == "leave":
-            world.leave(draw.choice(settled))
-        elif kind == "pause":
-            world.pause(draw.choice(living), draw.uniform(0.5, 9.0))
-        elif kind == "cut":
-            world.cut(draw.choice(living), draw.uniform(0.5, 9.0))
-        elif world.lighthouse is not None:
-            world.crash(draw.uniform(0.5, 8.0))
+        elif kind == "outage":
+            if world.lighthouse is not None:
+                world.crash(draw.uniform(0.5, 8.0))
+        elif len(settled) > 2:  # the last ones with the state stay
+            victim = draw.choice(awake if len(settled) > 3 else [node for node in awake if node not in settled] or settled)
+            if kind == "kill":
+                world.kill(victim)
+            elif kind == "leave" and victim.training:
+                world.leave(victim)
+            elif kind == "pause":
+                world.pause(victim, draw.uniform(0.5, 9.0))
+            elif kind == "cut":
+                world.cut(victim, draw.uniform(0.5, 9.0))
     world.run(world.now + 30.0)
     world.final = max(node.member.round for node in world.living() if node.member is not None) + 6
     world.run(world.now + 60.0)
@@ -48,16 +48,10 @@ def owed_positions(world: World) -> list[int]:
     """The rows of every debt at the end."""
     lighthouse = world.lighthouse
     assert lighthouse is not None
-    found = []
     views = lighthouse.account.views
-    for lot in lighthouse.owed():
-        view = views[lot.view]
-        for number in range(lot.first, lot.first + lot.steps):
-            round, step = divmod(number, view.steps[lot.place])
-            taken = len(batches(views, view, view.since + round, lot.place)) - step
-            (position,) = rows(*batches(views, view, view.since + round, lot.place)[-taken], batch_size=1)
-            found.append(int(position))
-    return found
+    return [
+        int(rows(*batch, batch_size=1)[0]) for lot in lighthouse.owed() for batch in lot_batches(views[lot.view], lot)
+    ]
 
 
 def check(world: World) -> None:
@@ -66,7 +60,8 @@ def check(world: World) -> None:
     living = world.living()
     assert all(not node.training and node.exchange is None for node in living), "a worker is stuck"
     assert {node.seat for node in living} == set(lighthouse.view.seats)
-    view = lighthouse.view
+    covering = [view for view in lighthouse.account.views.values() if view.since <= world.final]
+    view = max(covering, key=lambda view: view.number)
     end = view.start + fresh_before(view, world.final + 1)
     held = Counter(position for position, _ in world.held() if position < _SPARE)
     owed = Counter(owed_positions(world))

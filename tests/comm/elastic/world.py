@@ -334,10 +334,13 @@ class World:
             return
         donor = self._members[load.donor]
 
-        def given(work: int, landed: list, round: int) -> None:
+        def given(work: int, landed: list, round: int, left_out: dict[int, int]) -> None:
+            if not node.alive or node.loading != load.call:
+                return
             node.loading = -1
             node.work, node.landed = work, landed
-            member.loaded(load, round)
+            member.loaded(load, round, left_out)
+            self.beat(node)
 
         def give() -> None:
             dm = donor.member
@@ -345,7 +348,8 @@ class World:
             if donor.cut or not donor.training:
                 return
             # the state after its last landing: what it has read since then comes with its own next exchange
-            snapshot = donor.work, list(donor.landed), dm.round if not self.rules.agrees else len(donor.landed)
+            round = dm.round if not self.rules.agrees else len(donor.landed)
+            snapshot = donor.work, list(donor.landed), round, dict(dm.left_out)
             self.after(self.random.uniform(0.1, 1.0), lambda: self.to_node(node, lambda: given(*snapshot)))
 
         def give_up() -> None:
