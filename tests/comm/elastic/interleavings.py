@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from random import Random
 
 from isles.comm.elastic.ballot import Ballot, Part
 
@@ -64,6 +65,35 @@ def walk(first: State, *, answered: Callable[[Part, int], Part] = Part.answered,
                 break
         stack += [after for after in following if after not in seen]
     return Walk(len(seen), ends, tuple(wrong))
+
+
+def wander(state: State, random: Random) -> State:
+    """One schedule to its end: each step one of those that are possible; faults come seldom, and stay at the end."""
+    while True:
+        kinds = [_network, _members, _lighthouse]
+        random.shuffle(kinds)
+        if random.random() < 0.05:
+            kinds.insert(0, _faults)
+        elif not state.up and random.random() < 0.1:
+            kinds.insert(0, _restart)
+        for kind in kinds:
+            following = list(kind(state))
+            if following:
+                state = random.choice(following)
+                break
+        else:
+            if state.up:
+                return state
+            state = replace(state, up=True)
+
+
+def _members(state: State) -> Iterator[State]:
+    for seat in state.living:
+        yield from _member(state, seat, Part.answered)
+
+
+def _restart(state: State) -> Iterator[State]:
+    yield replace(state, up=True)
 
 
 def faults_left(state: State) -> tuple[int, int]:

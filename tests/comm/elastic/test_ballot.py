@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
-from tests.comm.elastic.interleavings import start, walk
 
 from isles.comm.elastic.ballot import Ballot, Part, Word
+from tests.comm.elastic.interleavings import start, walk, wander
 
 
 def test_two_members_two_deaths_two_crashes_land_the_same_or_wait_for_nobody() -> None:
@@ -21,6 +22,27 @@ def test_three_members_one_death_land_the_same() -> None:
     found = walk(start(3, deaths=1, crashes=0))
     assert found.wrong == ()
     assert found.states > 100_000
+
+
+def schedules(seeds: range) -> set[int]:
+    """How many attempts the landed rounds of five members took, over schedules with 3 deaths and 2 crashes at most."""
+    attempts = set()
+    for seed in seeds:
+        end = wander(start(5, deaths=3, crashes=2), Random(seed))
+        landed = {(end.parts[seat].attempt, end.parts[seat].seats) for seat in end.living}
+        assert len(landed) <= 1, f"seed {seed}"
+        assert all(end.parts[seat].phase == "landed" for seat in end.living), f"seed {seed}"
+        attempts.add(len(end.ballot.attempts))
+    return attempts
+
+
+def test_random_schedules_of_five_members() -> None:
+    assert schedules(range(60)) >= {1, 2, 3}
+
+
+@pytest.mark.long
+def test_ten_thousand_schedules_of_five_members() -> None:
+    assert schedules(range(10_000)) >= {1, 2, 3, 4}
 
 
 def lands_alone(part: Part, attempt: int) -> Part:
