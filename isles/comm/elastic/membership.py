@@ -132,7 +132,7 @@ class Membership:
 
     def done(self, now: float, seat: int, done: Done) -> list[Order]:
         """A member has the answer of an attempt of a round of an all-reduce method."""
-        if self._takes_part(seat):
+        if self.rules.agrees and self._here(seat):
             self.ballots.done(seat, done, self._voters(done.round))
         orders = self._orders(now)
         word = self.ballots.word(done.round, seat)
@@ -140,8 +140,9 @@ class Membership:
 
     def accuse(self, now: float, seat: int, accusation: Accusation) -> list[Order]:
         """A member says that another's share of an attempt was late or refused."""
-        if self._takes_part(seat) and accusation.seat != seat and accusation.seat in self.workers:
-            self.ballots.accused(seat, accusation, self._voters(accusation.round), self.members())
+        if self._here(seat) and accusation.seat != seat and accusation.seat in self.workers:
+            if self.rules.agrees:
+                self.ballots.accused(seat, accusation, self._voters(accusation.round), self.members())
             if accusation.charge == "refused":
                 strikes = self._strikes.setdefault(accusation.seat, set())
                 strikes.add((seat, accusation.round))
@@ -262,8 +263,8 @@ class Membership:
         view = max((v for v in self.account.views.values() if v.since <= round), key=lambda v: v.number, default=None)
         return () if view is None else tuple(seat for seat in view.seats if seat not in self.ballots.left_out(view))
 
-    def _takes_part(self, seat: int) -> bool:
-        return self.rules.agrees and seat in self.workers and self.workers[seat].here
+    def _here(self, seat: int) -> bool:
+        return seat in self.workers and self.workers[seat].here
 
     def _tell(self, seat: int, message: Message) -> None:
         self._out.append(Tell(seat, message))
