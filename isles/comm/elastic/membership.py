@@ -210,6 +210,7 @@ class Membership:
                 self._tell(seat, self.proposal)
         if self.proposal is not None and set(self._voters_of_view()) <= self._acks:
             self._commit(self.proposal)
+            self._propose()  # whoever became ready meanwhile
 
     def _commit(self, proposal: Proposal) -> None:
         going_on = self.members()
