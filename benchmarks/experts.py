@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks._measure import Row, interleaved, report
 from isles.data import load_tokenizer
 from isles.experts import mixture
-from isles.experts.routing import Routers, route
+from isles.experts.routing.routing import Routers, route
 from isles.experts.served import Served
 from isles.models import ModelConfig, build
 from isles.training.config.reading import read_config

@@ -9,7 +9,7 @@ from __future__ import annotations
 from isles.network.links import Links
 
 
-class Routes:
+class Topology:
     """The lines of `workers` ranks: `rates` in bits per second, uplinks of `far` first, then ports inside islands.
 
     near: inside islands of `island` neighbours; None: as far. ValueError where the two do not fit so many workers.

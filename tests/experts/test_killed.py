@@ -12,7 +12,7 @@ import torch
 
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.registry import Forest
-from isles.experts.routing import gate_of, route
+from isles.experts.routing.routing import gate_of, route
 from isles.experts.system import System
 from isles.experts.systems import opened
 from isles.training.records.checkpoint import Checkpoints

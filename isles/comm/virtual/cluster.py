@@ -21,7 +21,7 @@ from isles.comm.virtual.wire import Wire
 from isles.network.links import Links
 from isles.network.named import links as preset
 from isles.network.pauses import Pauses
-from isles.network.topology import Routes
+from isles.network.topology import Topology
 
 
 class VirtualCluster:
@@ -61,7 +61,7 @@ class VirtualCluster:
             raise ValueError(f"step_seconds and compute_jitter must be 0 or more: {step_seconds}, {compute_jitter}")
         self.workers = workers
         near = (preset(inner_links) if isinstance(inner_links, str) else inner_links) if inner > 1 else None
-        self.routes = Routes(workers, preset(links) if isinstance(links, str) else links, near, inner)
+        self.routes = Topology(workers, preset(links) if isinstance(links, str) else links, near, inner)
         self.step_seconds = step_seconds
         self.speeds = (1.0,) * workers if speeds is None else tuple(speeds)
         if len(self.speeds) != workers or not all(speed > 0 for speed in self.speeds):

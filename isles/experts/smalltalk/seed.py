@@ -21,15 +21,15 @@ import torch
 from isles.comm.errors import CommError
 from isles.data import load_tokenizer
 from isles.data.corpus import rows_corpus
-from isles.experts import smalltalk
-from isles.experts.assignment import Assignment, assign
-from isles.experts.clusters import clustered, texts_of
 from isles.experts.domains import DomainText, Pool, pooled, store_rows
-from isles.experts.em import RouterTask, train_router
 from isles.experts.jobs import Job, Progress
 from isles.experts.registry import Forest, Member
-from isles.experts.routing import Gate, gate_of, route
-from isles.experts.smalltalk import SmalltalkConfig
+from isles.experts.routing.assignment import Assignment, assign
+from isles.experts.routing.clusters import clustered, texts_of
+from isles.experts.routing.em import RouterTask, train_router
+from isles.experts.routing.routing import Gate, gate_of, route
+from isles.experts.smalltalk import smalltalk
+from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.workers import run_workers
 from isles.launch.nodes import HERE
 from isles.training.config.sections import Config

@@ -8,14 +8,14 @@ import torch
 import isles
 from isles.comm.mesh import Mesh
 from isles.network.links import Links
-from isles.network.topology import Routes
+from isles.network.topology import Topology
 
 FAR = Links(bandwidth=1e6, latency=0.1, uplinks=[0, 0, 1, 1])
 NEAR = Links(bandwidth=1e9, latency=0.001)
 
 
 def test_neighbours_have_ports_of_their_own() -> None:
-    routes = Routes(4, FAR, NEAR, island=2)
+    routes = Topology(4, FAR, NEAR, island=2)
     assert routes.rates == [1e6, 1e6, 1e9, 1e9, 1e9, 1e9]
     assert [routes.up(source, target) for source, target in ((0, 1), (1, 0), (0, 2), (3, 1), (3, 2))] == [2, 3, 0, 1, 5]
     assert routes.down(0, 1) is None and routes.down(0, 2) == 1
@@ -23,12 +23,12 @@ def test_neighbours_have_ports_of_their_own() -> None:
 
 
 def test_without_islands_all_is_far() -> None:
-    for routes in (Routes(4, FAR), Routes(4, FAR, NEAR, island=1)):
+    for routes in (Topology(4, FAR), Topology(4, FAR, NEAR, island=1)):
         assert routes.rates == [1e6, 1e6] and routes.up(0, 1) == 0 and not routes.is_near(0, 1)
     with pytest.raises(ValueError, match="a port of its own"):
-        Routes(4, FAR, Links(bandwidth=1e9, uplinks=[0, 0, 1, 1]), island=2)
+        Topology(4, FAR, Links(bandwidth=1e9, uplinks=[0, 0, 1, 1]), island=2)
     with pytest.raises(ValueError, match="choose a divisor"):
-        Routes(4, FAR, NEAR, island=3)
+        Topology(4, FAR, NEAR, island=3)
 
 
 def clocks(world: Mesh) -> tuple[float, float]:

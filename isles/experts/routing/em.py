@@ -27,10 +27,10 @@ from isles.comm.mesh import Mesh
 from isles.data import load_corpus
 from isles.data.loader import windows
 from isles.data.order import epoch_order
-from isles.experts.assignment import assign, digest, purity
-from isles.experts.routing import from_wire, to_wire
+from isles.experts.routing.assignment import assign, digest, purity
+from isles.experts.routing.routing import from_wire, to_wire
 from isles.experts.served import score
-from isles.experts.smalltalk import SmalltalkConfig, router_seed
+from isles.experts.smalltalk.smalltalk import SmalltalkConfig, router_seed
 from isles.models import build, limits
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from isles.experts.assignment import Rule
 from isles.experts.jobs import Job, configured
+from isles.experts.routing.assignment import Rule
 from isles.models import flops_per_token
 from isles.models.config import ModelConfig
 from isles.replicas import method

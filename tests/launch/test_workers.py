@@ -19,7 +19,7 @@ import isles
 from isles.comm.errors import CommError, WorkerFailed
 from isles.launch import workers as local
 from isles.launch.workers import LocalWorkers
-from tests.comm import local_workers
+from tests.launch import local_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,7 +146,7 @@ import sys
 from dataclasses import replace
 import isles
 from isles.launch import workers as local
-from tests.comm.local_workers import lingers
+from tests.launch.local_workers import lingers
 
 if __name__ == "__main__":
     if sys.argv[2] == "joining":  # the workers wait for one that never comes

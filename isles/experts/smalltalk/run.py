@@ -15,13 +15,13 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from isles.experts import smalltalk
 from isles.experts.jobs import Job, Progress
 from isles.experts.judging import mean_of
 from isles.experts.meters import bytes_of, score_bytes
-from isles.experts.smalltalk import SmalltalkConfig
-from isles.experts.smalltalk_judging import judge_seed
-from isles.experts.smalltalk_seed import SmalltalkSeed
+from isles.experts.smalltalk import smalltalk
+from isles.experts.smalltalk.judging import judge_seed
+from isles.experts.smalltalk.seed import SmalltalkSeed
+from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.system import System
 from isles.models import flops_per_token, parameters
 

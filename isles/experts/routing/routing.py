@@ -15,9 +15,9 @@ from torch import Tensor
 
 from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
-from isles.experts.assignment import assign
-from isles.experts.clusters import TAU, Clusters, texts_of
 from isles.experts.registry import Forest
+from isles.experts.routing.assignment import assign
+from isles.experts.routing.clusters import TAU, Clusters, texts_of
 from isles.experts.served import Served
 
 _STEP = 1 / 4096  # nats: a 16-bit score reaches 16 nats a token

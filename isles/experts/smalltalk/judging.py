@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from isles.experts import mixture
-from isles.experts.assignment import purity
 from isles.experts.domains import DomainText
-from isles.experts.routing import Gate, growing, route
+from isles.experts.routing.assignment import purity
+from isles.experts.routing.routing import Gate, growing, route
 from isles.experts.served import Served, score
-from isles.experts.smalltalk_seed import SmalltalkSeed
+from isles.experts.smalltalk.seed import SmalltalkSeed
 from isles.training.records.saved import SavedRun, load_run
 
 Scored = dict[str, Tensor]

@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 from isles.data.corpus import rows_corpus
-from isles.experts import hdee, mixture
+from isles.experts import mixture
 from isles.experts.averages import averaged
 from isles.experts.domains import TRAINED, DomainText, Part, of_difficulty, pooled, read_domains, store_rows
-from isles.experts.hdee import HdeeConfig, HdeePlan
+from isles.experts.hdee import hdee
+from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import Job, Progress
 from isles.experts.judging import WAYS, judge, mean_of
 from isles.experts.meters import Bytes, bytes_of
-from isles.experts.priors import cached
 from isles.experts.registry import Forest, Member
-from isles.experts.ridge import RidgeGate
+from isles.experts.routing.priors import cached
+from isles.experts.routing.ridge import RidgeGate
 from isles.experts.served import Served, score
 from isles.experts.system import System
 from isles.models import flops_per_token, parameters

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from isles.data.order import epoch_order
 from isles.data.tokenizer import Tokenizer
-from isles.experts.assignment import assign
+from isles.experts.routing.assignment import assign
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
