@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from isles.network.pipe import Pipe
 from isles.network.routing.routes import Route, Task
-from isles.network.topology import Routes
+from isles.network.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Lines:
     step's messages draw as the first between their ranks.
     """
 
-    def __init__(self, topology: Routes, sizes: Sizes, ranks: Sequence[int] | None = None, seed: int = 0) -> None:
+    def __init__(self, topology: Topology, sizes: Sizes, ranks: Sequence[int] | None = None, seed: int = 0) -> None:
         self.when = math.inf
         self._topology, self._sizes, self._ranks, self._seed = topology, sizes, ranks, seed
         self._numbers: Counter[tuple[int, int]] = Counter()
