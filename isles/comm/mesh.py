@@ -100,7 +100,7 @@ def arrange(
         return world.among(ranks, channel)
 
     def patient(island: Group) -> Group:
-        """Whoever waits for an answer from other islands keeps its own island waiting as long."""
+        """Whoever waits for an answer from other replicas keeps the workers of its own waiting as long."""
         waits = island.deadlines
         return replace(island, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else island
 
@@ -108,7 +108,7 @@ def arrange(
     return Mesh(
         world=world,
         outer=group([rank(o, here_stage, here_inner) for o in range(outer)], "outer"),
-        stage=group([rank(here_outer, s, here_inner) for s in range(stage)], "pipeline"),
+        stage=patient(group([rank(here_outer, s, here_inner) for s in range(stage)], "pipeline")),
         inner=patient(group([rank(here_outer, here_stage, i) for i in range(inner)], "inner")),
         local_rank=transport.rank if local_rank is None else local_rank,
     )

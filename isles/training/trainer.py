@@ -216,6 +216,7 @@ class Trainer:
         step, rank = self.optimizer.steps, self.world.rank
         self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
         if self.sample is not None:
+            self.optimizer.catch_up()
             self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
 
