@@ -22,6 +22,7 @@ from torch import Tensor
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
+from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, Loader, load_corpus
 from isles.data.tokenizer import Tokenizer
@@ -69,9 +70,8 @@ class Trainer:
         if world.local_rank == 0:  # every machine has files of its own
             world.report({"corpus": corpus.sha256, "rank": world.rank})
         self.corpus = corpus
-        self.loader = Loader(
-            corpus, config.data, context=context, worker=world.rank, workers=world.size, seed=config.run.seed
-        )
+        reader, readers = world.reader
+        self.loader = Loader(corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed)
         _check_batch(self.loader)
         model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         if config.model.factory is not None:
@@ -327,7 +327,7 @@ def train_worker(
     from. corpus: see `Trainer`.
     """
     torch.manual_seed(draws_seed(config.run.seed, world.rank))
-    world = world.islands(config.world.inner)
+    world = world.arranged(grid_of(world.size, inner=config.world.inner))
     trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None
