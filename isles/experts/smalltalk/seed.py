@@ -31,7 +31,7 @@ from isles.experts.routing.routing import Gate, gate_of, route
 from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.workers import run_workers
-from isles.launch.nodes import HERE
+from isles.launch.nodes import SINGLE_NODE
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.writer import write_config
@@ -144,7 +144,7 @@ class SmalltalkSeed:
             error.add_note(f"the same command, with this --out, goes on after round {done} of {self.own.rounds}")
             raise
         if any(result is None for result in results):
-            raise Interrupted(folder, HERE)
+            raise Interrupted(folder, SINGLE_NODE)
         for member in self.forest().routers:
             write_config(config, member.run)
         (self.folder / ROUTED).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
