@@ -18,7 +18,7 @@ class Lot(NamedTuple):
     steps: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """The workers of a run for the rounds that it covers.
 
