@@ -310,7 +310,7 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
         ("isles.training.running.run", "import importlib\nimportlib.import_module('isles.cli')", True),
         (
             "isles.training.running.run",
-            "from importlib import import_module\nimport_module('..cli', __package__)",
+            "from importlib import import_module\nimport_module('...cli', __package__)",
             True,
         ),
         ("isles.training.running.run", "from isles.replicas import sync", False),

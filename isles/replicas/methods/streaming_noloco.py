@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from isles.replicas.checks import uneven_fragments
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
-from isles.replicas.methods.noloco import NoLoCo
-from isles.replicas.noloco_config import NoLoCoConfig
+from isles.replicas.methods.noloco import NoLoCo, NoLoCoConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.landing import Blend
