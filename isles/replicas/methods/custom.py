@@ -222,7 +222,7 @@ class Custom(OuterSync):
         config = self.config
         match config.rule:
             case "average":
-                return AveragePart() if config.codec.startswith("randk") else Average()
+                return AveragePart() if form(config.codec).shared_mask else Average()
             case "sgd":
                 return Descent(lr=config.rate)
             case "nesterov":

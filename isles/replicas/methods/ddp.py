@@ -28,7 +28,6 @@ from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.gradient.buckets import Bucket
 from isles.replicas.gradient.reduction import Averaged, Native, Reduction
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
-from isles.replicas.parts.legal import BIASED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class DDP(BucketedSync):
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         config, notices = self.config, super().advise(steps)
-        if config.error_feedback == "none" and config.codec.partition(":")[0] in BIASED:
+        if config.error_feedback == "none" and self.form.biased:
             notices.append(
                 f"codec = {config.codec}: it takes a part of every gradient that never comes back; choose "
                 'error_feedback = "local"'
