@@ -39,7 +39,7 @@ class PairMean(OuterRule):
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         out.copy_(live)  # what travels
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         anchor.copy_(answer.mean)  # what the answer does
 
 

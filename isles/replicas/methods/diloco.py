@@ -67,7 +67,7 @@ class Nesterov(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         g, v = answer.mean, vectors["momentum"]
         # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last ones, too few

@@ -43,7 +43,7 @@ class Average(OuterRule):
         """The live weights travel."""
         out.copy_(live)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the module."""
         anchor.copy_(answer.mean)
 

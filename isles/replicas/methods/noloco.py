@@ -106,7 +106,7 @@ class DeltaPhi(OuterRule):
         """The outer gradient g travels; the loop sends the anchor beside it."""
         outer_gradient(out, live, reference)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         assert answer.anchors is not None and answer.own_anchor is not None
         delta, apart = vectors["momentum"], answer.anchors.sub_(answer.own_anchor)  # mean phi - phi
@@ -128,7 +128,7 @@ class SingleVector(OuterRule):
         outer_gradient(out, live, reference)
         out.mul_(-self.beta).add_(anchor, alpha=self.gamma)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         delta = vectors["momentum"]
         delta.mul_(self.momentum).add_(answer.mean.sub_(anchor, alpha=self.gamma))
@@ -151,7 +151,7 @@ class ThetaOnly(OuterRule):
         outer_gradient(out, live, reference)
         out.neg_().add_(anchor)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         delta = vectors["momentum"]
         delta.mul_(self.momentum).add_(answer.mean.sub_(anchor), alpha=self.beta)

@@ -42,7 +42,7 @@ class HeavyBall(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         anchor.sub_(vectors["momentum"].mul_(self.momentum).add_(answer.mean), alpha=self.lr)
 

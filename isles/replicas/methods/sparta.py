@@ -42,7 +42,7 @@ class AveragePart(Average):
 
     keeps_left: ClassVar[bool] = True
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         assert answer.left is not None
         anchor.copy_(answer.mean.add_(answer.left))  # each entry is in one of them, and zero in the other

@@ -134,7 +134,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "warned",
-        {"codec": _BIASED, "error_feedback": ("none",), "rule": ("sgd", "nesterov", "heavy_ball", "noloco")},
+        {"codec": _BIASED, "error_feedback": ("none",), "rule": (*AXES["rule"][1:], "own")},
         "the codec takes a part of every outer gradient that never comes back",
         'error_feedback = "local"',
     ),
