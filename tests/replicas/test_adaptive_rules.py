@@ -21,7 +21,7 @@ from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-from tests.replicas.workers import HALVES, LINKS, Net, load, save, train_step, weights, wrap
+from tests.replicas.workers import HALVES, LINKS, Net, load, save, sgd, train_step, weights, wrap
 
 
 def applied(rule: Adam | Yogi, gradients: list[float]) -> tuple[float, dict[str, float]]:
@@ -148,7 +148,7 @@ def test_the_blocks_and_fragments_of_a_model_count_alike() -> None:
 
 def test_a_round_that_all_skip_does_not_count() -> None:
     def worker(world: Mesh) -> tuple[int, int]:
-        optimizer: Any = wrap(world, "fedadam", Net(), sync_every=1, error_feedback="local", codec="int8")
+        optimizer: Any = wrap(world, "fedadam", Net(), sgd, sync_every=1, error_feedback="local", codec="int8")
         for step in range(1, 4):
             if step == 2 and world.rank == 0:
                 optimizer.parameters[0].data.fill_(math.nan)
