@@ -27,10 +27,10 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GossipConfig(MethodConfig):
-    """sync_every: inner steps between two exchanges. seed: of the pairs."""
-
     sync_every: int = 10
+    """Inner steps between two exchanges."""
     seed: int = 0
+    """Seed of the pairs."""
 
 
 @dataclass(frozen=True)

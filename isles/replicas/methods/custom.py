@@ -57,37 +57,52 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(MethodConfig):
-    """sync_every: inner steps a round (H). fragments, layers_per_fragment, overlap_steps, first_sync: as in Streaming
-    DiLoCo; "whole": the model at a time. outer_delay: rounds that an answer comes late; 0: see overlap_steps.
-    every_step_until: last inner step of a first phase that exchanges after each. mixing: with whom: all, groups (random
-    ones, new each round), nobody. group_size: workers a group; left out, 2. seed: of the groups. codec, error_feedback,
-    feedback_decay: as in DiLoCo. reading: received, or eager (the own stale share replaced by the fresh one). rule:
-    what an answer does to the anchor: average, sgd, nesterov, heavy_ball, noloco. outer_lr, outer_momentum, gamma,
-    anchor_codec: of the rule; left out, those of its method. landing: what the anchor does to the live weights:
-    replace, blend, carry. merge_alpha: the live weights' share where they blend; left out, 0.5.
+    """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
+    default of the method that the member comes from.
     """
 
     sync_every: int = 50
+    """Inner steps a round (H)."""
     fragments: Fragments = "whole"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
     layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
     overlap_steps: int = 0
+    """Inner steps after which the answer to a fragment lands, below sync_every; 0: at once."""
     outer_delay: int = 0
+    """Rounds that an answer comes late; 0: see overlap_steps."""
     first_sync: FirstSync = "full_window"
+    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
     every_step_until: int = 0
+    """Last inner step of a first phase that exchanges after each."""
     mixing: str = "all"
+    """With whom: all, groups (random ones, new each round), nobody."""
     group_size: int | None = None
+    """Workers a group; left out, 2."""
     seed: int = 0
+    """Seed of the groups."""
     codec: str = "none"
+    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
     error_feedback: Feedback = "none"
+    """What the codec loses is added to the next round: "none", "local" or "global" (what differs from the mean)."""
     feedback_decay: float = 1.0
+    """Factor on it each round, 0..1."""
     reading: str = "received"
+    """What counts of an answer: received (all of it), or eager (the own stale share replaced by the fresh one)."""
     rule: str = "nesterov"
+    """What an answer does to the anchor: average, sgd, nesterov, heavy_ball, noloco."""
     outer_lr: float | None = None
+    """The rule's rate; left out, its method's."""
     outer_momentum: float | None = None
+    """The rule's momentum; left out, its method's."""
     gamma: float | None = None
+    """Pull to the anchors of the group; left out, outer_lr."""
     anchor_codec: str | None = None
+    """Form of anchors on the wire: none, bf16, int8; left out, none."""
     landing: str = "replace"
+    """What the anchor does to the live weights: replace, blend, carry."""
     merge_alpha: float | None = None
+    """The live weights' share where they blend; left out, 0.5."""
 
     def __post_init__(self) -> None:
         for axis in ("mixing", "reading", "rule", "landing"):

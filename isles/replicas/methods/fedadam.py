@@ -30,13 +30,14 @@ from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, oute
 
 @dataclass(frozen=True, kw_only=True)
 class FedAdamConfig(FedAvgConfig):
-    """sync_every: inner steps a round (H). outer_lr: lr, about what a weight is to move a round. outer_betas: b1, b2.
-    tau: added to the root of v. codec, error_feedback, feedback_decay: as in DiLoCo.
-    """
+    """Settings of `fedadam` and `fedyogi`."""
 
     outer_lr: float = 0.01
+    """About what a weight is to move a round (lr)."""
     outer_betas: tuple[float, float] = (0.9, 0.99)
+    """Share that each round keeps of the mean (b1) and of the mean square (b2)."""
     tau: float = 1e-3
+    """Added to the root of the mean square; the least size of a change that counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

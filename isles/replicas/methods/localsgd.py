@@ -25,9 +25,10 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(MethodConfig):
-    """sync_every: inner steps between two averages."""
+    """Settings of `localsgd`."""
 
     sync_every: int = 50
+    """Inner steps between two averages."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)

@@ -47,24 +47,30 @@ Exchange = Literal["delta+phi", "single_vector", "theta_only"]
 
 @dataclass(frozen=True, kw_only=True)
 class NoLoCoConfig(MethodConfig):
-    """Defaults of the paper, Table 1, and of its code. sync_every: inner steps a round (m). outer_lr: beta.
-    outer_momentum: alpha. gamma: pull to the group's anchors; left out, it equals outer_lr. group_size: workers a group
-    (n). exchange: what travels, see the module. prefetch_phi: send phi as soon as it is final, not with Delta. codec,
-    anchor_codec: forms of Delta and phi on the wire; lossy ones need exchange = "delta+phi". on_peer_failure: raise, or
-    solo: go on alone in a round whose partner is lost or late. seed: of the groups.
-    """
+    """Settings of `noloco`; defaults of the paper, Table 1, and of its code."""
 
     sync_every: int = 50
+    """Inner steps a round (m)."""
     outer_lr: float = 0.7
+    """Outer learning rate (beta)."""
     outer_momentum: float = 0.5
+    """Outer momentum (alpha)."""
     gamma: float | None = None
+    """Pull to the group's anchors; left out, it equals outer_lr."""
     group_size: int = 2
+    """Workers a group (n)."""
     exchange: Exchange = "delta+phi"
+    """What travels, see the module: delta+phi, or half the bytes, single_vector or theta_only."""
     prefetch_phi: bool = True
+    """Send phi as soon as it is final, not with Delta."""
     codec: str = "none"
+    """Form of Delta on the wire; a lossy one needs exchange = "delta+phi"."""
     anchor_codec: str = "none"
+    """Form of phi on the wire: none, bf16, int8; a lossy one needs exchange = "delta+phi"."""
     on_peer_failure: Literal["raise", "solo"] = "raise"
+    """Where a partner is lost or late: raise, or solo: go on alone in that round."""
     seed: int = 0
+    """Seed of the groups."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)

@@ -41,28 +41,34 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoXConfig(MethodConfig):
-    """sync_every: inner steps of a round (H_1). outer_lr, outer_momentum: as in DiLoCo; lower the rate before the
-    momentum. delay: what a round starts from while the last one's mean is under way: carry (the anchor and the own
-    progress), restart (the anchor), none (it is waited for). rank: r_1; left out, an eighth of the width most matrices
-    have; 0: no low rank. codec: form of the factors, or of everything with rank = 0. min_compression_rate: matrices
-    that would not shrink by more travel dense; left out, 2. start_compress: so many rounds travel dense in 8 bits
-    first; left out, 2. error_feedback, feedback_decay: as in DiLoCo. window: rounds over which the rank, and with it H,
-    is adapted; left out, 5; 0: both stay. energy: part of the mean's square that the ranks are to hold, 0..1; left out,
-    0.95.
-    """
+    """Settings of `dilocox`."""
 
     sync_every: int = 125
+    """Inner steps of a round (H_1)."""
     outer_lr: float = 0.4
+    """Outer learning rate (lr); lower it before the momentum."""
     outer_momentum: float = 0.9
+    """Outer momentum (mu)."""
     delay: Literal["carry", "restart", "none"] = "carry"
+    """What a round starts from while the last one's mean is under way: carry (the anchor and the own progress), restart
+    (the anchor), none (it is waited for).
+    """
     rank: int | None = None
+    """Rank of the factors at first (r_1); left out, an eighth of the width most matrices have; 0: no low rank."""
     codec: str = "int4"
+    """Form of the factors, or of everything with rank = 0."""
     min_compression_rate: float | None = None
+    """Matrices that would not shrink by more travel dense; left out, 2."""
     start_compress: int | None = None
+    """So many rounds travel dense in 8 bits first; left out, 2."""
     error_feedback: Feedback = "local"
+    """What the codec loses is added to the next round: "none", "local" or "global" (what differs from the mean)."""
     feedback_decay: float = 1.0
+    """Factor on it each round, 0..1."""
     window: int | None = None
+    """Rounds over which the rank, and with it H, is adapted; left out, 5; 0: both stay."""
     energy: float | None = None
+    """Part of the mean's square that the ranks are to hold, 0..1; left out, 0.95."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
