@@ -29,6 +29,7 @@ FLOORS = {
     "wrapping": 1,  # isles/wrapping.py: an optimizer around another one; imports nothing of isles
     "errors": -2,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
+    "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors alone
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors alone
     "network": 0,
     "comm": 1,

@@ -16,6 +16,7 @@ from isles.errors import unknown_name
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
+from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
@@ -38,7 +39,7 @@ class WorldConfig:
     """
     inside: Literal["ddp", "fsdp"] = "ddp"
     """The method inside islands: ddp or fsdp."""
-    backend: Literal["distributed", "virtual"] = "distributed"
+    backend: str = "distributed"
     """What the workers are: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in
     this process on a simulated network, with the same results.
     """
@@ -72,6 +73,7 @@ class WorldConfig:
     """
 
     def __post_init__(self) -> None:
+        known_backend(self.backend)
         for key in ("workers", "inner", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
@@ -82,7 +84,7 @@ class WorldConfig:
             )
         if self.inside != "ddp" and self.inner == 1:
             raise ValueError(f'inside = "{self.inside}" acts within islands only: set world.inner, or method = "fsdp"')
-        if self.inner_links != "lan" and (self.inner == 1 or self.backend != "virtual"):
+        if self.inner_links != "lan" and (self.inner == 1 or not self.is_simulated):
             raise ValueError(
                 f"inner_links = {self.inner_links!r} acts within islands on the virtual clock only: set world.inner "
                 'and world.backend = "virtual", or leave it out'
@@ -111,15 +113,25 @@ class WorldConfig:
                 f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600"
             )
         uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
-        if uneven and self.backend != "virtual":
+        if uneven and not self.is_simulated:
             raise ValueError(
                 f"{uneven[0]} is of the virtual clock; on real workers speeds and pauses are as they are: take it out, "
                 'or set world.backend = "virtual"'
             )
         networks = links(self.links), links(self.inner_links)  # refuses an unknown name
-        if self.backend == "virtual":
+        if self.is_simulated:
             for network in networks[: 1 + (self.inner > 1)]:
                 network.check(self.workers)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether messages and computing take the time of a model of them."""
+        return BACKENDS[self.backend].is_simulated
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether every worker is a process of its own."""
+        return BACKENDS[self.backend].has_processes
 
     @property
     def pauses(self) -> Pauses | None:

@@ -34,7 +34,7 @@ def met(config: Config, place: Place, out: Path, resume: int | None, tell: Calla
         yield Party(place=place)
         return
     world = config.world
-    if world.backend != "distributed":
+    if not world.has_processes:
         raise ValueError(f'--nodes {place.nodes}: world.backend = "{world.backend}" runs on one machine; take one out')
     if world.workers < place.nodes:
         raise ValueError(
