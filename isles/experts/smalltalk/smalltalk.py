@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from isles.experts.jobs import Job, configured
-from isles.experts.routing.assignment import Rule
+from isles.experts.jobs import ExpertJob, configured
+from isles.experts.routing.assignment import AssignmentRule
 from isles.models import flops_per_token
 from isles.models.config import ModelConfig
 from isles.replicas import method
@@ -74,7 +74,7 @@ class SmalltalkConfig:
     """Steps of their linear warm-up."""
     router_length: Literal["prefix", "full"] = "prefix"
     """What routers train on, "prefix" or "full" sequences."""
-    assignment: Rule = "greedy"
+    assignment: AssignmentRule = "greedy"
     """Who gets which sequence: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for comparison."""
     reweigh_every: int = 16
     """Tokens after which the weights of the mixture that grows with the text are computed again, where it is judged."""
@@ -139,11 +139,11 @@ def router_seed(seed: int, router: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} router {router}".encode()).digest()[:4], "little")
 
 
-def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) -> list[Job]:
+def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) -> list[ExpertJob]:
     """The experts' runs on their segments, and the dense ones on the pool."""
     batch = base.data.batch_size
     jobs = [
-        Job(
+        ExpertJob(
             name=f"expert-{expert}",
             config=configured(base, steps=own.steps, path=str(segments / str(expert))),
             role="expert",
@@ -154,7 +154,7 @@ def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) 
     for form in own.dense:
         steps, sequences = forms[form]
         config = configured(base, steps=steps, path=str(pool), data={"batch_size": sequences})
-        jobs.append(Job(name=f"dense-{form}", config=config, role="dense"))
+        jobs.append(ExpertJob(name=f"dense-{form}", config=config, role="dense"))
     return jobs
 
 

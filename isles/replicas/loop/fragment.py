@@ -165,7 +165,8 @@ class Fragment:
             self.residual.copy_(state["residual"])
         if self.reference is not self.anchor:
             self.reference.copy_(state["reference"])
-        self.rounds, self.landed = state["rounds"], state.get("landed", state["rounds"])  # earlier versions did not count
+        self.rounds = state["rounds"]
+        self.landed = state.get("landed", self.rounds)  # earlier versions did not count
         self.sent, self.digest = state["sent"], state["digest"]
         self.progress, self.left_ratio = state["progress"], state["left_ratio"]
         self.averaging.load_state_dict(state["averaging"])
