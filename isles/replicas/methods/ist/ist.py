@@ -137,7 +137,7 @@ class IST(ReplicaSync):
         """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
         if not self._consolidated:
             super().consolidate()
-            self.subnet.wear(self._full("control"))
+            self.subnet.set_values(self._full("control"))
             self._consolidated = True
         return self.model
 
@@ -153,7 +153,7 @@ class IST(ReplicaSync):
         with self.subnet.set_aside():
             try:
                 with torch.no_grad():
-                    self.subnet.wear(self._full("eval"))
+                    self.subnet.set_values(self._full("eval"))
                 yield self.model
             finally:
                 for parameter, before in zip(self.shares, shared, strict=True):
