@@ -121,7 +121,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         warnings.simplefilter("always")
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
-        seats = [_optimizer_at(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
+        seats = [_seat(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
         optimizer, notices = seats[0]
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
@@ -162,7 +162,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     )
 
 
-def _optimizer_at(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
+def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
     """The optimizer of the worker at `place` of the first island, and what its user should know."""
     world = config.world
     mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.has_processes)
