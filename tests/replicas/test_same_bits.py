@@ -12,6 +12,7 @@ import pytest
 
 import isles
 from isles.comm.mesh import Mesh
+from tests.gloo import run_gloo
 from tests.replicas.hook_workers import beside_the_hook
 from tests.replicas.workers import LINKS, RUNS, local_checkpoint, train_all
 
@@ -29,7 +30,7 @@ def both(world: Mesh) -> tuple[Any, ...]:
 
 @cache
 def real(size: int) -> list[Any]:
-    return isles.run_local(both, size)
+    return run_gloo(both, size)
 
 
 @cache
