@@ -200,13 +200,21 @@ def plan(
     config: ConfigArgument = None,
     set_: Set = None,
     quick: Quick = False,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Instead: SMALLTALK's own table of training, overheads and inference.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
-    from isles.cli.experts_show import print_plan
+    from isles.cli.experts_show import print_paper, print_plan
     from isles.experts.reading import read
     from isles.experts.systems import settings
 
+    if paper:
+        if system != "smalltalk" or config is not None or set_ or quick:
+            raise ValueError("--paper is smalltalk's table as its paper has it: give it alone, or take it out")
+        print_paper(json)
+        return
     print_plan(read(system, settings(system), config, set_ or [], quick=quick), json)
 
 

@@ -68,16 +68,6 @@ class Served:
         return torch.stack([score(run, tokens) for run in self.runs])
 
     @torch.no_grad()
-    def chosen_scores(self, tokens: Tensor, expert_of: Tensor) -> Tensor:
-        """(N, T): each sequence by the one expert that `expert_of` (N,) names; no other one runs."""
-        self._check(tokens.shape[1] - 1)
-        found = torch.empty(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.float64)
-        for expert in expert_of.unique().tolist():
-            rows = (expert_of == expert).nonzero()[:, 0]
-            found[rows] = score(self.runs[expert], tokens[rows])
-        return found
-
-    @torch.no_grad()
     def next_token(self, tokens: Tensor, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Tensor:
         """(N, V) float64: log of the mixed distribution of what follows (N, T). Experts at log 0 in the prior (E,) do
         not run. weigh: `mixture.posterior`, `last_token` or `constant`.

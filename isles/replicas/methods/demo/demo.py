@@ -99,11 +99,6 @@ class DeMo(ReplicaSync):
         """Bytes that this worker handed to the transport in its last step: one message for each other worker."""
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
 
-    @property
-    def data_receive(self) -> int:
-        """Bytes that came for it in its last step."""
-        return self.data_transmit
-
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """See ReplicaSync.step. ValueError for a gradient scaler."""
         if scaler is not None:
