@@ -26,7 +26,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="The built-in run in a smal
 JobNames = Annotated[
     list[str] | None, typer.Option("--job", metavar="NAME", help="Train this run alone, as on its machine; repeatable.")
 ]
-AtOnce = Annotated[
+AtOnceOption = Annotated[
     int, typer.Option("--at-once", metavar="N", help="Train so many runs at a time, each in a process.", min=1)
 ]
 Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far they are, and train nothing.")]
@@ -39,7 +39,7 @@ def hdee(
     out: Out = None,
     quick: Quick = False,
     job: JobNames = None,
-    at_once: AtOnce = 1,
+    at_once: AtOnceOption = 1,
     jobs: Jobs = False,
 ) -> None:
     """Train and judge HDEE ensembles: one expert a domain, unequal sizes and steps at one budget."""
@@ -53,7 +53,7 @@ def smalltalk(
     out: Out = None,
     quick: Quick = False,
     job: JobNames = None,
-    at_once: AtOnce = 1,
+    at_once: AtOnceOption = 1,
     jobs: Jobs = False,
 ) -> None:
     """Train and judge SMALLTALK LM: routers part the text, each expert trains alone on its share."""

@@ -2,7 +2,7 @@
 says.
 
 Real tensors and real training; only time is simulated. Clocks, results and errors are functions of the program and
-the seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `virtual_scheduler`
+the seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `scheduler`
 for who may go on.
 """
 
@@ -17,7 +17,7 @@ import torch
 from isles.comm.errors import PeerLost
 from isles.comm.virtual.scheduler import Scheduler, Stopped, Worker
 from isles.comm.virtual.transport import VirtualTransport
-from isles.comm.virtual.wire import Wire
+from isles.comm.virtual.wire import VirtualWire
 from isles.network.links import Links
 from isles.network.named import links as preset
 from isles.network.pauses import Pauses
@@ -89,7 +89,7 @@ class _VirtualRun:
         pauses = cluster.pauses
         absences = [None if pauses is None else pauses.of(rank, cluster.seed) for rank in range(cluster.workers)]
         self._scheduler = Scheduler(absences, cluster.slots)
-        self._wire = Wire(cluster.workers, cluster.routes, cluster.seed, self._scheduler.timeline)
+        self._wire = VirtualWire(cluster.workers, cluster.routes, cluster.seed, self._scheduler.timeline)
         self._transports = [
             VirtualTransport(
                 self._scheduler,

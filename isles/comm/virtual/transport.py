@@ -13,7 +13,7 @@ from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual.scheduler import Scheduler, Worker
 from isles.comm.virtual.transfer import VirtualTransfer, VirtualWork
-from isles.comm.virtual.wire import Wire
+from isles.comm.virtual.wire import VirtualWire
 from isles.network.noise import lognormal
 
 
@@ -29,7 +29,7 @@ class VirtualTransport:
     def __init__(
         self,
         scheduler: Scheduler,
-        wire: Wire,
+        wire: VirtualWire,
         rank: int,
         *,
         step_seconds: float,

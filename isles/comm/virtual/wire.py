@@ -58,7 +58,7 @@ class Message:
         self.arrival = 0.0  # not before
 
 
-class Wire:
+class VirtualWire:
     """The network between `size` ranks. Every method acts at `timeline.now`."""
 
     def __init__(self, size: int, routes: Topology, seed: int, timeline: EventQueue) -> None:

@@ -11,7 +11,7 @@ RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see 
 RUN/run.lock                             while the run goes on, see `lock`
 
 A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
-be used again. With several machines this is what node 0 does; the others: `remote`.
+be used again. With several machines this is what node 0 does; the others: `follow`.
 """
 
 from __future__ import annotations

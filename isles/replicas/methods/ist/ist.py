@@ -18,7 +18,7 @@ Bytes of a worker and round each way, to and from a central server: b (divided e
 travel); a partitioned server spares the share that a worker keeps itself. The mean of the rest comes on top.
 Deviations: heads and MLP units of a transformer (the paper: neurons); the rest is averaged in two shots whatever the
 server is; the last, partial round is not lost; the workers read different data. A lost worker ends the run (PeerLost
-names it). The state of what all hold stays each worker's own. Permutations: `ist_partition`; exchange: `ist_store`.
+names it). The state of what all hold stays each worker's own. Permutations: `partition`; exchange: `store`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class IST(ReplicaSync):
         """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
         if not self._consolidated:
             super().consolidate()
-            self.subnet.wear(self._full("control"))
+            self.subnet.swap_in(self._full("control"))
             self._consolidated = True
         return self.model
 
@@ -150,7 +150,7 @@ class IST(ReplicaSync):
         with self.subnet.set_aside():
             try:
                 with torch.no_grad():
-                    self.subnet.wear(self._full("eval"))
+                    self.subnet.swap_in(self._full("eval"))
                 yield self.model
             finally:
                 for parameter, before in zip(self.shares, shared, strict=True):
