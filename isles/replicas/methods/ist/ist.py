@@ -137,11 +137,7 @@ class IST(ReplicaSync):
         """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
         if not self._consolidated:
             super().consolidate()
-<<<<<<< HEAD
-            self.subnet.swap_in(self._full("control"))
-=======
             self.subnet.set_values(self._full("control"))
->>>>>>> main
             self._consolidated = True
         return self.model
 
@@ -157,11 +153,7 @@ class IST(ReplicaSync):
         with self.subnet.set_aside():
             try:
                 with torch.no_grad():
-<<<<<<< HEAD
-                    self.subnet.swap_in(self._full("eval"))
-=======
                     self.subnet.set_values(self._full("eval"))
->>>>>>> main
                 yield self.model
             finally:
                 for parameter, before in zip(self.shares, shared, strict=True):
