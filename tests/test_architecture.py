@@ -51,7 +51,7 @@ SIDEWAYS = {("cli", "report")}
 
 MAX_LINES = 400
 # Names that stand for several things, to be parted.
-SEVERAL_THINGS = {"Exchange", "Form", "Plan"}
+SEVERAL_THINGS = {"Answer", "Form", "Plan"}
 MAX_FILES = 24  # in a folder, so that it can be read as a list
 MANY_FILES = {"isles/replicas/methods"}  # a file a method, each found by its paper's name
 # What a method that composes its parts fills in; the order of things is the loop's alone.

@@ -15,7 +15,7 @@ from torch import Tensor
 from isles.data import load_tokenizer
 from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
-from isles.experts.registry import Member
+from isles.experts.registry import ForestMember
 from isles.models import limits
 from isles.training.config.reading import read_config
 from isles.training.records.saved import SavedRun, load_run
@@ -50,7 +50,7 @@ class Served:
         self.context = min(run.context for run in self.runs)
 
     @classmethod
-    def load(cls, members: Sequence[Member]) -> Served:
+    def load(cls, members: Sequence[ForestMember]) -> Served:
         """The models of `members`. ValueError where one is missing or damaged."""
         return cls([member.name for member in members], [load_run(member.run) for member in members])
 
@@ -113,7 +113,7 @@ class Served:
             )
 
 
-def tokenizer_of(member: Member) -> Tokenizer:
+def tokenizer_of(member: ForestMember) -> Tokenizer:
     """An expert's, without its model. ValueError where it is missing."""
     return load_tokenizer(read_config(str(member.run / "config.toml"), {}, []).data.tokenizer)
 

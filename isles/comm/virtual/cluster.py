@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from isles.comm.errors import PeerLost
-from isles.comm.virtual.scheduler import Scheduler, Stopped, Worker
+from isles.comm.virtual.scheduler import Scheduler, Stopped, VirtualWorker
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.links import Links
@@ -140,7 +140,7 @@ class _VirtualRun:
         for thread in self._started:
             thread.join()
 
-    def _thread(self, worker: Worker) -> None:
+    def _thread(self, worker: VirtualWorker) -> None:
         try:
             self._work(worker)
         finally:
@@ -148,7 +148,7 @@ class _VirtualRun:
             if len(self._ended) == len(self._started):  # nobody ends before all have started
                 self._all_ended.set()
 
-    def _work(self, worker: Worker) -> None:
+    def _work(self, worker: VirtualWorker) -> None:
         """One worker from begin to end."""
         error: BaseException | None = None
         try:
@@ -170,7 +170,7 @@ class _VirtualRun:
             self._errors.insert(0, failure)
             self._scheduler.stop()
 
-    def _end(self, worker: Worker, error: BaseException | None) -> None:
+    def _end(self, worker: VirtualWorker, error: BaseException | None) -> None:
         """In its turn: the worker is gone."""
         why = "it has returned" if error is None else f"it raised {type(error).__name__}"
         if error is not None:
