@@ -179,7 +179,7 @@ class Replica(ABC):
 
 
 @runtime_checkable
-class Joint(Protocol):
+class Several(Protocol):
     """A method whose workers may be one replica."""
 
     def as_replica(self) -> Replica:
@@ -190,7 +190,7 @@ def as_replica(model: nn.Module, inner: Any) -> Replica:
     """What takes the inner steps of `model` (an optimizer, a method inside an island, a replica) as a replica.
     ValueError where it is one of another model.
     """
-    if isinstance(inner, Joint):
+    if isinstance(inner, Several):
         inner = inner.as_replica()
     if not isinstance(inner, Replica):
         return Plain(model, inner)
