@@ -11,6 +11,8 @@ from torch import Tensor
 
 from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
+from isles.comm.collectives.mean import phases
+from isles.comm.tags import rounds_apart
 from isles.errors import unknown_name
 
 _MANY_LR = 0.2  # of eager methods, for more than two workers
@@ -87,6 +89,18 @@ def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
         f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
         f"steps; {even} would be one"
     ]
+
+
+def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
+    """ValueError where a lost round could be taken for a later one of as many fragments: their addresses come round
+    again. elements: of the largest fragment.
+    """
+    most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
+    if rounds > most:
+        raise ValueError(
+            f'on_peer_failure = "solo" may leave rounds behind, and the addresses of a round in {fragments} fragment(s) '
+            f'come again after {most}: this run has {rounds}; raise sync_every, or choose "raise"'
+        )
 
 
 def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.group import Group
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.loop.sweep import Sweep
@@ -131,6 +131,9 @@ class OuterSync(ReplicaSync):
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+        if self.parts.on_peer_failure == "solo":
+            largest = max(fragment.flat.numel for fragment in self.fragments)
+            rounds_to_leave_behind(rounds, len(self.fragments), largest)
         notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
