@@ -98,8 +98,8 @@ def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
     most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
     if rounds > most:
         raise ValueError(
-            f'on_peer_failure = "solo" may leave rounds behind, and the addresses of a round in {fragments} fragment(s) '
-            f'come again after {most}: this run has {rounds}; raise sync_every, or choose "raise"'
+            f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
+            f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
         )
 
 

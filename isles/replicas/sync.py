@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.group import Group
+from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.errors import unknown_name
 from isles.replicas.checks import refuse_other_run
 from isles.replicas.flat import FlatParameters
@@ -43,14 +44,16 @@ class ReplicaSync(Wrapping):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them; its state
-    stays local. `param_groups` is shared, so schedulers work. group: the replicas, usually `world.outer`. max_norm:
-    clip the gradient to this 2-norm after the reduction. options: the fields of the method's `Config`.
+    stays local. `param_groups` is shared, so schedulers work. group: the replicas, usually `world.outer`, or a
+    roster of them. max_norm: clip the gradient to this 2-norm after the reduction. options: fields of the `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     spans_islands: ClassVar[bool] = False
     """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island.island`."""
+    follows_roster: ClassVar[bool] = False
+    """Whether the workers may change from round to round."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -69,7 +72,7 @@ class ReplicaSync(Wrapping):
         self,
         model: nn.Module,
         inner: Optimizer,
-        group: Group,
+        group: Group | Roster,
         config: MethodConfig | None = None,
         *,
         max_norm: float | None = None,
@@ -79,8 +82,9 @@ class ReplicaSync(Wrapping):
         for name in options:
             if name not in known:
                 raise ValueError(unknown_name(f"option of {type(self).__name__}", name, [*known, "max_norm"]))
-        if not isinstance(group, Group):
-            raise ValueError(f"group is a {type(group).__name__}: pass a group of workers, such as world.outer")
+        roster = as_roster(group)
+        if not (self.follows_roster or isinstance(roster, FixedRoster)):
+            raise ValueError(f"{type(self).__name__} needs the same workers from beginning to end: pass world.outer")
         if config is not None and not isinstance(config, self.Config):
             raise ValueError(f"{type(self).__name__} takes a {self.Config.__name__}, not a {type(config).__name__}")
         if config is not None and options:
@@ -91,7 +95,7 @@ class ReplicaSync(Wrapping):
         if not trained:
             raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
         super().__init__(inner, trained)
-        self.model, self.group, self.max_norm = model, group, max_norm
+        self.model, self.roster, self.group, self.max_norm = model, roster, roster.founders, max_norm
         self.config = config if config is not None else self.Config(**options)
         self.inside = inner if isinstance(inner, ReplicaSync) else None
         """The method that makes the workers of an island one replica, where there are islands."""
@@ -109,9 +113,7 @@ class ReplicaSync(Wrapping):
         self._begin()
 
     def as_island(self) -> Island:
-        """What the workers of `group` own of the one replica that they are together. ValueError for a method that does
-        not make them one.
-        """
+        """What the workers of `group` own of the one replica that they are; ValueError where the method makes none."""
         if self.level != "gradient" or not self.agrees:
             raise ValueError(
                 f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP"

@@ -224,4 +224,4 @@ def test_solo_is_refused_where_addresses_come_round_again(monkeypatch: pytest.Mo
         return told
 
     (told,) = isles.run_virtual(worker, 1)
-    assert len(told) == 1 and "come again after 65535: this run has 65536; raise sync_every" in told[0]
+    assert len(told) == 1 and "come again after 65535 rounds, of which this run has 65536: raise sync_every" in told[0]

@@ -40,6 +40,7 @@ class OuterSync(ReplicaSync):
 
     level = "parameter"
     spans_islands = True
+    follows_roster = True
 
     @abstractmethod
     def compose(self) -> Composition:
@@ -50,7 +51,7 @@ class OuterSync(ReplicaSync):
         self.parts = parts = self.compose()
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
-        self.courier = Courier(self.group, parts)
+        self.courier = Courier(self.roster, parts)
         self.fragments = fragments_of(parts, self.parameters, self.shares)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
@@ -96,8 +97,8 @@ class OuterSync(ReplicaSync):
 
     @property
     def lost(self) -> set[int]:
-        """Positions whose connection broke."""
-        return self.courier.lost
+        """Positions in `group` whose connection broke."""
+        return {position for position, seat in enumerate(self.group.ranks) if self.roster.lost(seat)}
 
     def survivors(self) -> Group:
         """See ReplicaSync.survivors."""
@@ -155,7 +156,7 @@ class OuterSync(ReplicaSync):
         return {
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "flights": [flight.state_dict() for flight in self.flights],
-            "lost": sorted(self.lost),
+            "roster": self.roster.state_dict(),
             "skipped": self.skipped,
         }
 
@@ -169,8 +170,8 @@ class OuterSync(ReplicaSync):
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
-        self.courier = Courier(self.group, self.parts)
-        self.courier.lost = set(state["lost"])
+        self.roster.load_state_dict(state["roster"])
+        self.courier = Courier(self.roster, self.parts)
         self.skipped = state["skipped"]
 
     @classmethod
@@ -178,7 +179,7 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
         being the state of their mean: a round that has been sent lands with the new workers.
         """
-        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "lost": []}
+        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
 
     # One step of the loop.
 
