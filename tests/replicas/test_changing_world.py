@@ -1,4 +1,4 @@
-"""Workers that come and go between rounds: 1 to 3 are of seats 0 to 3, 4 to 6 without seat 2, then all are there again."""
+"""Workers that come and go between rounds: 1 to 3 are of seats 0 to 3, 4 to 6 without seat 2, then all are back."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_noloco_goes_on_through_all_views(name: str) -> None:
     assert [len(together) for together in results[2][0][6:]] == [len(results[2][0][0])] * 3
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"codec": "int8", "error_feedback": "local"}, {"codec": "powersgd:1"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"codec": "int8", "error_feedback": "local"}, {"codec": "powersgd:1"}])
 def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
     """Seat 2 comes back with a fresh ledger and what seat 0 gave it: the anchors are equal to the bit from then on.
     Without the gift its first message tells.

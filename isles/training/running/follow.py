@@ -76,7 +76,7 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
 
     def obey(order: Any) -> None:
         if isinstance(order, dict) and "commit" in order:
-            commit(config, out, int(order["commit"]), party)
+            commit(config, out, int(order["commit"]), party, order["seats"])
 
     world = config.world
     start_server()
