@@ -170,7 +170,7 @@ class OuterSync(ReplicaSync):
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
-        self.roster.load_state_dict(state["roster"])
+        self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = Courier(self.roster, self.parts)
         self.skipped = state["skipped"]
 
