@@ -17,8 +17,8 @@ Large buffers are cut into segments that follow each other in a pipeline of two,
 segments and the reduction of one hides behind the transfer of the next.
 
 The header (view, round, step, hash of the anchor, a digest of what is averaged) travels beside the data, so that a
-member that is elsewhere is noticed in the same round trip. Who makes an optimizer agrees on lengths first, for a message
-that is longer than its receive ends the process on gloo, perhaps before its header is read.
+member that is elsewhere is noticed in the same round trip. On gloo a message that is longer than its receive ends the
+process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made.
 """
 
 from __future__ import annotations
