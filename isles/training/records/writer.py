@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from isles.launch.nodes import Party
+from isles.launch.nodes import NodeGroup
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -31,12 +31,12 @@ class Records:
         out: Path,
         on_line: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
-        party: Party,
+        node_group: NodeGroup,
         loggers: Loggers,
         resume: int | None,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.party, self.loggers, self.resume = party, loggers, resume
+        self.node_group, self.loggers, self.resume = node_group, loggers, resume
         self.file: TextIO | None = None
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
@@ -85,8 +85,8 @@ class Records:
         if self.left and self.shards[step] >= self.left:
             del self.shards[step]
             seats = sorted(self.left)
-            self.party.tell({"order": {"commit": step, "seats": seats}})
-            commit(self.config, self.out, step, self.party, seats)
+            self.node_group.tell({"command": {"commit": step, "seats": seats}})
+            commit(self.config, self.out, step, self.node_group, seats)
 
     def _lose(self, worker: int) -> None:
         """What waited for `worker` alone waits no more."""
@@ -117,14 +117,14 @@ def write_config(config: Config, out: Path) -> None:
         path.write_text(to_toml(config), encoding="utf-8")
 
 
-def commit(config: Config, out: Path, step: int, party: Party, seats: Sequence[int]) -> None:
+def commit(config: Config, out: Path, step: int, node_group: NodeGroup, seats: Sequence[int]) -> None:
     """Make the checkpoint of `step`, which the workers `seats` have all written, exist on this machine."""
     write_config(config, out)
     keep = config.run.keep_checkpoints
-    if keep and party.nodes > 1:
+    if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
     facts = {"isles_version": __version__, "method": config.method}
-    own = None if party.place.one_folder else party.shares(config.world.workers)[party.node]
+    own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
     Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 
 
