@@ -7,10 +7,12 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from isles.launch.nodes import NodeGroup
+from isles.schema import SpreadMetrics
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -97,7 +99,7 @@ class Records:
 
     def _spread(self, spreads: dict[int, float]) -> None:
         for step, spread in spreads.items():
-            self._line({"step": step, "replica_std": spread})
+            self._line(asdict(SpreadMetrics(step=step, replica_std=spread)))
 
     def _same_corpus(self, sha256: str, rank: int) -> None:
         self.corpora.setdefault(sha256, rank)
