@@ -28,8 +28,8 @@ from typing import Any, Literal, get_args
 from isles.errors import unknown_name
 from isles.network.noise import uniform
 
-Kind = Literal["join", "kill", "leave", "pause", "resume", "lighthouse"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Change = Literal["join", "kill", "leave", "pause", "resume", "lighthouse"]
+KINDS: tuple[Change, ...] = get_args(Change)
 POOLS: dict[str, tuple[float, ...]] = {
     # the share of the pool in ten equal parts of a run; each adds up to 7.5 pools of a tenth, so all compute the same
     "constant": (0.75,) * 10,
@@ -44,11 +44,11 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "day": 86400.0, "y
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Event:
+class ChurnEvent:
     """At `at` seconds. number: of the worker; for "join" how many come, for "lighthouse" the seconds of its absence."""
 
     at: float
-    kind: Kind
+    kind: Change
     number: float
 
 
@@ -66,9 +66,9 @@ class Poisson:
         if not 0 <= self.per_second < math.inf or not 0 <= self.repair < math.inf:
             raise ValueError(f"churn: a rate of {self.per_second} a second with repairs of {self.repair} s is none")
 
-    def events(self, workers: int, seconds: float, seed: int) -> list[Event]:
+    def events(self, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
         """The trace of `workers` founders over `seconds`; the same for the same seed, longer for more seconds."""
-        events: list[Event] = []
+        events: list[ChurnEvent] = []
         deaths = [self._death(0.0, seat, seed) for seat in range(workers)]
         joins: list[float] = []
         seat = workers
@@ -80,11 +80,11 @@ class Poisson:
                 return events
             if die[0] <= join:
                 deaths.remove(die)
-                events.append(Event(at, "kill", die[1]))
+                events.append(ChurnEvent(at, "kill", die[1]))
                 joins.append(at + (self.repair and -self.repair * math.log(uniform(seed, die[1], _DELAYS))))
             else:
                 joins.remove(join)
-                events.append(Event(at, "join", 1))
+                events.append(ChurnEvent(at, "join", 1))
                 deaths.append(self._death(at, seat, seed))
                 seat += 1
 
@@ -94,7 +94,7 @@ class Poisson:
         return since - math.log(uniform(seed, seat, _DEATHS)) / self.per_second, seat
 
 
-def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[Event]:
+def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[ChurnEvent]:
     """The trace in the file `name`, by the rate `name` ("10%/h", "1%/h, repair 600"), or of the pool called `name`.
 
     workers: founders; of a pool: its largest size. seconds: length of the run. ValueError, in one line, for none of
@@ -120,26 +120,26 @@ def founders(name: str, workers: int) -> int:
     return max(round(POOLS[name][0] * workers), 1) if name in POOLS else workers
 
 
-def pool(shares: Sequence[float], *, workers: int, seconds: float) -> list[Event]:
+def pool(shares: Sequence[float], *, workers: int, seconds: float) -> list[ChurnEvent]:
     """A pool whose size follows `shares` of `workers` in equal parts of `seconds`: planned joins and leaves. The first
     share is the founders'; who came last leaves first.
     """
     sizes = [max(round(share * workers), 1) for share in shares]
     here = list(range(sizes[0]))
     coming = sizes[0]
-    events: list[Event] = []
+    events: list[ChurnEvent] = []
     for part, size in enumerate(sizes[1:], start=1):
         at = seconds * part / len(sizes)
         if size > len(here):
-            events.append(Event(at, "join", size - len(here)))
+            events.append(ChurnEvent(at, "join", size - len(here)))
             here += range(coming, coming + size - len(here))
             coming = here[-1] + 1
         while len(here) > size:
-            events.append(Event(at, "leave", here.pop()))
+            events.append(ChurnEvent(at, "leave", here.pop()))
     return events
 
 
-def read_trace(path: str, *, workers: int) -> list[Event]:
+def read_trace(path: str, *, workers: int) -> list[ChurnEvent]:
     """The events of a file. ValueError that names the file and the line, and what to write."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -151,13 +151,13 @@ def read_trace(path: str, *, workers: int) -> list[Event]:
     return events
 
 
-def write_trace(events: Iterable[Event], path: str) -> None:
+def write_trace(events: Iterable[ChurnEvent], path: str) -> None:
     """A file that `read_trace` reads back."""
     lines = (json.dumps({"at": event.at, event.kind: event.number}) for event in events)
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def check(events: Sequence[Event], *, workers: int, path: str = "churn") -> None:
+def check(events: Sequence[ChurnEvent], *, workers: int, path: str = "churn") -> None:
     """ValueError where a trace goes back in time, or lets something happen to a worker to whom it cannot."""
     here, still = set(range(workers)), set[int]()
     coming, at = workers, 0.0
@@ -179,7 +179,7 @@ def check(events: Sequence[Event], *, workers: int, path: str = "churn") -> None
             here = here - {number} if event.kind in ("kill", "leave") else here
 
 
-def living(events: Iterable[Event], workers: int) -> Iterator[tuple[float, int]]:
+def living(events: Iterable[ChurnEvent], workers: int) -> Iterator[tuple[float, int]]:
     """(seconds, how many workers there are from then on), from (0, workers) on; who stands still counts."""
     yield 0.0, workers
     for event in events:
@@ -195,7 +195,7 @@ def _standing(number: int, here: set[int], still: set[int]) -> str:
     return "it is not paused" if number in here else "there is no such worker then"
 
 
-def _event(line: str, where: str) -> Event:
+def _event(line: str, where: str) -> ChurnEvent:
     try:
         value: Any = json.loads(line)
     except ValueError:
@@ -210,7 +210,7 @@ def _event(line: str, where: str) -> Event:
     whole = isinstance(number, int) or kind == "lighthouse"
     if not _is_number(number) or not whole or number < (1 if kind == "join" else 0):
         raise ValueError(f"{where}: {kind} = {number!r}: choose a number, such as 1")
-    return Event(float(at), kind, number)
+    return ChurnEvent(float(at), kind, number)
 
 
 def _is_number(value: object) -> bool:

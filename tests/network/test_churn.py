@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.churn import POOLS, Event, Poisson, check, churn, founders, living, read_trace, write_trace
+from isles.network.churn import POOLS, ChurnEvent, Poisson, check, churn, founders, living, read_trace, write_trace
 
 HOUR = 3600.0
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     events = [
-        Event(1.5, "join", 2),
-        Event(2.0, "kill", 0),
-        Event(3.0, "pause", 4),
-        Event(4.0, "lighthouse", 7.5),
-        Event(5.0, "resume", 4),
-        Event(5.0, "leave", 4),
+        ChurnEvent(1.5, "join", 2),
+        ChurnEvent(2.0, "kill", 0),
+        ChurnEvent(3.0, "pause", 4),
+        ChurnEvent(4.0, "lighthouse", 7.5),
+        ChurnEvent(5.0, "resume", 4),
+        ChurnEvent(5.0, "leave", 4),
     ]
     path = str(tmp_path / "trace.jsonl")
     write_trace(events, path)

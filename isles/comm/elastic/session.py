@@ -39,7 +39,7 @@ def zenoh() -> Any:
     return engine
 
 
-class Asked:
+class IncomingQuery:
     """A question that came in; answer it once."""
 
     def __init__(self, query: Any) -> None:
@@ -75,11 +75,11 @@ class Session:
 
     # The verbs
 
-    def serve(self, key: str, answer: Callable[[Asked], None]) -> None:
+    def serve(self, key: str, answer: Callable[[IncomingQuery], None]) -> None:
         """Have `answer` called with every question to `key`."""
 
         def asked(query: Any) -> None:
-            answer(Asked(query))
+            answer(IncomingQuery(query))
 
         self._declared.append(self._session.declare_queryable(key, lambda query: self._todo.put((asked, query))))
 

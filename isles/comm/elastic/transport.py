@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from isles.comm.elastic.mail import CHUNK, Chunk, Inbox, offsets
-from isles.comm.elastic.session import Asked, Session
+from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.errors import PeerLost
 from isles.comm.gloo.transfers import BackgroundTransfer, Driver, PostedWork
 from isles.comm.tags import CHANNELS, Channel, Tag
@@ -143,7 +143,7 @@ class ElasticTransport:
             line.end("this worker has ended")
         self._driver.close()
 
-    def _take(self, asked: Asked) -> None:
+    def _take(self, asked: IncomingQuery) -> None:
         """A chunk has come."""
         try:
             *fields, number, offset, total, sender = _HEAD.unpack(asked.attachment)
