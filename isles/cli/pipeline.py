@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from isles.network.links import Links
+    from isles.network.routing.plan import Plan
     from isles.network.routing.problem import Problem
     from isles.report.sheet import Sheet
 
@@ -46,6 +47,8 @@ def plan(
     from isles.network.units import parse_count
     from isles.report.sheets.pipeline import pipeline_sheet
 
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: {out.parent} is no directory; make it first")
     effort = Effort(seconds=0.6 * time_budget_s)
     nbytes = round(parse_count("--bytes", message))
     network = named(links)
@@ -56,7 +59,7 @@ def plan(
     found = strategies(problem, effort, seed)
     assert found[-1].paths is not None
     made = Plan(problem=problem, paths=found[-1].paths, links=fingerprint(network, problem.nodes), cuts=cuts)
-    sheet = pipeline_sheet(problem, found, nbytes, links)
+    sheet = pipeline_sheet(problem, found, nbytes, links, _on_lines(made, network, nbytes, overhead))
     _write(out, as_json(made), sheet)
     _show(sheet, json)
     print(out, file=sys.stderr if json else sys.stdout)
@@ -119,6 +122,20 @@ def _problem(
     return Problem(stages=seats, delays=delays, forward=tuple(times), path_length=runs, memory=memory, waves=waves)
 
 
+def _on_lines(made: Plan, network: Links, nbytes: int, overhead: str) -> float | None:
+    """Seconds of a step over the lines of the network, which know no overhead of messages."""
+    from isles.network.routing.problem import replay_paths
+    from isles.network.routing.wires import Lines, Sizes
+    from isles.network.topology import Topology
+    from isles.network.units import parse_seconds
+
+    if parse_seconds("--overhead", overhead):
+        return None
+    sizes = Sizes(forward=nbytes, home=nbytes, backward=nbytes)
+    wire = Lines(Topology(made.problem.nodes, network), sizes)
+    return replay_paths(made.problem, made.paths, wire).makespan
+
+
 def _length(path_length: int | None, skip_ratio: float | None, *, stages: int) -> int:
     if path_length is not None and skip_ratio is not None:
         raise ValueError("--path-length and --skip-ratio say the same: give one of them")
@@ -154,8 +171,6 @@ def _write(out: Path, text: str, sheet: Sheet) -> None:
     from isles.report.draw.png import picture
     from isles.report.draw.svg_time import alone
 
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: {out.parent} is no directory; make it first")
     settled(out, text.encode())
     settled(out.with_suffix(".png"), picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table))
     for name, panel in zip(("steps", "ways"), sheet.panels, strict=True):

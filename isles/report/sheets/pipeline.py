@@ -23,8 +23,12 @@ _LOOKS = {"F": "compute", "L": "blocked", "B": "transfer"}
 _KEYS = (("compute", "forward"), ("blocked", "loss and head"), ("transfer", "backward"))
 
 
-def pipeline_sheet(problem: Problem, found: Sequence[Strategy], nbytes: int, network: str) -> Sheet:
-    """`found` as `strategies` gives them, the plan last. nbytes: of a message. network: its name in words."""
+def pipeline_sheet(
+    problem: Problem, found: Sequence[Strategy], nbytes: int, network: str, on_lines: float | None = None
+) -> Sheet:
+    """`found` as `strategies` gives them, the plan last. nbytes: of a message. network: its name in words. on_lines:
+    seconds of the plan's step where messages share lines.
+    """
     plan, whole = found[-1], found[0]
     assert plan.paths is not None
     bounds = lower_bounds(problem)
@@ -36,8 +40,8 @@ def pipeline_sheet(problem: Problem, found: Sequence[Strategy], nbytes: int, net
         subtitle=f"{problem.microbatches} microbatches a step, {problem.path_length} stages each; {_short(step)} s",
         what="The same number of microbatches with each strategy, replayed event by event.",
         table=Table(
-            heads=["strategy", "what it is", "step s", "of full", "bubble %", "sent GB", "planned in s"],
-            rows=[_row(one, whole, nbytes) for one in found],
+            heads=["strategy", "what it is", "step s", "of full", "idle %", "sent GB", "planned in s"],
+            rows=[_row(problem, one, whole, nbytes) for one in found],
             names=2,
         ),
         data={
@@ -57,6 +61,7 @@ def pipeline_sheet(problem: Problem, found: Sequence[Strategy], nbytes: int, net
         notes=[
             f"No plan takes less than {_short(bound)} s ({name}); this one takes {_short(step / bound)} times that.",
             _share(problem, whole.played.makespan, step),
+            *_crowded(step, on_lines),
             *slips(problem.delays)[:3],
         ],
     )
@@ -115,14 +120,14 @@ def way_map(problem: Problem, paths: Paths) -> Panel:
     return Panel(heading="Ways between nodes", picture=picture, notes=[note])
 
 
-def _row(one: Strategy, whole: Strategy, nbytes: int) -> list[str]:
-    bubbles = one.played.bubbles
+def _row(problem: Problem, one: Strategy, whole: Strategy, nbytes: int) -> list[str]:
+    idle = 1 - sum(one.played.busy.values()) / (problem.nodes * one.played.makespan)
     return [
         one.name,
         WHAT[one.name],
         _short(one.played.makespan),
         f"{one.played.makespan / whole.played.makespan:.2f}",
-        f"{100 * sum(bubbles.values()) / len(bubbles):.1f}",
+        f"{100 * idle:.1f}",
         _short(sum(one.sent(nbytes).values()) / 1e9),
         f"{one.planning:.1f}",
     ]
@@ -135,6 +140,15 @@ def _share(problem: Problem, full: float, step: float) -> str:
     if fewer == 1:
         return f"{said}; no stage is left out."
     return f"{said}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {_short(fewer * full)} s."
+
+
+def _crowded(step: float, on_lines: float | None) -> list[str]:
+    """Plans count every message as if it were alone on its way."""
+    if on_lines is None or math.isclose(step, on_lines, rel_tol=1e-6):
+        return []
+    return [
+        f"Messages that leave or come in together wait for each other: then the plan's step takes {_short(on_lines)} s."
+    ]
 
 
 def _short(value: float) -> str:

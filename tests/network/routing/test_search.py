@@ -1,19 +1,26 @@
 """The planner: closed forms, exhaustive search on tiny problems, and what must hold for every plan."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
+from isles.network.links import Links
+from isles.network.named import links
+from isles.network.routing.assign import assign
 from isles.network.routing.best import BestPaths
 from isles.network.routing.bounds import lower_bounds
 from isles.network.routing.check import broken_rules
+from isles.network.routing.delays import delays_of
 from isles.network.routing.legal import Rules, legal_orders
 from isles.network.routing.problem import Costs, Problem, replay_paths
 from isles.network.routing.search import Effort, blind, with_collisions, without_collisions
 from isles.network.routing.stopwatch import Stopwatch
 from isles.network.routing.strategies import strategies
+from isles.network.routing.wires import Lines, Sizes
+from isles.network.topology import Topology
 from tests.network.routing.instances import drawn, paths_of, reference
 
 QUICK = Effort(moves=1500)
@@ -62,6 +69,17 @@ def test_best_path_is_that_of_brute_force(seed):
         assert seconds == pytest.approx(expected[0], abs=1e-12)
         assert problem.round_trip(path) == pytest.approx(expected[0], abs=1e-12) and not full & set(path)
     assert best.of(0, range(2, 11)) is None
+
+
+def test_a_plan_over_latencies_alone_is_the_same_over_lines():
+    for seed in range(5):
+        problem = drawn(seed, (2, 3, 3), path_length=3)
+        paths = blind(problem, seed)
+        network = Links(bandwidth=math.inf, latency=problem.delays)
+        wire = Lines(Topology(problem.nodes, network), Sizes(forward=9, home=9, backward=9))
+        assert replay_paths(problem, paths, wire).makespan == pytest.approx(
+            replay_paths(problem, paths).makespan, abs=1e-9
+        )
 
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(rest=0.13, rest_at_origin=0.09)])
@@ -199,6 +217,18 @@ def test_the_checker_names_every_rule():
     full = drawn(0, (3, 1, 1), path_length=2, memory=1)
     paths = {(origin, 0): (origin, 3) for origin in range(3)}
     assert "stage 1 is on the paths of 3 slots: its 1 nodes hold 1" in broken_rules(full, paths)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
+def test_forty_two_nodes_around_the_world(seed):
+    sizes = (7, 5, 5, 5, 5, 5, 5, 5)
+    delays = delays_of(links("worldwide"), 42, 4e6, 0.05)
+    stages = assign(sizes, delays, [1.0] * 42, seed=seed, seconds=20)
+    problem = Problem(stages=stages, delays=delays, forward=(1.0,) * 42, path_length=6)
+    plan = strategies(problem, Effort(moves=5000), seed)[-1]
+    assert not broken_rules(problem, plan.paths)
+    assert plan.played.makespan <= 1.6 * max(lower_bounds(problem).values())
 
 
 # The authors' instances, where their file is at hand
