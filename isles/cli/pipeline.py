@@ -10,8 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from isles.network.links import Links
+    from isles.network.routing.assign import Stages
     from isles.network.routing.plan import Plan
-    from isles.network.routing.problem import Problem
     from isles.report.sheet import Sheet
 
 app = typer.Typer(help="Plan partial, reordered pipelines for uneven links.", no_args_is_help=True)
@@ -33,6 +33,10 @@ def plan(
     memory: Annotated[int, typer.Option(help="Microbatches that a node holds.")] = 3,
     waves: Annotated[int, typer.Option(help="Microbatches of a slot in a step, one after the other.")] = 2,
     overhead: Annotated[str, typer.Option(help="Seconds a message costs beside its line, such as 350ms.")] = "0",
+    backward: Annotated[float, typer.Option(help="Seconds of a backward, as a multiple of the forward's.")] = 1.5,
+    loss: Annotated[
+        float, typer.Option(help="Seconds of head and loss with their gradient, as such a multiple.")
+    ] = 0.25,
     cut: Annotated[str | None, typer.Option(help="First block of each stage but the first, such as 4,8.")] = None,
     time_budget_s: Annotated[float, typer.Option(help="Stop searching after so many seconds.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
@@ -42,6 +46,7 @@ def plan(
     from isles.network.named import links as named
     from isles.network.routing.delays import fingerprint
     from isles.network.routing.plan import Plan, as_json
+    from isles.network.routing.problem import Costs, Problem
     from isles.network.routing.search import Effort
     from isles.network.routing.strategies import strategies
     from isles.network.units import parse_count
@@ -52,8 +57,15 @@ def plan(
     effort = Effort(seconds=0.6 * time_budget_s)
     nbytes = round(parse_count("--bytes", message))
     network = named(links)
-    problem = _problem(
-        network, stages, forward, nbytes, overhead, memory, waves, (path_length, skip_ratio), 0.3 * time_budget_s, seed
+    seats, delays, times = _nodes(network, stages, forward, nbytes, overhead, 0.3 * time_budget_s, seed)
+    problem = Problem(
+        stages=seats,
+        delays=delays,
+        forward=times,
+        path_length=_length(path_length, skip_ratio, stages=len(seats)),
+        memory=memory,
+        waves=waves,
+        costs=Costs(loss=loss, backward=backward),
     )
     cuts = None if cut is None else _cuts(cut, len(problem.stages))
     found = strategies(problem, effort, seed)
@@ -90,22 +102,12 @@ def check(
     print(f"{plan}: legal; a step takes {said:.6g} s, no plan for it less than {bound:.6g} s")
 
 
-def _problem(
-    network: Links,
-    stages: str,
-    forward: str,
-    nbytes: int,
-    overhead: str,
-    memory: int,
-    waves: int,
-    length: tuple[int | None, float | None],
-    seconds: float,
-    seed: int,
-) -> Problem:
-    """What is to be planned; nodes are assigned to stages where only sizes are given."""
+def _nodes(
+    network: Links, stages: str, forward: str, nbytes: int, overhead: str, seconds: float, seed: int
+) -> tuple[Stages, tuple[tuple[float, ...], ...], tuple[float, ...]]:
+    """(stages, delays, seconds of a forward by node); nodes are assigned to stages where only sizes are given."""
     from isles.network.routing.assign import assign
     from isles.network.routing.delays import delays_of
-    from isles.network.routing.problem import Problem
     from isles.network.units import parse_seconds
 
     given = "/" in stages
@@ -117,22 +119,21 @@ def _problem(
     if len(times) != nodes:
         raise ValueError(f"--forward has {len(times)} values: give one, or one for each of {nodes} nodes")
     delays = delays_of(network, nodes, nbytes, parse_seconds("--overhead", overhead))
-    runs = _length(*length, stages=len(sizes))
     seats = tuple(map(tuple, listed)) if given else assign(sizes, delays, times, seed=seed, seconds=seconds)
-    return Problem(stages=seats, delays=delays, forward=tuple(times), path_length=runs, memory=memory, waves=waves)
+    return seats, delays, tuple(times)
 
 
 def _on_lines(made: Plan, network: Links, nbytes: int, overhead: str) -> float | None:
     """Seconds of a step over the lines of the network, which know no overhead of messages."""
     from isles.network.routing.problem import replay_paths
-    from isles.network.routing.wires import Lines, Sizes
+    from isles.network.routing.wires import MessageLines, Sizes
     from isles.network.topology import Topology
     from isles.network.units import parse_seconds
 
     if parse_seconds("--overhead", overhead):
         return None
     sizes = Sizes(forward=nbytes, home=nbytes, backward=nbytes)
-    wire = Lines(Topology(made.problem.nodes, network), sizes)
+    wire = MessageLines(Topology(made.problem.nodes, network), sizes)
     return replay_paths(made.problem, made.paths, wire).makespan
 
 

@@ -10,7 +10,7 @@ from pathlib import Path as File
 from typing import Any
 
 from isles.network.routing.check import broken_rules
-from isles.network.routing.legal import Rules
+from isles.network.routing.legal import PathRules
 from isles.network.routing.problem import Costs, Paths, Problem, replay_paths, routes_of
 from isles.network.routing.routes import Route
 from isles.tables import typed
@@ -98,7 +98,7 @@ class _Written:
     forward_seconds: tuple[float, ...]
     delay_seconds: tuple[tuple[float, ...], ...]
     costs: Costs = field(default_factory=Costs)
-    rules: Rules = field(default_factory=Rules)
+    rules: PathRules = field(default_factory=PathRules)
     cuts: tuple[int, ...] | None = None
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from isles.network.routing.legal import Rules, faults, legal_orders
+from isles.network.routing.legal import PathRules, faults, legal_orders
 
 
 def by_hand(order):
@@ -20,11 +20,11 @@ def by_hand(order):
 
 
 def test_counts():
-    assert len(legal_orders(6, 4, Rules())) == 22
+    assert len(legal_orders(6, 4, PathRules())) == 22
     assert sum(1 for _ in itertools.permutations(range(1, 6), 3)) == 60
-    assert legal_orders(4, 1, Rules()) == [(0,)]
-    assert legal_orders(3, 3, Rules(swaps=0)) == [(0, 1, 2)]
-    assert legal_orders(3, 2, Rules(jump=1)) == [(0, 1)]
+    assert legal_orders(4, 1, PathRules()) == [(0,)]
+    assert legal_orders(3, 3, PathRules(swaps=0)) == [(0, 1, 2)]
+    assert legal_orders(3, 2, PathRules(jump=1)) == [(0, 1)]
 
 
 @pytest.mark.parametrize("stages", range(1, 8))
@@ -32,8 +32,8 @@ def test_all_of_them_are_found(stages):
     for length in range(1, stages + 1):
         everything = [(0, *rest) for rest in itertools.permutations(range(1, stages), length - 1)]
         expected = [order for order in everything if by_hand(order)]
-        assert legal_orders(stages, length, Rules()) == expected
-        assert all(bool(faults(order, Rules())) != by_hand(order) for order in everything)
+        assert legal_orders(stages, length, PathRules()) == expected
+        assert all(bool(faults(order, PathRules())) != by_hand(order) for order in everything)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_all_of_them_are_found(stages):
     ],
 )
 def test_faults_are_named(order, told):
-    assert told in faults(order, Rules())
+    assert told in faults(order, PathRules())
 
 
 def test_bad_rules():
     for bad in ({"swaps": -1}, {"jump": 0}, {"total": -2}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            Rules(**bad)
+            PathRules(**bad)

@@ -14,12 +14,12 @@ from isles.network.routing.best import BestPaths
 from isles.network.routing.bounds import lower_bounds
 from isles.network.routing.check import broken_rules
 from isles.network.routing.delays import delays_of
-from isles.network.routing.legal import Rules, legal_orders
+from isles.network.routing.legal import PathRules, legal_orders
 from isles.network.routing.problem import Costs, Problem, replay_paths
 from isles.network.routing.search import Effort, blind, with_collisions, without_collisions
 from isles.network.routing.stopwatch import Stopwatch
 from isles.network.routing.strategies import strategies
-from isles.network.routing.wires import Lines, Sizes
+from isles.network.routing.wires import MessageLines, Sizes
 from isles.network.topology import Topology
 from tests.network.routing.instances import drawn, paths_of, reference
 
@@ -76,7 +76,7 @@ def test_a_plan_over_latencies_alone_is_the_same_over_lines():
         problem = drawn(seed, (2, 3, 3), path_length=3)
         paths = blind(problem, seed)
         network = Links(bandwidth=math.inf, latency=problem.delays)
-        wire = Lines(Topology(problem.nodes, network), Sizes(forward=9, home=9, backward=9))
+        wire = MessageLines(Topology(problem.nodes, network), Sizes(forward=9, home=9, backward=9))
         assert replay_paths(problem, paths, wire).makespan == pytest.approx(
             replay_paths(problem, paths).makespan, abs=1e-9
         )
@@ -151,7 +151,7 @@ def test_all_strategies_are_equal_where_all_links_are():
     problem = Problem(
         stages=((0, 1, 2), (3, 4, 5), (6, 7, 8)), delays=delays, forward=(0.4,) * count, path_length=3, memory=1
     )
-    found = strategies(replace(problem, rules=Rules(swaps=0)), QUICK)
+    found = strategies(replace(problem, rules=PathRules(swaps=0)), QUICK)
     assert len({round(strategy.played.makespan, 9) for strategy in found}) == 1
 
 
