@@ -21,8 +21,9 @@ from typing import Literal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
-from isles.comm.transport import Steps, Work
+from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds
@@ -129,7 +130,7 @@ class _Share:
             with self.executor.quiet() if backwards else nullcontext():
                 self._loss(task) if task.kind == "L" else self._backward(task)
         if self.sends:
-            self.group.start(_gone(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
+            self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
 
     def _in_order(self, tasks: Sequence[Task]) -> Iterator[Task]:
         if self.executor.ways.order == "plan":
@@ -255,7 +256,3 @@ class _Share:
 @lru_cache(maxsize=16)  # workers of one process ask for the same
 def _orders(routes: tuple[Route, ...], room: tuple[tuple[int, int], ...]) -> dict[int, list[Task]]:
     return orders(routes, dict(room))
-
-
-def _gone(works: Sequence[Work]) -> Steps[None]:
-    yield works

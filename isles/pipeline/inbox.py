@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.transport import AnyOf, Steps, Work
 from isles.network.routing.routes import Route, Task
@@ -54,7 +55,7 @@ class Inbox:
         """The bytes, waited for."""
         work, buffer = self.posted.pop(task)
         if not work.done() or work.error is not None:
-            self.group.start(_all([work]), "pipeline", nbytes=buffer.numel()).wait()
+            self.group.start(all_done([work]), "pipeline", nbytes=buffer.numel()).wait()
         return buffer
 
     def wait_for_any(self) -> None:
@@ -101,10 +102,6 @@ def _window(left: dict[Task, None]) -> list[Task]:
 
 def _came(inbox: Inbox, task: Task) -> float:
     return inbox.posted[task][0].at if task in inbox.posted else 0.0
-
-
-def _all(works: Sequence[Work]) -> Steps[None]:
-    yield works
 
 
 def _any(works: Sequence[Work]) -> Steps[None]:

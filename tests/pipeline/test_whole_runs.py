@@ -41,9 +41,9 @@ def apart(name: str, stages: int, tied: bool = False) -> float:
     """The largest difference of a weight from the unsplit run's, after any step and at the end."""
     worst = 0.0
     for replica in range(REPLICAS):
-        history, _, final, _ = run(name, 1, tied)[replica]
+        history, _, final, *_ = run(name, 1, tied)[replica]
         for stage in range(stages):
-            own_history, _, own_final, _ = run(name, stages, tied)[replica * stages + stage]
+            own_history, _, own_final, *_ = run(name, stages, tied)[replica * stages + stage]
             for own, theirs in zip([*own_history, own_final], [*history, final], strict=True):
                 worst = max(worst, *(float((own[key] - theirs[key]).abs().max()) for key in own))
     return worst
@@ -74,3 +74,18 @@ def test_a_stage_sends_its_own_part_of_the_outer_bytes() -> None:
     headers = sum(parts) - unsplit
     assert 0 <= headers < 1000  # each message of a stage has a header of its own
     assert torch.isfinite(torch.tensor(parts)).all()
+
+
+@pytest.mark.parametrize(("stages", "tied"), [(2, False), (2, True), (4, True)])
+def test_stages_are_judged_and_put_together_as_the_one_model(stages: int, tied: bool) -> None:
+    for replica in range(REPLICAS):
+        *_, judged, state = run("diloco", 1, tied)[replica]
+        split = run("diloco", stages, tied)[replica * stages : (replica + 1) * stages]
+        assert all(worker[4] == split[0][4] for worker in split)
+        assert split[0][4] == pytest.approx(judged, abs=1e-6)
+        assert all(worker[5] is None for worker in split[1:])
+        assert split[0][5].keys() == state.keys()
+        worst = max(float((split[0][5][name] - state[name]).abs().max()) for name in state)
+        assert worst < (2e-6 if tied else 1e-30)
+        for worker in split:
+            assert all(torch.equal(split[0][5][name], tensor) for name, tensor in worker[2].items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
+from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.none import Plain as PlainBoundary
+from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.wire import Form
@@ -35,7 +38,9 @@ def batch(replica: int, step: int) -> Tensor:
 
 
 def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps: int, tied: bool, norm: float | None):
-    """(weights by name after each step, losses that this worker saw, weights by name of the one model, outer bytes)."""
+    """(weights by name after each step, losses that this worker saw, weights by name of the one model, outer bytes,
+    mean validation loss, weights by name of the whole model where it was put together).
+    """
     torch.set_num_threads(1)
     mesh = isles.mesh(stage=stages)
     replicas = mesh.outer.size
@@ -67,4 +72,12 @@ def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps:
         history.append({name: parameter.detach().clone() for name, parameter in stage.named_parameters()})
     sent = world.transport.traffic["outer"].bytes_sent
     optimizer.consolidate()
-    return history, losses, {name: p.detach().clone() for name, p in stage.named_parameters()}, sent
+    judge = Judge(stage, mesh.stage, form, home=tied, autocast=nullcontext)
+    texts = [batch(99, step)[: 4 - step] for step in range(3)]  # of 4, 3 and 2 rows
+    judged = [judge.loss(texts if stage_number == 0 else []) for _ in range(2)]
+    assert judged[0] == judged[1]
+    parts = pieces(cut_points([1] * 4, stages), 4, loss_at_origin=tied)
+    one = assembled(stage, mesh.stage, Decoder(shape(tied), seed=2), parts)
+    final = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+    state = None if one is None else {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    return history, losses, final, sent, judged[0], state
