@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isles import schema
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.comm.stopping import SharedStopControl
@@ -257,37 +258,35 @@ def _warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
 
 
 def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
-    """The contents of summary.json from what the workers returned. Means are over workers; a loss is None where no text
-    was kept for validation. Where there are islands: how many, and bytes of the exchanges across them.
-    """
+    """The contents of summary.json from what the workers returned."""
 
     def mean(key: str) -> float:
         return sum(result[key] for result in results) / len(results)
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
-    first, islands = results[0], config.world.islands
-    across = {"islands": islands, "bytes_across_per_worker": mean("bytes_across")} if config.world.inner > 1 else {}
-    return {
-        "isles_version": __version__,
-        "method": config.method,
-        "backend": config.world.backend,
-        "workers": len(results),
-        **across,
-        "steps": config.run.steps,
-        "tokens": sum(result["tokens"] for result in results),
-        "parameters": first["parameters"],
-        "val_loss": first["val_loss"],
-        "val_loss_replicas": None if first["val_loss_replica"] is None else mean("val_loss_replica"),
-        "replica_std": first["replica_std"],
-        "bytes_sent_per_worker": mean("bytes_sent"),
-        "bytes_received_per_worker": mean("bytes_received"),
-        "ddp_bytes_per_worker": first["ddp_bytes"],
-        "compute_seconds": compute,
-        "blocked_seconds": blocked,
-        "compute_utilisation": compute / (compute + blocked) if compute + blocked else 1.0,
-        "train_seconds": max(result["train_seconds"] for result in results),
-        "wall_seconds": wall_seconds,
-        "virtual_seconds": max(r["virtual_seconds"] for r in results) if config.world.backend == "virtual" else None,
-        "seed": config.run.seed,
-        "corpus_sha256": first["corpus_sha256"],
-    }
+    first, world = results[0], config.world
+    return schema.Summary(
+        isles_version=__version__,
+        method=config.method,
+        backend=world.backend,
+        workers=len(results),
+        islands=world.islands if world.inner > 1 else None,
+        bytes_across_per_worker=mean("bytes_across") if world.inner > 1 else None,
+        steps=config.run.steps,
+        tokens=sum(result["tokens"] for result in results),
+        parameters=first["parameters"],
+        val_loss=first["val_loss"],
+        val_loss_replicas=None if first["val_loss_replica"] is None else mean("val_loss_replica"),
+        replica_std=first["replica_std"],
+        bytes_sent_per_worker=mean("bytes_sent"),
+        bytes_received_per_worker=mean("bytes_received"),
+        ddp_bytes_per_worker=first["ddp_bytes"],
+        compute_seconds=compute,
+        blocked_seconds=blocked,
+        compute_utilisation=compute / (compute + blocked) if compute + blocked else 1.0,
+        train_seconds=max(result["train_seconds"] for result in results),
+        wall_seconds=wall_seconds,
+        virtual_seconds=max(result["virtual_seconds"] for result in results) if world.is_simulated else None,
+        seed=config.run.seed,
+        corpus_sha256=first["corpus_sha256"],
+    ).record()
