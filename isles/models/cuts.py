@@ -72,10 +72,27 @@ def cut_points(costs: Sequence[float], stages: int) -> list[int]:
     return cuts[::-1]
 
 
-def block_costs(shape: Shape, *, loss_at_origin: bool) -> list[float]:
-    """FLOPs of the forward pass of a token through each block of the decoder; the head's are added where it is."""
-    attention = 2 * shape.context * shape.d_model  # scores and mixing, half of the context seen on average, two FLOPs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """FLOPs of the forward pass of a token (any unit will do): of each block, and of the head."""
+
+    blocks: tuple[float, ...]
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole model."""
+        return sum(self.blocks) + self.head
+
+    def to_cut(self, *, loss_at_origin: bool) -> list[float]:
+        """Of each block, with the head where the loss is."""
+        costs = list(self.blocks)
+        costs[0 if loss_at_origin else -1] += self.head
+        return costs
+
+
+def decoder_costs(shape: Shape) -> Costs:
+    """Of the decoder: products with matrices, and attention over half of the context on average."""
+    attention = 2 * shape.context * shape.d_model
     matrices = 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.ffn)
-    costs = [float(attention + matrices)] * shape.layers
-    costs[0 if loss_at_origin else -1] += 2.0 * shape.d_model * shape.vocab
-    return costs
+    return Costs(blocks=(float(attention + matrices),) * shape.layers, head=2.0 * shape.d_model * shape.vocab)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from isles.models.cuts import Piece, pieces
+from isles.models.cuts import Costs, Piece, pieces
 from isles.models.decoder import Decoder, next_token_loss
 from isles.models.hf import HuggingFaceLM
 from isles.models.hf_pieces import in_pieces
@@ -55,6 +55,8 @@ class Stage(nn.Module):
         super().__init__()
         self.piece = piece
         part = cuttable(sharing(whole))
+        self.width = _width(part)
+        """Of the stream, D."""
         own = _parameters_of(part, piece)
         held = _Numbered({number: part.blocks[number] for number in piece.blocks})
         _replace(part, part.blocks, held)
@@ -122,6 +124,15 @@ def is_tied(model: nn.Module) -> bool:
     """Whether what makes the stream and what makes the scores share a parameter: then both belong to one stage."""
     found = cuttable(sharing(model))
     return bool(_used_by_enter(found) & _used_by_leave(found))
+
+
+def costs_of(model: nn.Module) -> Costs:
+    """Of any model in pieces: two FLOPs a parameter, which is all of a product's work but not attention's."""
+    found = cuttable(sharing(model))
+    leaving = _used_by_leave(found)
+    head = sum(parameter.numel() for parameter in model.parameters() if id(parameter) in leaving)
+    blocks = tuple(2.0 * sum(parameter.numel() for parameter in block.parameters()) for block in found.blocks)
+    return Costs(blocks=blocks, head=2.0 * head)
 
 
 def check_stages(whole: nn.Module, cuts: Sequence[int], tokens: Tensor) -> None:
@@ -213,6 +224,12 @@ def _parameters_of(whole: Cuttable, piece: Piece) -> set[int]:
     if piece.leaves:
         own |= leaving
     return own
+
+
+@torch.no_grad()
+def _width(whole: Cuttable) -> int:
+    with torch.random.fork_rng(devices=[]):
+        return whole.enter(torch.zeros(1, 2, dtype=torch.int64, device=_device(whole))).shape[-1]
 
 
 def _used_by_enter(whole: Cuttable) -> set[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.models import Decoder, Shape
-from isles.models.cuts import Piece, block_costs, cut_points, pieces
+from isles.models.cuts import Piece, cut_points, decoder_costs, pieces
 from isles.models.hf import HuggingFaceLM
 from isles.models.stages import Stage, check_stages, decoder_stage, is_tied
 
@@ -77,7 +77,7 @@ def slowest(costs: list[int], cuts: list[int] | tuple[int, ...]) -> int:
 
 
 def test_the_heads_cost_counts_where_the_head_is() -> None:
-    last, first = (block_costs(shape(False), loss_at_origin=home) for home in (False, True))
+    last, first = (decoder_costs(shape(False)).to_cut(loss_at_origin=home) for home in (False, True))
     assert last[-1] == first[0] == last[0] + 2 * 32 * 64
     with pytest.raises(ValueError, match=r"pipeline.cut = \[2, 2\]"):
         pieces([2, 2], 4, loss_at_origin=False)

@@ -69,6 +69,8 @@ def prepare(run: Path, workers: int | None) -> Resumption:
     before, after = checkpoints.manifest(step)["workers"], config.world.workers
     if before == after:
         return Resumption(config, step, [])
+    if config.pipeline.stages > 1:
+        raise ValueError(f"the workers of a replica hold stages of their own: resume with {before} workers, as before")
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
     plan(config)  # refuses what the method or the batch cannot be

@@ -40,7 +40,7 @@ class Records:
         self.file: TextIO | None = None
         self.shards: Counter[int] = Counter()
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-        self.spread = Spread(config.world.islands)
+        self.spread = Spread(config.replicas_in_all)
 
     def __enter__(self) -> Records:
         return self
