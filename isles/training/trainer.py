@@ -30,6 +30,7 @@ from isles.data import Corpus
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
+from isles.pipeline.pipeline import Cut
 from isles.schema import Metrics
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
@@ -39,7 +40,7 @@ from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
-from isles.training.staged import Cut, Staged, build_stage, cut_of, hold_against_whole, told_by_first
+from isles.training.staged import Staged, build_stage, hold_against_whole, planned_cut, told_by_first
 from isles.training.step import Step, Whole
 from isles.training.text import Text
 
@@ -55,7 +56,7 @@ class Trainer:
         self.text = Text(config, world, corpus) if world.stage.rank == 0 else None
         self.judges = told_by_first(world.stage, self.text is not None and self.text.judges)
         """Whether text was kept for validation, known to all stages."""
-        cut = cut_of(config) if config.pipeline.stages > 1 else None
+        cut = planned_cut(config) if config.pipeline.stages > 1 else None
         model = self._whole_model() if cut is None else self._stage(cut)
         peers = None if cut is None else world.stage
         self.optimizer, notices = wrapped(config, model, world.outer, world.inner, peers)  # refuses what cannot work
