@@ -11,7 +11,7 @@ RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see 
 RUN/run.lock                             while the run goes on, see `lock`
 
 A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
-be used again. With several machines this is what node 0 does; the others: `remote`.
+be used again. With several machines this is what node 0 does; the others: `follow`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
-Summary = dict[str, Any]
+SummaryTable = dict[str, Any]
 
 
 def launch(
@@ -48,7 +48,7 @@ def launch(
     resume: int | None = None,
     node_spec: NodeSpec = SINGLE_NODE,
     start_workers: StartTraining | None = None,
-) -> Summary:
+) -> SummaryTable:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
@@ -83,7 +83,7 @@ def _launch(
     resume: int | None,
     node_spec: NodeSpec,
     start_workers: StartTraining,
-) -> Summary:
+) -> SummaryTable:
     started = time.perf_counter()
     if resume is None:
         claim(out)
@@ -142,7 +142,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     return left
 
 
-def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
+def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
     """The contents of summary.json from what the workers returned."""
 
     def mean(key: str) -> float:
