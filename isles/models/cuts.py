@@ -73,7 +73,7 @@ def cut_points(costs: Sequence[float], stages: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class PieceCosts:
     """FLOPs of the forward pass of a token (any unit will do): of each block, and of the head."""
 
     blocks: tuple[float, ...]
@@ -91,8 +91,8 @@ class Costs:
         return costs
 
 
-def decoder_costs(shape: Shape) -> Costs:
+def decoder_costs(shape: Shape) -> PieceCosts:
     """Of the decoder: products with matrices, and attention over half of the context on average."""
     attention = 2 * shape.context * shape.d_model
     matrices = 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.ffn)
-    return Costs(blocks=(float(attention + matrices),) * shape.layers, head=2.0 * shape.d_model * shape.vocab)
+    return PieceCosts(blocks=(float(attention + matrices),) * shape.layers, head=2.0 * shape.d_model * shape.vocab)

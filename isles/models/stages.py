@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from isles.models.cuts import Costs, Piece, pieces
+from isles.models.cuts import Piece, PieceCosts, pieces
 from isles.models.decoder import Decoder, next_token_loss
 from isles.models.hf import HuggingFaceLM
 from isles.models.hf_pieces import in_pieces
@@ -126,13 +126,13 @@ def is_tied(model: nn.Module) -> bool:
     return bool(_used_by_enter(found) & _used_by_leave(found))
 
 
-def costs_of(model: nn.Module) -> Costs:
+def costs_of(model: nn.Module) -> PieceCosts:
     """Of any model in pieces: two FLOPs a parameter, which is all of a product's work but not attention's."""
     found = cuttable(sharing(model))
     leaving = _used_by_leave(found)
     head = sum(parameter.numel() for parameter in model.parameters() if id(parameter) in leaving)
     blocks = tuple(2.0 * sum(parameter.numel() for parameter in block.parameters()) for block in found.blocks)
-    return Costs(blocks=blocks, head=2.0 * head)
+    return PieceCosts(blocks=blocks, head=2.0 * head)
 
 
 def check_stages(whole: nn.Module, cuts: Sequence[int], tokens: Tensor) -> None:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.mesh import Mesh
-from isles.models.cuts import Costs, Piece, cut_points, pieces
+from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
 from isles.pipeline.assemble import assembled
-from isles.pipeline.boundaries.none import Dense
+from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Context, Executor, Ways
@@ -43,7 +43,7 @@ class Cut:
 
     pieces: tuple[Piece, ...]
     home: bool
-    costs: Costs
+    costs: PieceCosts
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
         """The share of an inner step's computation in each task of each position: a backward pass costs two forward
@@ -60,7 +60,7 @@ def cut_of(
     model: nn.Module,
     stages: int,
     *,
-    costs: Costs | None = None,
+    costs: PieceCosts | None = None,
     cut: Sequence[int] = (),
     loss_at: Literal["auto", "last", "origin"] = "auto",
 ) -> Cut:
@@ -124,7 +124,7 @@ class Pipeline:
             length=context,
             vocab=vocab or 1 << 31,
             dtype=next(self.stage.parameters()).dtype,
-            boundary=Dense(self.stage.width),
+            boundary=FullStream(self.stage.width),
         )
         ways = Ways(
             room=in_flight(self.config.in_flight, replicas, stages),

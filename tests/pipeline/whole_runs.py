@@ -15,7 +15,7 @@ from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
 from isles.pipeline.assemble import assembled
-from isles.pipeline.boundaries.none import Dense
+from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers.fixed import FixedRouter
@@ -51,7 +51,7 @@ def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps:
     adamw = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     inner = Plain(stage, adamw, peers=mesh.stage, charged=True)
     optimizer = getattr(isles, method)(stage, inner, mesh.outer, max_norm=norm, **options)
-    form = Form(sequences=SEQUENCES, length=CONTEXT, vocab=VOCAB, dtype=torch.float32, boundary=Dense(WIDTH))
+    form = Form(sequences=SEQUENCES, length=CONTEXT, vocab=VOCAB, dtype=torch.float32, boundary=FullStream(WIDTH))
     executor = Executor(
         stage,
         mesh.pipeline,

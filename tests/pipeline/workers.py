@@ -14,7 +14,7 @@ from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
-from isles.pipeline.boundaries.none import Dense
+from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.fixed import FixedRouter
@@ -61,7 +61,7 @@ def executor(world: Mesh, cell: Cell, shares: TaskSeconds | None = None) -> Exec
         length=SHAPE.context,
         vocab=SHAPE.vocab,
         dtype=cell.dtype,
-        boundary=Dense(SHAPE.d_model),
+        boundary=FullStream(SHAPE.d_model),
     )
     ways = Ways(
         room=in_flight(cell.limit, cell.replicas, cell.stages),

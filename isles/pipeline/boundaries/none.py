@@ -7,7 +7,7 @@ from torch import Tensor
 from isles.pipeline.boundaries.base import Boundary
 
 
-class Dense(Boundary):
+class FullStream(Boundary):
     """The stream (B, T, D) as it is."""
 
     def __init__(self, width: int) -> None:
