@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import ceil
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from isles.comm.collectives.averaging import Averaging
-from isles.comm.collectives.basic import broadcast_sends
+from isles.network.planner.planned import BySize, Groups, PlannedExchange, Tree, by_size, gathered
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.parts.interfaces import Composition, Mixing
 
 FIRST = 8  # exchanges that an outline shows
-
-
-class Planned(NamedTuple):
-    """One exchange of a run: it starts right after inner step `sent` and its answer lands after inner step `lands`."""
-
-    sent: int
-    lands: int
-    fragment: int
-    what: str
-    groups: tuple[tuple[int, ...], ...]
-    """The groups of positions that exchange with each other; workers that are alone in this round form groups of
-    one.
-    """
-    bytes_sent: tuple[int, ...]
-    """Bytes that each position hands to the transport, headers included."""
 
 
 class Held(NamedTuple):
@@ -52,7 +40,7 @@ class Outline:
     about: what is sent hangs on the numbers, and comes out near these.
     """
 
-    first: tuple[Planned, ...]
+    first: tuple[PlannedExchange, ...]
     rounds: int
     every: int
     opening: tuple[int, ...]
@@ -61,90 +49,136 @@ class Outline:
     about: bool = False
 
 
-def outline(first: Sequence[Planned], steps: int, opening: tuple[int, ...], *, per_step: bool) -> Outline:
+def outline(first: Sequence[PlannedExchange], steps: int, opening: tuple[int, ...], *, per_step: bool) -> Outline:
     """The outline of a run whose exchanges are all in `first`; per_step: whose every step repeats those of step 1,
     and `first` holds a few of them.
     """
     size = len(opening)
-    moments = sorted({planned.sent for planned in first if planned.what != "anchor"})
+    moments = sorted({min(ceil(planned.sent), steps) for planned in first if planned.what != "anchor"})
     if per_step:
-        once = [planned.bytes_sent for planned in first if planned.sent == 1]
-        sent, rounds = [steps * sum(column) for column in zip(*once, strict=True)], steps
+        sent, rounds = [steps * nbytes for nbytes in _total((p for p in first if p.sent <= 1), size)], steps
     else:
-        sent, rounds = [sum(column) for column in zip(*(p.bytes_sent for p in first), strict=True)], len(moments)
+        sent, rounds = _total(first, size), len(moments)
     every = moments[1] - moments[0] if len(moments) > 1 else steps
-    return Outline(
-        first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=tuple(sent or [0] * size)
-    )
+    return Outline(first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=tuple(sent))
 
 
-def opening_bytes(nbytes: Sequence[int], size: int) -> tuple[int, ...]:
-    """Bytes that each position sends while the workers make sure that they are one run: two hashes to everyone, and
-    worker 0's tensors (`nbytes` each) along a tree.
+def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
+    """Bytes that each position sends in all of them."""
+    total = [0] * size
+    for (pattern, groups), times in Counter((planned.pattern, planned.groups) for planned in exchanges).items():
+        for group in groups:
+            for place, position in enumerate(group):
+                if len(group) > 1:
+                    total[position] += times * int(pattern(len(group)).sent(place, len(group)))
+    return total
+
+
+def everyone(size: int) -> Groups:
+    """One group of all."""
+    return (tuple(range(size)),)
+
+
+def opening_exchanges(nbytes: Sequence[int], size: int, hashes: int = 2) -> list[PlannedExchange]:
+    """What the workers exchange to make sure that they are one run: hashes from everyone to everyone, and worker 0's
+    tensors (`nbytes` each) along a tree.
     """
-    return tuple(16 * (size - 1) + broadcast_sends(size, position) * sum(nbytes) for position in range(size))
+    compared, groups = by_size(everyone(size), lambda n: gathered(8, n)), everyone(size)
+    trees = [by_size(groups, lambda n, one=one: Tree(one)) for one in nbytes]
+    patterns = [compared, *trees, *[compared] * (hashes - 1)]
+    return [
+        PlannedExchange(0, 0, 0, "opening", groups, pattern, flight, "control")
+        for flight, pattern in enumerate(patterns)
+    ]
 
 
-def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[Planned]:
+def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]:
+    """That each position sends in all of them."""
+    return tuple(_total(exchanges, size))
+
+
+def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[PlannedExchange]:
     """All exchanges of `steps` inner steps and `finish` among `size` workers."""
-    plan = []
-    rounds, landed = [0] * len(fragments), [0] * len(fragments)
-    for step in range(1, steps + 1):
-        sending = list(parts.cadence.sends(step))
-        if step == steps:  # finish: a last, shorter round
-            sending += [index for index in range(len(fragments)) if index not in sending]
-        for index in sending:
-            rounds[index] += 1
-            fragment = fragments[index]
-            lands = min(parts.cadence.lands(step), steps)
-            groups = groups_of(parts.mixing, rounds[index], size)
-            if (
-                parts.rule.shares_anchors
-                and fragment.anchor_averaging is not None
-                and (rounds[index] > 1 or not parts.prefetch_anchors)
-            ):
-                started = landed[index] if parts.prefetch_anchors else step
-                plan.append(
-                    _planned(started, lands, fragment, rounds[index], "anchor", groups, fragment.anchor_averaging)
-                )
-            plan.append(_planned(step, lands, fragment, rounds[index], "payload", groups, fragment.averaging))
-            landed[index] = lands
-    if parts.prefetch_anchors and steps > 0:  # the run ends before the round that these anchors were sent for
-        for index, fragment in enumerate(fragments):
-            round = rounds[index] + 1
-            groups = groups_of(parts.mixing, round, size)
-            assert fragment.anchor_averaging is not None
-            plan.append(_planned(landed[index], steps, fragment, round, "anchor", groups, fragment.anchor_averaging))
-    return sorted(plan, key=lambda planned: planned.sent)
+    return _Rounds(parts, fragments, size, steps).planned()
 
 
-def landings(plan: Sequence[Planned], late: int) -> list[int]:
-    """The fragment of each landing of `plan`. late: rounds between sending and landing; so often nothing lands, before
-    the first answer.
+class _Rounds:
+    """Makes them: of every round the payload, and where anchors travel those, beside it or behind the last landing."""
+
+    def __init__(self, parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> None:
+        self.parts, self.fragments, self.size, self.steps = parts, fragments, size, steps
+        self._patterns: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
+        self._flights = count()
+        self._made: list[tuple[tuple[float, int], PlannedExchange]] = []  # with their order
+
+    def planned(self) -> list[PlannedExchange]:
+        """In the order of their starts."""
+        parts, steps, end = self.parts, self.steps, self.steps + 1
+        rounds, landed = [0] * len(self.fragments), [0] * len(self.fragments)
+        usual = parts.cadence.sends(steps) if steps else ()
+        rest = [index for index in range(len(rounds)) if index not in usual]  # a last, shorter round of theirs
+        for step in range(1, end + 1 if steps else 1):
+            for index in parts.cadence.sends(step) if step < end else rest:
+                rounds[index] += 1
+                lands = end if step == end else parts.cadence.lands(step)
+                lands = end if lands > steps else lands
+                self._round(self.fragments[index], rounds[index], step, lands, landed[index])
+                landed[index] = lands
+        if parts.prefetch_anchors and steps:  # the run ends before the round that these anchors were sent for
+            for index, fragment in enumerate(self.fragments):
+                drained = landed[index] == end and index not in rest
+                self._add(fragment, rounds[index] + 1, "anchor", landed[index], end + 1, drained)
+        return [planned for _, planned in sorted(self._made, key=itemgetter(0))]
+
+    def _round(self, fragment: Fragment, round: int, sent: int, lands: int, landed: int) -> None:
+        parts, flight = self.parts, None
+        if parts.rule.shares_anchors and fragment.anchor_averaging is not None:
+            if not parts.prefetch_anchors:
+                flight = self._add(fragment, round, "anchor", sent, lands)
+            elif round > 1:
+                flight = self._add(fragment, round, "anchor", landed, lands, drained=landed > self.steps)
+        self._add(fragment, round, "payload", sent, lands, flight=flight)
+
+    def _add(
+        self,
+        fragment: Fragment,
+        round: int,
+        what: str,
+        sent: int,
+        lands: int,
+        drained: bool = False,
+        flight: int | None = None,
+    ) -> int:
+        """drained: it follows the landing of what was in flight before the last, shorter round."""
+        means = fragment.averaging if what == "payload" else fragment.anchor_averaging
+        assert means is not None
+        groups = groups_of(self.parts.mixing, round, self.size)
+        kind = round if round <= means.starting else means.starting + 1
+        key = (fragment.index, what, kind, tuple(sorted({len(group) for group in groups})))
+        if key not in self._patterns:
+            self._patterns[key] = by_size(groups, partial(means.pattern, round))
+        number = next(self._flights) if flight is None else flight
+        behind = self.parts.prefetch_anchors and what == "anchor" and sent <= self.steps
+        order = 0 if drained else 2 if behind else 1
+        planned = PlannedExchange(sent, lands, fragment.index, what, groups, self._patterns[key], number)
+        self._made.append(((sent, order), planned))
+        return number
+
+
+def landings(plan: Sequence[PlannedExchange], late: int) -> list[tuple[int, int]]:
+    """(moment, fragment) of each landing of `plan`. late: rounds between sending and landing; so often nothing lands,
+    before the first answer.
     """
-    sent = Counter(planned.fragment for planned in plan if planned.what == "payload")
-    return [index for index, count in sent.items() for _ in range(count + min(late, count))]
+    payloads = [planned for planned in plan if planned.what == "payload"]
+    found = [(planned.lands, planned.fragment) for planned in payloads]
+    for index in {planned.fragment for planned in payloads}:
+        found += [(ceil(planned.sent), index) for planned in payloads if planned.fragment == index][:late]
+    return sorted(found)
 
 
-def groups_of(mixing: Mixing, round: int, size: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(mixing: Mixing, round: int, size: int) -> Groups:
     """The groups of a round, ordered by their first member."""
     return tuple(sorted({mixing.members(round, size, position) for position in range(size)}))
-
-
-def _planned(
-    sent: int,
-    lands: int,
-    fragment: Fragment,
-    round: int,
-    what: str,
-    groups: tuple[tuple[int, ...], ...],
-    means: Averaging,
-) -> Planned:
-    bytes_sent = [0] * sum(len(group) for group in groups)
-    for group in groups:
-        for place, position in enumerate(group):
-            bytes_sent[position] = means.sent_bytes(round, len(group), place)
-    return Planned(sent, lands, fragment.index, what, groups, tuple(bytes_sent))
 
 
 def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[Held]:

@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 from isles.comm.codecs import codec
 from isles.comm.group import Group
 from isles.errors import unknown_name
+from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas.checks import refuse_other_run
 from isles.replicas.flat import FlatParameters
 from isles.replicas.island.island import Alone, Copies, Island
 from isles.replicas.method_config import MethodConfig
-from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
+from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
 from isles.replicas.std import replica_std
 from isles.wrapping import Wrapping
@@ -198,9 +199,13 @@ class ReplicaSync(Wrapping):
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
         return []
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """How the exchanges of a run of `steps` inner steps repeat themselves; never, unless a method says so."""
+        return Rhythm(0, max(steps, 1))
 
     def outline(self, steps: int) -> Outline:
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
@@ -223,7 +228,11 @@ class ReplicaSync(Wrapping):
         inside = self.island.spread_bytes(self.everything)
         if self.inside is not None:
             inside += self.inside.opening()[self.inside.group.rank]
-        return tuple(inside + own for own in opening_bytes(bytes_by_format(self._shared()), self.group.size))
+        return tuple(inside + own for own in bytes_of(self.opening_exchanges(), self.group.size))
+
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """What the group exchanges meanwhile."""
+        return opening_exchanges(bytes_by_format(self._shared()), self.group.size)
 
     def memory(self) -> list[Held]:
         """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""

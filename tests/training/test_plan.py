@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.basic import broadcast_sends
 from isles.comm.collectives.mean import working_bytes
 from isles.comm.mesh import Mesh
 from isles.comm.virtual.run import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
+from isles.network.planner.planned import fed
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -132,7 +132,7 @@ def test_messages_under_way_are_bounded_by_two_segments(name: str, size: int) ->
 
 @pytest.mark.parametrize("size", range(1, 18))
 def test_a_broadcast_reaches_everyone_once(size: int) -> None:
-    assert sum(broadcast_sends(size, position) for position in range(size)) == size - 1
+    assert sum(len(fed(position, size)) for position in range(size)) == size - 1
 
 
 @pytest.mark.parametrize("case", ["localsgd", "diloco", "noloco", "noloco-single"])
