@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from math import ceil
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
+from isles.comm.collectives.averaging import Averaging
 from isles.network.planner.planned import BySize, Groups, PlannedExchange, Tree, by_size, gathered
+from isles.network.planner.rounds import Rounds
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.parts.interfaces import Composition, Mixing
 
@@ -99,70 +99,31 @@ def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]
 
 def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[PlannedExchange]:
     """All exchanges of `steps` inner steps and `finish` among `size` workers."""
-    return _Rounds(parts, fragments, size, steps).planned()
+
+    def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
+        means = _means(fragments[index], what)
+        sizes = tuple(sorted({len(group) for group in groups}))
+        key = (index, what, min(round, means.starting + 1), sizes)
+        if key not in known:
+            known[key] = by_size(groups, partial(means.pattern, round))
+        return known[key]
+
+    known: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
+    shared = parts.rule.shares_anchors and fragments[0].anchor_averaging is not None
+    return Rounds(
+        fragments=len(fragments),
+        sends=parts.cadence.sends,
+        lands=parts.cadence.lands,
+        groups=lambda round: groups_of(parts.mixing, round, size),
+        pattern=pattern,
+        anchors=("ahead" if parts.prefetch_anchors else "beside") if shared else "none",
+    ).planned(steps)
 
 
-class _Rounds:
-    """Makes them: of every round the payload, and where anchors travel those, beside it or behind the last landing."""
-
-    def __init__(self, parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> None:
-        self.parts, self.fragments, self.size, self.steps = parts, fragments, size, steps
-        self._patterns: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
-        self._flights = count()
-        self._made: list[tuple[tuple[float, int], PlannedExchange]] = []  # with their order
-
-    def planned(self) -> list[PlannedExchange]:
-        """In the order of their starts."""
-        parts, steps, end = self.parts, self.steps, self.steps + 1
-        rounds, landed = [0] * len(self.fragments), [0] * len(self.fragments)
-        usual = parts.cadence.sends(steps) if steps else ()
-        rest = [index for index in range(len(rounds)) if index not in usual]  # a last, shorter round of theirs
-        for step in range(1, end + 1 if steps else 1):
-            for index in parts.cadence.sends(step) if step < end else rest:
-                rounds[index] += 1
-                lands = end if step == end else parts.cadence.lands(step)
-                lands = end if lands > steps else lands
-                self._round(self.fragments[index], rounds[index], step, lands, landed[index])
-                landed[index] = lands
-        if parts.prefetch_anchors and steps:  # the run ends before the round that these anchors were sent for
-            for index, fragment in enumerate(self.fragments):
-                drained = landed[index] == end and index not in rest
-                self._add(fragment, rounds[index] + 1, "anchor", landed[index], end + 1, drained)
-        return [planned for _, planned in sorted(self._made, key=itemgetter(0))]
-
-    def _round(self, fragment: Fragment, round: int, sent: int, lands: int, landed: int) -> None:
-        parts, flight = self.parts, None
-        if parts.rule.shares_anchors and fragment.anchor_averaging is not None:
-            if not parts.prefetch_anchors:
-                flight = self._add(fragment, round, "anchor", sent, lands)
-            elif round > 1:
-                flight = self._add(fragment, round, "anchor", landed, lands, drained=landed > self.steps)
-        self._add(fragment, round, "payload", sent, lands, flight=flight)
-
-    def _add(
-        self,
-        fragment: Fragment,
-        round: int,
-        what: str,
-        sent: int,
-        lands: int,
-        drained: bool = False,
-        flight: int | None = None,
-    ) -> int:
-        """drained: it follows the landing of what was in flight before the last, shorter round."""
-        means = fragment.averaging if what == "payload" else fragment.anchor_averaging
-        assert means is not None
-        groups = groups_of(self.parts.mixing, round, self.size)
-        kind = round if round <= means.starting else means.starting + 1
-        key = (fragment.index, what, kind, tuple(sorted({len(group) for group in groups})))
-        if key not in self._patterns:
-            self._patterns[key] = by_size(groups, partial(means.pattern, round))
-        number = next(self._flights) if flight is None else flight
-        behind = self.parts.prefetch_anchors and what == "anchor" and sent <= self.steps
-        order = 0 if drained else 2 if behind else 1
-        planned = PlannedExchange(sent, lands, fragment.index, what, groups, self._patterns[key], number)
-        self._made.append(((sent, order), planned))
-        return number
+def _means(fragment: Fragment, what: str) -> Averaging:
+    means = fragment.averaging if what == "payload" else fragment.anchor_averaging
+    assert means is not None
+    return means
 
 
 def landings(plan: Sequence[PlannedExchange], late: int) -> list[tuple[int, int]]:

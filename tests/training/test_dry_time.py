@@ -11,7 +11,7 @@ from isles.training.config.sections import Config
 from isles.training.dry_run import plan
 from isles.training.running.run import on_virtual
 from isles.training.trainer import train_worker
-from tests.training.runs import write_text
+from tests.training.runs import ON_VIRTUAL, write_text
 
 H = 10
 SETTINGS = {
@@ -30,13 +30,7 @@ SETTINGS = {
     "postlocal-sgd": ["replicas.every_step_until=7"],
 }
 METHODS = {
-    **{
-        name: name
-        for name in (
-            "none ddp dct-dp localsgd fedavg diloco streaming-diloco delayed eager dilocox noloco streaming-noloco "
-            "slowmo postlocal-sgd sparta sparseloco demo ist custom"
-        ).split()
-    },
+    **{name: name for name in ON_VIRTUAL},
     "diloco-int8": "diloco",
     "dilocox-adapts": "dilocox",
     "noloco-single": "noloco",
@@ -56,7 +50,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(folder / "text.txt")
 
 
-def of(text: Path, case: str, *more: str, workers: int = 4, steps: int = 47, net: str = "", size: str = "0.13M") -> Config:
+def of(
+    text: Path, case: str, *more: str, workers: int = 4, steps: int = 47, net: str = "", size: str = "0.13M"
+) -> Config:
     flags = {"replicas.method": METHODS[case], "world.workers": workers, "run.steps": steps, "model.size": size}
     flags |= {"world.backend": "virtual", "world.links": net or str(text.parent / "net.toml")}
     every = ["replicas.sync_every=10"] if METHODS[case] not in ("none", "ddp", "dct-dp", "demo", "sparta") else []

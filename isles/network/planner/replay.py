@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.network.planner.wire import TURN, Member, Transfer, Wire, play
@@ -20,7 +21,7 @@ from isles.network.topology import Topology
 
 MESSAGES = 200_000
 """That are played of a run, or few more: some seconds."""
-_ROUNDS = 6  # of a run that is played in part, at least
+_ROUNDS = 4  # of a run that is played in part, at least
 _FACTOR = 4  # on MESSAGES, that so few rounds may take
 
 Records = Callable[[int], Sequence[PlannedExchange]]
@@ -80,8 +81,8 @@ def replay(
     the other; they are not counted, but part the workers' starts and number the messages. seed: of the jitter.
     """
     wire = Wire(len(step_seconds), topology, seed)
-    agenda = _Agenda(opening, exchanges)
-    workers = [_Worker(wire, rank, agenda.of(wire, rank, steps), each) for rank, each in enumerate(step_seconds)]
+    agenda = Agenda(opening, exchanges)
+    workers = [_Worker(wire, rank, agenda.acts(steps), each) for rank, each in enumerate(step_seconds)]
     for worker in workers:
         wire.at(0.0, TURN, worker.rank, worker.turn)
     wire.run()
@@ -153,8 +154,8 @@ def _later_half(waits: Waits, start: int, every: int, rounds: int) -> float:
     return waits.waiting(start + first * every + 1, start + last * every) / (last - first)
 
 
-class _Agenda:
-    """What starts when, by the moment after an inner step: 0 is the opening."""
+class Agenda:
+    """What every worker does, in turn: computes, starts exchanges, waits for them."""
 
     def __init__(self, opening: Sequence[PlannedExchange], exchanges: Sequence[PlannedExchange]) -> None:
         self._amid: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
@@ -162,47 +163,58 @@ class _Agenda:
         for number, one in enumerate((*opening, *exchanges)):
             moment = math.ceil(one.sent)
             (self._after if one.sent == moment else self._amid)[moment].append((number, one))
+        self._moments = sorted({*self._amid, *self._after, *(one.lands for one in exchanges)})
 
-    def of(self, wire: Wire, rank: int, steps: int) -> Iterator[tuple[int, float | Transfer]]:
-        """What a worker does: at a moment computes a share of a step, or waits."""
-        flying: list[tuple[PlannedExchange, Transfer]] = []
+    def acts(self, steps: int) -> Iterator[Act]:
+        """Of a run of so many inner steps; moment 0 is the opening."""
+        flying: list[tuple[int, PlannedExchange]] = []
 
-        def start(number: int, one: PlannedExchange) -> None:
-            group = next((group for group in one.groups if rank in group), ())
-            if len(group) > 1:
-                member = Member(wire, group, group.index(rank), number, one.channel)
-                flying.append((one, Transfer(play(one.pattern(len(group)), member))))
-
-        def land(moment: float, but: int | None = None) -> Iterator[tuple[int, Transfer]]:
+        def land(moment: int, but: int | None = None) -> Iterator[Act]:
             nonlocal flying
-            due = [(one, transfer) for one, transfer in flying if one.lands <= moment and one.flight != but]
-            flying = [held for held in flying if not any(held is gone for gone in due)] if due else flying
-            for _, transfer in due:
-                yield min(int(moment), steps + 1), transfer
+            due = [held for held in flying if held[1].lands <= moment and held[1].flight != but]
+            if due:
+                flying = [held for held in flying if held[1].lands > moment or held[1].flight == but]
+            for number, _ in due:
+                yield Act(min(moment, steps + 1), waits_for=number)
 
-        for moment in range(steps + 2):
-            at = moment - 1.0
+        at = 0.0
+        for moment in [moment for moment in self._moments if moment <= steps + 1]:
             for number, one in self._amid.get(moment, ()):
-                yield moment, one.sent - at
+                yield Act(moment, computes=one.sent - at, starts=(number, one))
                 at = one.sent
-                start(number, one)
-            if 1 <= moment <= steps:
-                yield moment, moment - at
+                flying.append((number, one))
+            if at < moment <= steps:
+                yield Act(moment, computes=moment - at)
+                at = float(moment)
             todo = self._after.get(moment, ())
             for place, (number, one) in enumerate(todo):
                 if not place or todo[place - 1][1].flight != one.flight:
                     yield from land(moment, but=one.flight)
-                start(number, one)
+                yield Act(moment, starts=(number, one))
+                flying.append((number, one))
             yield from land(moment)
+        if at < steps:
+            yield Act(steps, computes=steps - at)
         yield from land(steps + 2)
 
 
+class Act(NamedTuple):
+    """One of them, in the order of the fields. computes: inner steps. starts, waits_for: exchanges, by number."""
+
+    moment: int
+    computes: float = 0.0
+    starts: tuple[int, PlannedExchange] | None = None
+    waits_for: int | None = None
+
+
 class _Worker:
-    def __init__(
-        self, wire: Wire, rank: int, doing: Iterator[tuple[int, float | Transfer]], step_seconds: float
-    ) -> None:
+    """Acts an agenda out; exchanges in which it is alone take no time."""
+
+    def __init__(self, wire: Wire, rank: int, acts: Iterator[Act], step_seconds: float) -> None:
         self.rank, self.waited = rank, defaultdict[int, float](float)
-        self._wire, self._doing, self._step_seconds = wire, doing, step_seconds
+        self._wire, self._acts, self._step_seconds = wire, acts, step_seconds
+        self._act: Act | None = None  # which computes
+        self._flying: dict[int, Transfer] = {}
         self._since: tuple[int, float] | None = None
 
     def turn(self) -> None:
@@ -212,15 +224,29 @@ class _Worker:
             moment, since = self._since
             self._since = None
             self.waited[moment] += wire.now - since
-        for moment, what in self._doing:
-            if isinstance(what, Transfer):
-                if not what.done:
-                    self._since = moment, wire.now
-                    what.on_end = self._wake
-                    return
-            elif what > 0:
-                wire.at(wire.now + what * self._step_seconds, TURN, self.rank, self.turn)
+        if self._act is not None:
+            act, self._act = self._act, None
+            self._start(act)
+        for act in self._acts:
+            if act.computes > 0:
+                self._act = act
+                wire.at(wire.now + act.computes * self._step_seconds, TURN, self.rank, self.turn)
                 return
+            self._start(act)
+            transfer = None if act.waits_for is None else self._flying.pop(act.waits_for, None)
+            if transfer is not None and not transfer.done:
+                self._since = act.moment, wire.now
+                transfer.on_end = self._wake
+                return
+
+    def _start(self, act: Act) -> None:
+        if act.starts is None:
+            return
+        number, one = act.starts
+        group = next((group for group in one.groups if self.rank in group), ())
+        if len(group) > 1:
+            member = Member(self._wire, group, group.index(self.rank), number, one.channel)
+            self._flying[number] = Transfer(play(one.pattern(len(group)), member))
 
     def _wake(self) -> None:
         self._wire.at(self._wire.now, TURN, self.rank, self.turn)

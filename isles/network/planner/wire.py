@@ -1,8 +1,8 @@
 """Messages without content on the virtual clock's lines, and the protocols of the planned patterns over them.
 
 The rules are those of `isles.comm.virtual.wire`: a message waits for its sender's uplink, leaves, and is there a
-latency later, unless the target's downlink takes longer; messages of one (source, target, channel) arrive in their order;
-events of one moment are ordered by kind, rank and age. A test holds both to the same seconds.
+latency later, unless the target's downlink takes longer; messages of one (source, target, channel) arrive in their
+order; events of one moment are ordered by kind, rank and age. A test holds both to the same seconds.
 """
 
 from __future__ import annotations
