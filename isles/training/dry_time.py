@@ -11,6 +11,7 @@ from isles.network.named import links
 from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, by_size
 from isles.network.planner.replay import Account, replay_run
 from isles.network.topology import Topology
+from isles.replicas.island.island import Together
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
@@ -65,7 +66,7 @@ def replayed(config: Config, seats: Sequence[ReplicaSync]) -> Account | None:
     """The whole run, on the network of [world]."""
     world, steps = config.world, config.run.steps
     near = links(world.inner_links) if world.inner > 1 else None
-    rhythms = [one.rhythm(steps) for one in (seats[0], seats[0].inside) if one is not None]
+    rhythms = [one.rhythm(steps) for one in (seats[0], _island(seats[0])) if one is not None]
     return replay_run(
         lambda taken: exchanges(seats, world, taken),
         Rhythm(max(rhythm.start for rhythm in rhythms), rhythms[0].every),
@@ -80,7 +81,7 @@ def replayed(config: Config, seats: Sequence[ReplicaSync]) -> Account | None:
 def exchanges(seats: Sequence[ReplicaSync], world: WorldConfig, steps: int) -> list[PlannedExchange]:
     """Of all workers: inside the islands, across them, and what makes islands whole again. Groups are of ranks."""
     found = [(across, seat.schedule(steps)) for across, seat in zip(_across(world), seats, strict=True)]
-    inside = seats[0].inside
+    inside = _island(seats[0])
     if inside is not None:
         found = [(island, inside.schedule(steps)) for island in _inside(world)] + found
     if inside is not None and isinstance(seats[0], OuterSync):
@@ -94,11 +95,17 @@ def exchanges(seats: Sequence[ReplicaSync], world: WorldConfig, steps: int) -> l
 
 def opening(seats: Sequence[ReplicaSync], world: WorldConfig) -> list[PlannedExchange]:
     """What goes before the first step, one after the other."""
-    inside = [] if seats[0].inside is None else seats[0].inside.opening_exchanges()
-    found = [(island, inside) for island in _inside(world)]
+    inside = _island(seats[0])
+    theirs = [] if inside is None else inside.opening_exchanges()
+    found = [(island, theirs) for island in _inside(world)]
     found += [(across, seat.opening_exchanges()) for across, seat in zip(_across(world), seats, strict=True)]
     numbers = count()
     return [one for ranks, planned in found for one in _among(ranks, planned, numbers)]
+
+
+def _island(seat: ReplicaSync) -> ReplicaSync | None:
+    """The method that makes the workers of an island one replica, where there are islands."""
+    return seat.replica.inside if isinstance(seat.replica, Together) else None
 
 
 def _across(world: WorldConfig) -> list[range]:
@@ -115,7 +122,7 @@ def _inside(world: WorldConfig) -> list[range]:
 def _spread(seats: Sequence[ReplicaSync], number: int, landing: Sequence[tuple[int, Sequence[int]]]) -> PlannedExchange:
     """What makes an island whole again where its places have landed."""
     groups: Groups = (tuple(range(len(seats))),)
-    each = [seat.island.spread_bytes(own) / (len(seats) - 1) for seat, (_, own) in zip(seats, landing, strict=True)]
+    each = [seat.replica.spread_bytes(own) / (len(seats) - 1) for seat, (_, own) in zip(seats, landing, strict=True)]
     moment, pattern = landing[0][0], by_size(groups, lambda _: Swap(tuple(each)))
     return PlannedExchange(moment, moment, 0, "spread", groups, pattern, number, "inner")
 

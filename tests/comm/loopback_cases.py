@@ -57,11 +57,6 @@ def one_verb(world: Mesh, name: str) -> None:
         group.exchange(world.rank ^ 1, x)
     elif name == "broadcast":
         group.broadcast(x, 1)
-    elif world.rank == 0:
-        for _ in range(WORKERS - 1):
-            group.receive()
-    else:
-        group.post(0, bytes(PAYLOAD)).wait()
 
 
 def trained(world: Mesh, name: str) -> None:
@@ -70,7 +65,7 @@ def trained(world: Mesh, name: str) -> None:
     model = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 20))
     group, inside = world.outer, None
     if name == "islands":  # DiLoCo across, FSDP inside
-        name, world = "diloco", world.islands(2)
+        name, world = "diloco", isles.mesh(inner=2)
         group, inside = world.outer, isles.FSDP
     kind = isles.method(name)
     model = (inside or kind).local_part(model, world.inner if inside else group, (inside or kind).Config())

@@ -40,6 +40,7 @@ from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
 from isles.replicas.schedule import Held, Outline, everyone, outline
 from isles.replicas.sync import ReplicaSync
+from isles.wrapping import innermost
 
 
 class DeMo(ReplicaSync):
@@ -64,7 +65,7 @@ class DeMo(ReplicaSync):
         self._exchanged = False
 
     def _refuse(self) -> None:
-        if not isinstance(self.inner, torch.optim.SGD):
+        if not isinstance(innermost(self.inner), torch.optim.SGD):
             raise ValueError(
                 f"DeMo has a momentum of its own, and its inner optimizer is torch.optim.SGD(lr, weight_decay), not "
                 f'{type(self.inner).__name__}: wrap that one (isles train: inner.optimizer = "sgd")'
@@ -166,6 +167,7 @@ class DeMo(ReplicaSync):
         """Hash of the weights at the steps where it is compared, else 0."""
         if not self.config.check_every or not self.steps or self.steps % self.config.check_every:
             return 0
+        self.catch_up()
         weights = FlatParameters(self.parameters)
         room = weights.scratch()
         return digest([block.read(room).view(torch.int32).sum() for block in weights.blocks()])
@@ -191,8 +193,8 @@ class DeMo(ReplicaSync):
         """See ReplicaSync.rhythm: every step is like the first."""
         return Rhythm(0, 1)
 
-    def outline(self, steps: int) -> Outline:
-        """See ReplicaSync.outline: every step is like the first."""
+    def own_outline(self, steps: int) -> Outline:
+        """See ReplicaSync.own_outline: every step is like the first."""
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
     def memory(self) -> list[Held]:
