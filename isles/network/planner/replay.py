@@ -21,7 +21,7 @@ from isles.network.topology import Topology
 
 MESSAGES = 200_000
 """That are played of a run, or few more: some seconds."""
-_ROUNDS = 4  # of a run that is played in part, at least
+_ROUNDS = 3  # of a run that is played in part, at least
 _FACTOR = 4  # on MESSAGES, that so few rounds may take
 
 Records = Callable[[int], Sequence[PlannedExchange]]
