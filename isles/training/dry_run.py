@@ -116,6 +116,8 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     outline = outlines[0]
     if world.backend == "virtual":
         seconds: float | None = world.step_seconds
+        if outline.about:
+            notices.append("what is sent hangs on the numbers, so bytes and waiting are about right")
         if world.step_jitter or world.pauses:
             notices.append(
                 "times are of workers whose steps take equally long and who never pause; isles simulate counts more"
@@ -124,6 +126,9 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         seconds = measured_step(config, sequences, context) if probe else None
         if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
+    found = transfers(config, [seat for seat, _ in seats], outline, seconds)
+    if world.backend == "virtual" and found is not None and found.seconds is None:
+        notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return Plan(
@@ -143,7 +148,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         bytes_sent=_by_worker(outlines),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
-        transfers=transfers(config, [seat for seat, _ in seats], outline, seconds),
+        transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from isles.network.planner.replay import replay_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import plan
@@ -13,7 +15,6 @@ from isles.training.running.run import on_virtual
 from isles.training.trainer import train_worker
 from tests.training.runs import ON_VIRTUAL, write_text
 
-H = 10
 SETTINGS = {
     "fedavg": [],
     "diloco-int8": ["replicas.codec=int8"],
@@ -28,6 +29,7 @@ SETTINGS = {
     "ddp-low-rank": ["replicas.codec=powersgd:4", "replicas.error_feedback=local"],
     "streaming-late": ["replicas.overlap_steps=5"],
     "postlocal-sgd": ["replicas.every_step_until=7"],
+    "dct-dp": ["replicas.threshold_interval=1"],
 }
 METHODS = {
     **{name: name for name in ON_VIRTUAL},
@@ -72,5 +74,38 @@ def shares(config: Config) -> tuple[float, float]:
 
 @pytest.mark.parametrize("case", METHODS)
 def test_computing_is_that_of_the_virtual_clock(text: Path, case: str) -> None:
-    said, shown = shares(of(text, case))
+    """On lines without jitter; with a last, shorter round."""
+    said, shown = shares(of(text, case, steps=27))
     assert said == pytest.approx(shown, abs=4.0 if case in NUMBERS_DECIDE else 0.1)
+
+
+@pytest.mark.parametrize("case", ["diloco", "eager", "noloco"])
+@pytest.mark.parametrize("more", ["world.inner=2", "world.step_factors=[1.0, 1.5]"])
+def test_islands_and_uneven_workers_too(text: Path, case: str, more: str) -> None:
+    said, shown = shares(of(text, case, more, steps=27))
+    assert said == pytest.approx(shown, abs=0.5)
+
+
+def test_accumulated_batches_leave_in_the_last_backward_pass(text: Path) -> None:
+    said, shown = shares(of(text, "ddp-buckets", "inner.accumulation=3", steps=6))
+    assert said == pytest.approx(shown, abs=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["ddp", "diloco", "streaming-diloco", "noloco", "eager"])
+@pytest.mark.parametrize("net", ["lan", "home-fibre", "home-cable", "worldwide"])
+@pytest.mark.parametrize("size", ["0.13M", "0.5M", "2M"])
+def test_presets_with_jitter(text: Path, case: str, net: str, size: str) -> None:
+    said, shown = shares(of(text, case, net=net, size=size, steps=60))
+    assert said == pytest.approx(shown, abs=0.5)
+
+
+@pytest.mark.parametrize("case", ["ddp", "noloco"])
+def test_a_long_run_is_played_in_part(text: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the share of all of it, nearly."""
+    config = of(text, case, steps=200)
+    whole = plan(config).transfers
+    monkeypatch.setattr("isles.training.dry_time.replay_run", partial(replay_run, messages=400))
+    part = plan(config).transfers
+    assert whole is not None and part is not None and whole.utilisation is not None
+    assert part.utilisation == pytest.approx(whole.utilisation, abs=0.01)

@@ -135,17 +135,6 @@ def test_a_broadcast_reaches_everyone_once(size: int) -> None:
     assert sum(len(fed(position, size)) for position in range(size)) == size - 1
 
 
-@pytest.mark.parametrize("case", ["localsgd", "diloco", "noloco", "noloco-single"])
-def test_waiting_is_what_the_virtual_clock_shows(text: Path, case: str) -> None:
-    """Within a fifth: jitter and headers are left out."""
-    config = of_case(text, case, "world.links=datacentres", "world.step_seconds=0.4", workers=4, steps=30)
-    planned = plan(config)
-    assert planned.transfers is not None and planned.transfers.seconds is not None
-    results = run_virtual(train_worker, 4, args=(config,), links="datacentres", step_seconds=0.4)
-    waited = sum(result["blocked_seconds"] for result in results) / 4 / planned.outline.rounds
-    assert planned.transfers.seconds == pytest.approx(waited, rel=1 / 5)
-
-
 def test_bandwidth_wanted_gives_the_utilisation_asked_for(text: Path) -> None:
     config = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=2.0", workers=4, steps=30)
     found = plan(config).transfers
