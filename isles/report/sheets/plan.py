@@ -15,8 +15,8 @@ from isles.report.sheet import Sheet
 from isles.report.units import format_percent, format_short
 
 _SEARCHED = (
-    "Rates wanted, and the curves, are searched exchange by exchange: about, without jitter, of the long run. Left out: "
-    "the time to encode, and differences in the workers' speed. Memory: AdamW in float32, without activations."
+    "Rates wanted, and the curves, are searched exchange by exchange: about, without jitter, of the long run. Left "
+    "out: the time to encode, and differences in the workers' speed. Memory: AdamW in float32, without activations."
 )
 
 
