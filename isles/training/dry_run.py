@@ -114,7 +114,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]
     outline = outlines[0]
-    if world.backend == "virtual":
+    if world.is_simulated:
         seconds: float | None = world.step_seconds
         if outline.about:
             notices.append("what is sent hangs on the numbers, so bytes and waiting are about right")
@@ -127,7 +127,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
     found = transfers(config, [seat for seat, _ in seats], outline, seconds)
-    if world.backend == "virtual" and found is not None and found.seconds is None:
+    if world.is_simulated and found is not None and found.seconds is None:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
@@ -156,7 +156,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
 def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
     """The optimizer of the worker at `place` of the first island, and what its user should know."""
     world = config.world
-    mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.backend == "distributed")
+    mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.has_processes)
     return wrapped(config, model, mesh.outer, mesh.inner)
 
 

@@ -47,7 +47,7 @@ def transfers(
     if not step_seconds or not (bits or outline.inside):
         return None
     world, rate, latency, account = config.world, None, None, None
-    if world.backend == "virtual":
+    if world.is_simulated:
         far = links(world.links)
         rate, latency = far.slowest_rate(world.workers), far.longest_latency(world.workers)
         account = replayed(config, seats)

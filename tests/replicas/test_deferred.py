@@ -132,3 +132,19 @@ def test_ist_wants_an_optimizer_that_is_never_late() -> None:
     )
     with pytest.raises(ValueError, match="steps when it is told to"):
         isles.IST(model, LateUpdates(model, adamw(model)), isles.init().outer)
+
+
+def hashed(world: Mesh) -> int:
+    """DeMo compares weights in its second step; no forward pass comes between, which would have caught up."""
+    model = Net()
+    late = LateUpdates(model, torch.optim.SGD(model.parameters(), lr=0.02))
+    optimizer = isles.DeMo(model, late, world.outer, check_every=1)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return len(late.waiting)
+
+
+def test_demo_hashes_weights_that_have_caught_up() -> None:
+    assert isles.run_virtual(hashed, 2, links=LINKS) == [1, 1]  # of the step after the comparison

@@ -11,7 +11,7 @@ from isles.network.planner.replay import replay_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import plan
-from isles.training.running.run import on_virtual
+from  import on_virtual
 from isles.training.trainer import train_worker
 from tests.training.runs import ON_VIRTUAL, write_text
 

@@ -183,9 +183,9 @@ class Agenda:
                 yield Act(moment, computes=one.sent - at, starts=(number, one))
                 at = one.sent
                 flying.append((number, one))
-            if at < moment <= steps:
-                yield Act(moment, computes=moment - at)
-                at = float(moment)
+            if at < min(moment, steps):
+                yield Act(moment, computes=min(moment, steps) - at)
+                at = float(min(moment, steps))
             todo = self._after.get(moment, ())
             for place, (number, one) in enumerate(todo):
                 if not place or todo[place - 1][1].flight != one.flight:
