@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from isles.comm.virtual.run import run_virtual
 from isles.network.planner.replay import replay_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import plan
-from  import on_virtual
 from isles.training.trainer import train_worker
 from tests.training.runs import ON_VIRTUAL, write_text
 
@@ -67,7 +67,18 @@ def shares(config: Config) -> tuple[float, float]:
     transfers = plan(config).transfers
     said = 1.0 if transfers is None else transfers.utilisation
     assert said is not None
-    results = on_virtual(train_worker, config.world.workers, config, (config,), lambda event: None)
+    world = config.world
+    results = run_virtual(
+        train_worker,
+        world.workers,
+        args=(config,),
+        links=world.links,
+        inner=world.inner,
+        inner_links=world.inner_links,
+        step_seconds=world.step_seconds,
+        speeds=world.factors,
+        seed=config.run.seed,
+    )
     computing, blocked = (sum(result[key] for result in results) for key in ("compute_seconds", "blocked_seconds"))
     return 100 * said, 100 * computing / (computing + blocked)
 
