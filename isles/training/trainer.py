@@ -135,6 +135,7 @@ class Trainer:
                 "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.roster.load_state_dict({})  # every seat of a resumed run has a worker again
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])

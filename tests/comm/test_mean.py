@@ -39,7 +39,7 @@ def test_mean_is_exact_equal_everywhere_and_counted(workers: int) -> None:
 
 
 def test_a_member_that_is_elsewhere_is_named() -> None:
-    """A differing step, hash or round (where the wire's 12 bits agree) raises Diverged on everyone, naming the odd one
+    """A differing step, hash or round (where the wire's 21 bits agree) raises Diverged on everyone, naming the odd one
     out (the odd one names another); the next round is unharmed, with and without numbers.
     """
     zero, one, two = isles.run_local(diverging, 3)
@@ -50,7 +50,7 @@ def test_a_member_that_is_elsewhere_is_named() -> None:
             kind, peer, text = seen[case]
             assert kind == "Diverged" and f"worker {peer} " in text, (case, rank, seen[case])
             assert peer == odd if rank != odd else peer != odd, (case, rank, peer)
-    assert "step 11" in zero["step"][2] and "anchor hash" in zero["digest"][2] and "round 4108" in one["round"][2]
+    assert "step 11" in zero["step"][2] and "anchor hash" in zero["digest"][2] and "round 2097164" in one["round"][2]
 
 
 def test_late_and_other_rounds_are_not_mistaken() -> None:

@@ -47,18 +47,23 @@ def trained(world: Mesh, name: str, kind: Kind, batches: int, max_norm: float | 
         schedule.step()
         if max_norm is not None:
             seen.append(float(optimizer.gradient_norm))  # type: ignore[arg-type]
+        if step == 2:
+            seen.append({key: bits(own) for key, own in optimizer.weights().items()})
         if step == 3:
             seen.append(optimizer.replica_std())
         if step == 5:
             with optimizer.evaluation_weights() as judged:
                 seen.append((bits(weights(judged)), held_out(judged)))
         if step == 6:
-            kept = {key: own.clone() for key, own in optimizer.weights().items()}
             inner_state = copy.deepcopy(optimizer.inner_state())
-            seen.append({key: bits(own) for key, own in kept.items()})
-        if step == 7:  # an update is due, which must not come on top of what is restored
+            kept = {key: own.clone() for key, own in optimizer.weights().items()}
+        if step == 7:  # an update is due, which must not come on top of what is restored; torch keeps what it loads
             optimizer.load_weights(kept)
-            optimizer.load_inner_state(inner_state)
+            optimizer.load_inner_state(copy.deepcopy(inner_state))
+        if step == 8:
+            optimizer.load_inner_state(copy.deepcopy(inner_state))
+            optimizer.load_weights(kept)
+        if step >= 7:
             states = optimizer.state_dict()["inner"]["state"].values()
             seen.append([float(own["step"]) for own in states if "step" in own])
     optimizer.finish()

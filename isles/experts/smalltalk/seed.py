@@ -135,7 +135,7 @@ class SmalltalkSeed:
             elif "checkpoint" in event:
                 written[0] += 1
                 if written[0] % self.own.experts == 0:
-                    checkpoints.commit(event["checkpoint"], self.own.experts, {}, keep=1)
+                    checkpoints.commit(event["checkpoint"], range(self.own.experts), {}, keep=1)
 
         try:
             results = run_workers(train_router, self.own.experts, config, (task, resume), take, folder)

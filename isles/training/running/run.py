@@ -111,14 +111,12 @@ def _launch(
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none: a run
-    that lost workers saves no more.
-    """
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none."""
 
     def __init__(self, out: Path, node_spec: NodeSpec) -> None:
         self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
         super().__init__(
-            "stopped; there is no checkpoint, for a worker was lost before the first"
+            "stopped; there is no checkpoint, for a worker was lost while the first was written"
             if self.step is None
             else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{node_spec.flags}"
         )
@@ -134,7 +132,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     """
 
     def tell(rank: int, error: Exception) -> None:
-        on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
+        on_event({"lost": rank, "notice": f"worker {rank} failed ({_last_line(error)}); the others go on without it"})
 
     with first_interrupt(pool.stop):
         results = pool.join(on_event, tell if config.replicas.survives else None)
