@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from math import ceil
 from typing import TYPE_CHECKING
 
 from isles.schema import BACKENDS
 
 if TYPE_CHECKING:
-    from isles.replicas.schedule import Planned
+    from isles.network.planner.planned import PlannedExchange
     from isles.training.config.sections import Config
     from isles.training.dry_run import Plan
 
@@ -77,7 +78,8 @@ def _exchanges(plan: Plan) -> list[str]:
     rows.append(["0", "0", "weights, hashes", "from worker 0", _spread(outline.opening)])
     for planned in outline.first:
         what = planned.what if not planned.fragment else f"{planned.what} {planned.fragment}"
-        rows.append([str(planned.sent), str(planned.lands), what, _who(planned), _spread(planned.bytes_sent)])
+        moments = [str(min(ceil(moment), plan.steps)) for moment in (planned.sent, planned.lands)]
+        rows.append([*moments, what, _who(planned), _spread(planned.bytes_sent)])
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
         "  ".join((a.rjust(widths[0]), b.rjust(widths[1]), c.ljust(widths[2]), d.ljust(widths[3]), e)).rstrip()
@@ -92,7 +94,7 @@ def _exchanges(plan: Plan) -> list[str]:
     return [_line("exchanges" if line is lines[0] else "", line) for line in lines]
 
 
-def _who(planned: Planned) -> str:
+def _who(planned: PlannedExchange) -> str:
     if len(planned.groups) == 1:
         return "all" if len(planned.groups[0]) > 1 else "alone"
     names = [" ".join(map(str, group)) if len(group) > 1 else f"{group[0]} alone" for group in planned.groups]
@@ -100,7 +102,7 @@ def _who(planned: Planned) -> str:
     return ", ".join([*(f"({name})" for name in names[:_GROUPS]), *more])
 
 
-def _spread(nbytes: Sequence[int]) -> str:
+def _spread(nbytes: Sequence[float]) -> str:
     from isles.report.units import format_bytes
 
     least, most = format_bytes(min(nbytes)), format_bytes(max(nbytes))

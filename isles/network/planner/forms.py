@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isles.network.planner.job import Job, Matrices
 
@@ -28,12 +28,14 @@ from isles.network.planner.job import Job, Matrices
 class Form:
     """phases: bits a parameter of the model in each of the exchanges that follow each other. back: bits of an entry of
     the mean per bit of one sent; inf: there is no mean that could come back in one piece. kept: bytes a parameter that
-    stay from round to round.
+    stay from round to round. first: the form of the first `dense` rounds.
     """
 
     phases: tuple[float, ...]
     back: float = 1.0
     kept: float = 0.0
+    first: Form | None = None
+    dense: int = 0
 
     @property
     def bits(self) -> float:
@@ -64,7 +66,8 @@ def form_of(codec: str, job: Job) -> Form:
 
 
 def _dilocox(job: Job) -> Form:
-    return _low_rank(job, _rank(job.known_matrices), factor=_INT4, rest=_INT8)
+    low = _low_rank(job, _rank(job.known_matrices), factor=_INT4, rest=_INT8)
+    return replace(low, first=FORMS["int8"], dense=2) if len(low.phases) > 1 else low
 
 
 def _powersgd(job: Job) -> Form:
