@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from isles.models.sizes import SIZES, matrices, parameters
 from isles.network.links import Links
 from isles.network.planner.closed import random_pairs
 from isles.network.planner.costs import Lines, all_gather_seconds, ring_seconds, two_shot_seconds
 from isles.network.planner.forms import form_of
-from isles.network.planner.job import Job
 from isles.network.planner.planned import (
     Mean,
     Pattern,
@@ -29,8 +27,9 @@ from isles.network.planner.planner import replayed
 from isles.network.planner.replay import long_run, replay, replay_run
 from isles.network.planner.ways import WAYS, Way
 from isles.network.topology import Topology
+from tests.network.ways import H, job_of, settings_of
 
-WORKERS, H = 8, 20
+WORKERS = 8
 SLOW = Links(bandwidth=1e6, latency=0.05)
 
 
@@ -97,12 +96,6 @@ def test_a_long_run_is_played_in_part(late: int):
     assert replay_run(records, Rhythm(0, 10), topology, seconds, 407, messages=2) is None
 
 
-def settings_of(way: Way) -> list[str]:
-    """As `--set` takes them."""
-    given = [f"replicas.{word.replace(' ', '')}" for word in way.settings.split(", ") if word]
-    return given + ([f"replicas.sync_every={H}"] if way.rounds and not way.every else [])
-
-
 def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchange]:
     from isles.models import sketch
     from isles.training.config.reading import read_config
@@ -113,18 +106,6 @@ def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchang
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _seat(config, sketch(config.model), 0)[0].schedule(steps)
-
-
-def job_of(size: str, links: Links = SLOW) -> Job:
-    shape = SIZES[size]
-    return Job(
-        parameters=parameters(shape),
-        layers=shape.layers,
-        step_seconds=0.1,
-        workers=WORKERS,
-        links=links,
-        matrices=matrices(shape),
-    )
 
 
 def kind(pattern: Pattern) -> object:
@@ -138,7 +119,7 @@ def kind(pattern: Pattern) -> object:
 def test_closed_forms_are_the_librarys_exchanges(way: Way, size: str, off: float, tmp_path):
     """Moments, groups and kinds of patterns are equal; bytes nearly."""
     steps = 4 if way.every else 4 * H + 7
-    job, own = job_of(size), of_library(way, size, steps, tmp_path)
+    job, own = job_of(size, SLOW), of_library(way, size, steps, tmp_path)
     form = form_of(way.codec, job)
     closed = way.exchanges(job, form, way.every or H, lambda round: random_pairs(WORKERS, round)).planned(steps)
     assert [one[:5] for one in closed] == [(pytest.approx(one.sent), *one[1:5]) for one in own]
