@@ -26,8 +26,8 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import byte_model
 from isles.comm.codecs.topk import dct_basis
-from isles.replicas.demo_config import DeMoConfig
-from isles.replicas.demo_momentum import Momentum
+from isles.replicas.methods.demo.config import DeMoConfig
+from isles.replicas.methods.demo.momentum import Momentum
 
 SIDE, EDGE, K = 2048, 64, 32
 RATE = 0.01

@@ -22,11 +22,11 @@ from torch import Tensor
 from benchmarks._measure import Row, interleaved, report
 from isles.data import load_tokenizer
 from isles.experts import mixture
-from isles.experts.routing import Routers, route
+from isles.experts.routing.routing import Routers, route
 from isles.experts.served import Served
 from isles.models import ModelConfig, build
-from isles.training.border import read_config
-from isles.training.saved import SavedRun
+from isles.training.config.reading import read_config
+from isles.training.records.saved import SavedRun
 
 EXPERTS, SEQUENCES, CONTEXT, PREFIX = 3, 48, 256, 64
 TURNS = 7

@@ -176,7 +176,7 @@ def rate(workers: int) -> tuple[float, int, float]:
     import torch
 
     from isles.comm.codecs import codec
-    from isles.comm.mean import sent_bytes
+    from isles.comm.collectives.mean import sent_bytes
     from isles.models import ModelConfig, parameters
 
     nbytes = sent_bytes(parameters(ModelConfig(size="0.5M").shape()), torch.float32, codec("none"), workers, 0)

@@ -25,8 +25,8 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import Weights, byte_model
 from isles.comm.mesh import Mesh
-from isles.replicas.fragment import Exchange, Flight
-from isles.replicas.sweep import Sweep
+from isles.replicas.loop.fragment import Exchange, Flight
+from isles.replicas.loop.sweep import Sweep
 
 BLOCK_STEPS = 20
 TOKENS = 512  # a step

@@ -22,11 +22,11 @@ from benchmarks._measure import Row
 from benchmarks._slow_line import main
 from benchmarks._stage import play
 from benchmarks.netns import SEGMENT, Case, on_the_line, run
-from isles.network.costs import Lines
-from isles.network.job import Job
 from isles.network.links import Links
-from isles.network.planner import utilisation
-from isles.network.ways import WAYS
+from isles.network.planner.costs import Lines
+from isles.network.planner.job import Job
+from isles.network.planner.planner import utilisation
+from isles.network.planner.ways import WAYS
 
 PACE = 0.150  # seconds that the computation of a step takes
 H = 5

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from benchmarks._measure import Row, report
-from isles.network.barrier import Steps, waiting
-from isles.network.eager_tables import long_run, table5
-from isles.network.fleet import Fleet, run
-from isles.network.latency import tree_seconds
 from isles.network.pauses import Pauses
-from isles.network.quadratic import Quadratic, simulate
+from isles.network.theory.barrier import Steps, waiting
+from isles.network.theory.eager_tables import long_run, table5
+from isles.network.theory.fleet import Fleet, run
+from isles.network.theory.latency import tree_seconds
+from isles.network.theory.quadratic import Quadratic, simulate
 
 
 def seconds(work: Callable[[], object]) -> float:

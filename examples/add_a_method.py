@@ -17,10 +17,10 @@ import isles
 
 # The method, from here. --------------------------------------------------------------------------------------------
 from isles.comm.codecs import codec
-from isles.replicas.cadence import EveryH
-from isles.replicas.landing import Replace
-from isles.replicas.mixing import RandomGroups
-from isles.replicas.parts import Answer, Composition, OuterRule
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.landing import Replace
+from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.sync import MethodConfig
 
 

@@ -16,8 +16,8 @@ from isles.errors import unknown_name
 from isles.models.sizes import shape_of
 from isles.replicas import METHODS
 from isles.report.comparison import run_folder
-from isles.training.border import read_config
-from isles.training.config import Config
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
 
 Settings = Mapping[str, Any]
 """{"section.key": value}"""

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from benchmarks.comparison.cases import TOPOLOGIES, Case
 from benchmarks.comparison.runs import Summary, finished
 from isles.models.config import ModelConfig
-from isles.training.plan import plan
+from isles.training.dry_run import plan
 
 REFERENCE = ModelConfig(size="35M", device="cpu")
 """What memory is counted on: at the small run's size the fixed parts would hide what grows with the model."""

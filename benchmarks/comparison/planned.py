@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from benchmarks.comparison.cases import Case
 from isles.report.units import format_bytes, format_count, format_short
-from isles.training.plan import plan
+from isles.training.dry_run import plan
 
 
 def print_plans(cases: Sequence[Case]) -> None:
-    """Parameters, tokens, memory and bytes of each, by `isles.training.plan`; of the first seed alone, for the others
-    are alike. ValueError for what the run itself would refuse.
+    """Parameters, tokens, memory and bytes of each, by `isles.training.dry_run`; of the first seed alone, for the
+    others are alike. ValueError for what the run itself would refuse.
     """
     first = [case for case in cases if case.seed == cases[0].seed]
     heads = ["run", "device", "parameters", "tokens", "FLOPs, all workers", "memory a worker", "sent by a worker"]

@@ -20,10 +20,10 @@ from benchmarks.comparison.cases import Case
 from isles.experts.jobs import Progress
 from isles.experts.tasks import Task, carry_out
 from isles.report.units import format_seconds
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints
-from isles.training.launch import launch
-from isles.training.rundir import CONFIG, METRICS, SUMMARY, held
+from isles.training.config.reading import read_config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, held
+from isles.training.running.run import launch
 
 Summary = dict[str, Any]
 

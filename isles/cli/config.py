@@ -13,8 +13,8 @@ def config(
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print every setting with its default and what it means, as a CONFIG.toml for `isles train`."""
-    from isles.training.presets import preset_file
-    from isles.training.presets import presets as known
+    from isles.training.config.presets import preset_file
+    from isles.training.config.presets import presets as known
 
     if sum((method is not None, preset is not None, presets)) > 1:
         raise ValueError("--method, --preset and --presets each print something else: give one of them")
@@ -27,6 +27,6 @@ def config(
     elif preset is not None:
         print(preset_file(preset).read_text(encoding="utf-8"), end="")
     else:
-        from isles.training.template import template
+        from isles.training.config.template import template
 
         print(template(method or "noloco"), end="")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from isles.comm.examine import Findings
+    from isles.launch.probe import Findings
 
 LISTEN_FOR = 600.0  # seconds until a listening doctor gives up
 
@@ -41,8 +41,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
-    from isles.comm.line import checked_port, parse_address
-    from isles.comm.line import listen as open_port
+    from isles.launch.link import checked_port, parse_address
+    from isles.launch.link import listen as open_port
 
     if peer is not None and listen is not None:
         raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
@@ -95,7 +95,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _loopback() -> Check:
-    from isles.comm.reach import Door, knock
+    from isles.launch.reachable import Door, knock
 
     with Door() as door:
         why = knock("127.0.0.1", door.port)
@@ -115,8 +115,8 @@ def _directory(free: str) -> Check:
 
 def call(host: str, port: int) -> Iterator[Check]:
     """The checks with a doctor that listens at `host`:`port`."""
-    from isles.comm import examine
-    from isles.comm.line import LineLost
+    from isles.launch import probe as examine
+    from isles.launch.link import LineLost
 
     try:
         findings = examine.call(host, port)
@@ -128,8 +128,8 @@ def call(host: str, port: int) -> Iterator[Check]:
 
 def wait_for_call(door: socket.socket) -> Iterator[Check]:
     """The checks with the first doctor that calls at the listening socket `door`."""
-    from isles.comm import examine
-    from isles.comm.line import LineLost
+    from isles.launch import probe as examine
+    from isles.launch.link import LineLost
 
     say_waiting(f"isles doctor --peer THIS-MACHINE:{door.getsockname()[1]}")
     try:
@@ -148,9 +148,9 @@ def say_waiting(command: str) -> None:
 
 def findings_in_words(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the way's length and width."""
-    from isles import __version__
-    from isles.comm.reach import port_range
+    from isles.launch.reachable import port_range
     from isles.report.units import format_seconds
+    from isles.version import __version__
 
     same = found.version_there == __version__
     versions = f"isles {__version__}" if same else f"isles {__version__} here, {found.version_there} there: a run needs"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from isles.replicas.planned import Planned
-    from isles.training.config import Config
-    from isles.training.plan import Plan
+    from isles.replicas.schedule import Planned
+    from isles.training.config.sections import Config
+    from isles.training.dry_run import Plan
 
 _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
@@ -18,7 +18,7 @@ _GROUPS = 3  # groups of a round that are named
 
 def show(config: Config, *, probe: bool, as_json: bool) -> None:
     """Print the plan of `config`; nothing is started or written."""
-    from isles.training.plan import plan
+    from isles.training.dry_run import plan
 
     planned = plan(config, probe=probe)
     if as_json:

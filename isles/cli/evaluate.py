@@ -18,7 +18,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Judge the run's consolidated model."""
-    from isles.training.saved import load_run
+    from isles.training.records.saved import load_run
 
     saved = load_run(run)
     if questions is not None:

@@ -170,8 +170,8 @@ def average(
     from dataclasses import replace
 
     from isles.experts.averages import shares_on, write_average
-    from isles.experts.priors import given
     from isles.experts.registry import Forest
+    from isles.experts.routing.priors import given
     from isles.experts.served import Served
 
     served = Served.load(Forest.load(forest).experts)
@@ -188,7 +188,7 @@ def average(
 @app.command("config")
 def config(system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")]) -> None:
     """Print every setting of a system with its default and what it means, to start a CONFIG.toml from."""
-    from isles.experts.border import template
+    from isles.experts.reading import template
     from isles.experts.systems import settings
 
     print(template(system, settings(system)), end="")
@@ -204,7 +204,7 @@ def plan(
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
     from isles.cli.experts_show import print_plan
-    from isles.experts.border import read
+    from isles.experts.reading import read
     from isles.experts.systems import settings
 
     print_plan(read(system, settings(system), config, set_ or [], quick=quick), json)
@@ -233,7 +233,7 @@ class _Words:
 
 def _run(words: _Words, out: Path | None, listing: bool) -> None:
     from isles.cli.experts_show import print_jobs, print_results
-    from isles.experts.border import read
+    from isles.experts.reading import read
     from isles.experts.systems import opened, settings
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -257,7 +257,7 @@ def _run(words: _Words, out: Path | None, listing: bool) -> None:
 
 
 def _opened(out: Path) -> System[Any]:
-    from isles.experts.border import kept
+    from isles.experts.reading import kept
     from isles.experts.systems import SYSTEMS, opened
 
     return opened(kept(out, {name: own for name, (own, _) in SYSTEMS.items()}), out)

@@ -10,10 +10,10 @@ from typing import Any
 from isles.cli.progress import Progress as Bar
 from isles.cli.progress import bars
 from isles.cli.table import print_table
-from isles.experts.border import Asked
-from isles.experts.hdee import TRAINED
+from isles.experts.hdee.hdee import TRAINED
 from isles.experts.jobs import Progress
 from isles.experts.joining import Joining
+from isles.experts.reading import Asked
 from isles.experts.system import System
 from isles.report.panels import Table
 from isles.report.units import format_bytes

@@ -29,7 +29,7 @@ def export(
 
 def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"]) -> None:
     from isles.models.hf import save_as_llama
-    from isles.training.saved import load_run
+    from isles.training.records.saved import load_run
 
     saved = load_run(run)
     own = saved.config.model.own

@@ -18,7 +18,7 @@ def generate(
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.generate import generate as sample
-    from isles.training.saved import load_run
+    from isles.training.records.saved import load_run
 
     saved = load_run(run)
     ids = sample(

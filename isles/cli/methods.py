@@ -38,7 +38,7 @@ def _methods() -> None:
 
 
 def _legal() -> None:
-    from isles.replicas.legal import AXES, BY_NUMBERS, TABLE
+    from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
 
     print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
     print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")

@@ -44,8 +44,8 @@ def plan(
 ) -> None:
     """Say which method suits which link: time, bytes and memory of each, before a run. Or redo the papers' tables."""
     from isles.cli.plan_job import Asked
-    from isles.report.planning import presets as known
-    from isles.report.planning import sheet
+    from isles.report.sheets.presets import presets as known
+    from isles.report.sheets.presets import sheet
 
     asked = Asked(
         params=params,
@@ -87,8 +87,8 @@ def plan(
 
 def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
     from isles.cli.plan_job import config_of, job_of
-    from isles.network import planner
-    from isles.report.plan_sheet import plan_sheet
+    from isles.network.planner import planner
+    from isles.report.sheets.plan import plan_sheet
 
     if write is not None and write.exists():
         raise ValueError(f"--write {write}: exists already; name a new file")
@@ -107,9 +107,9 @@ def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> Non
 def _answer(port: int) -> None:
     """The other end of --probe."""
     from isles.cli.doctor import LISTEN_FOR, rates_in_words, say_waiting
-    from isles.comm.examine import wait_for_call
-    from isles.comm.line import checked_port
-    from isles.comm.line import listen as open_port
+    from isles.launch.link import checked_port
+    from isles.launch.link import listen as open_port
+    from isles.launch.probe import wait_for_call
 
     with open_port(checked_port(port)) as door:
         say_waiting(f"isles plan --probe THIS-MACHINE:{port} ...")

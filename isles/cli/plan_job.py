@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from isles.models.sizes import Shape
-    from isles.network.job import Job
     from isles.network.links import Links
-    from isles.network.planner import Plan
+    from isles.network.planner.job import Job
+    from isles.network.planner.planner import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Asked:
 def job_of(asked: Asked) -> tuple[Job, str]:
     """The job, and its network's name. ValueError that names what is missing or wrong."""
     from isles.models.sizes import matrices
-    from isles.network.job import Job
+    from isles.network.planner.job import Job
     from isles.network.units import parse_count, parse_seconds
 
     known, shape = ({}, None) if asked.like is None else _of_run(asked.like)
@@ -154,7 +154,7 @@ def _shape_of(section: object, counted: float) -> Shape | None:
 
 
 def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
-    from isles.network.hardware import step_seconds
+    from isles.network.planner.hardware import step_seconds
 
     if asked.step_time is not None:
         raise ValueError("--gpu and --step-time both say how long a step takes: give one of them")
@@ -170,7 +170,7 @@ def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
 def _network(asked: Asked) -> tuple[Links, str]:
     """The network, and its name in words."""
     from isles.network.links import Links
-    from isles.network.links import links as named
+    from isles.network.named import links as named
     from isles.network.units import parse_rate, parse_seconds
 
     if asked.links is not None:
@@ -194,8 +194,8 @@ def _measured(peer: str) -> tuple[Links, str]:
     nobody answers there.
     """
     from isles.cli.doctor import rates_in_words
-    from isles.comm import examine
-    from isles.comm.line import LineLost, parse_address
+    from isles.launch import probe as examine
+    from isles.launch.link import LineLost, parse_address
     from isles.network.links import Links
     from isles.report.units import format_seconds
 

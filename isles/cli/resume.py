@@ -24,9 +24,9 @@ def resume(
     rendezvous: Rendezvous = "",
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
-    from isles.comm.party import Place
-    from isles.training.regroup import prepare
-    from isles.training.server import start_server
+    from isles.launch.nodes import Place
+    from isles.training.records.regroup import prepare
+    from isles.training.running.server import start_server
 
     place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

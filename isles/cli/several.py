@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from isles.training.config import Config
+    from isles.training.config.sections import Config
 
 Configs = dict[tuple[str, int], "Config"]
 """By method and seed."""
@@ -28,7 +28,7 @@ def read_all(
     assignments: Sequence[str],
 ) -> Configs:
     """All configurations, before the first is run: a slip in the last should not cost the hours of the others."""
-    from isles.training.border import read_config
+    from isles.training.config.reading import read_config
 
     return {
         (name, seed): read_config(
@@ -46,7 +46,7 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
     from isles.cli.progress import Progress
     from isles.report import write_picture, write_report
     from isles.report.comparison import INDEX, run_folder
-    from isles.training.launch import Interrupted, launch
+    from isles.training.running.run import Interrupted, launch
 
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):

@@ -33,7 +33,7 @@ def simulate(
 ) -> None:
     """Train many workers in this process on a virtual clock: messages, slow workers and pauses take their time."""
     from isles.cli.several import names, read_all, run_all, seeds_of, show
-    from isles.training.border import read_config
+    from isles.training.config.reading import read_config
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     flags = {"world.backend": "virtual", "world.links": links, "world.workers": workers, "run.steps": steps}

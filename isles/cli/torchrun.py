@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isles.comm.party import Place
-    from isles.training.config import Config
+    from isles.launch.nodes import Place
+    from isles.training.config.sections import Config
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,7 +50,7 @@ def run(
 ) -> None:
     """This process's part of the run; rank 0 shows progress and the result. choose: names the run directory."""
     from isles.cli.progress import Progress
-    from isles.training.torchrun import take_part
+    from isles.training.running.torchrun import take_part
 
     if place.nodes > 1:
         raise ValueError("--nodes is for a run without torchrun: torchrun has --nnodes of its own")

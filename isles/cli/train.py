@@ -22,8 +22,8 @@ Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
 
 if TYPE_CHECKING:
-    from isles.comm.party import Place
-    from isles.training.config import Config
+    from isles.launch.nodes import Place
+    from isles.training.config.sections import Config
 
 
 def train(
@@ -54,13 +54,13 @@ def train(
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
     if (probe or json) and not dry_run:
         raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
-    from isles.comm.party import Place
-    from isles.training.border import gather, resolve
-    from isles.training.server import start_server
+    from isles.launch.nodes import Place
+    from isles.training.config.reading import gather, resolve
+    from isles.training.running.server import start_server
 
     place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
     if preset is not None:
-        from isles.training.presets import preset_file
+        from isles.training.config.presets import preset_file
 
         if config is not None:
             raise ValueError(f"--preset {preset} stands where {config} does: give one of the two")
@@ -82,9 +82,9 @@ def train(
 def run(config: Config, choose: Callable[[], Path], place: Place, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
     from isles.cli.progress import Progress
-    from isles.comm.party import split
-    from isles.training.launch import Interrupted, launch
-    from isles.training.remote import follow
+    from isles.launch.nodes import split
+    from isles.training.running.follow import follow
+    from isles.training.running.run import Interrupted, launch
 
     try:
         if torchrun.size() is not None:

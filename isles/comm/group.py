@@ -7,7 +7,6 @@ island, the survivors. Collectives come in two forms: the generators of `collect
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,71 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm import collectives
-from isles.comm.codecs.base import Codec, as_bytes
+from isles.comm.call import Call, Ledger
+from isles.comm.codecs.base import Codec
+from isles.comm.collectives import basic as collectives
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.headers import Stamp
 from isles.comm.mailbox import Letter, post
-from isles.comm.mean import mean
-from isles.comm.tags import Channel, Tag
+from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Deadlines, Steps, Transfer, Transport, Work
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The address of one collective operation: whose messages, on which channel, in which round.
-
-    Without a round, the calls that two ranks have in common are numbered in program order, channel by channel, as MPI
-    does. The number is taken when a call first meets a rank, which a protocol does before its first yield (or says so
-    with `meet`): then a call that is still under way, or that failed, does not shift the numbers of the next ones.
-    """
-
-    group: Group
-    channel: Channel
-    round: int | None = None
-    fragment: int = 0
-    numbers: dict[int, int] = field(default_factory=dict, repr=False)
-    """This call's number among those with a peer, by its rank."""
-
-    def meet(self, *positions: int) -> None:
-        """Take this call's number with `positions` now: for peers that hear of it only later in the protocol."""
-        for position in positions:
-            self._number(self.group.peer(position))
-
-    def send(self, position: int, data: Tensor, phase: int = 0) -> Work:
-        """Hand `data` (any contiguous tensor) to the transport for `position`, counted."""
-        group = self.group
-        peer, wire = group.peer(position), as_bytes(data)
-        group.traffic.sent(self.channel, wire.numel())
-        return group.transport.send(peer, wire, self._tag(peer, phase))
-
-    def recv(self, position: int, out: Tensor, phase: int = 0) -> Work:
-        """Post a receive of the bytes of `out` (any contiguous tensor) from `position`, counted."""
-        group = self.group
-        peer, wire = group.peer(position), as_bytes(out)
-        group.traffic.received(self.channel, wire.numel())
-        return group.transport.recv(peer, wire, self._tag(peer, phase))
-
-    def _tag(self, peer: int, phase: int) -> Tag:
-        return Tag(self.channel, self._number(peer) if self.round is None else self.round, self.fragment, phase)
-
-    def _number(self, peer: int) -> int:
-        if peer not in self.numbers:
-            meetings = self.group.ledger.meetings
-            self.numbers[peer] = meetings[self.channel, peer]
-            meetings[self.channel, peer] += 1
-        return self.numbers[peer]
-
-
-@dataclass(slots=True, eq=False)
-class Ledger:
-    """What all groups of one worker share, so that they never use one address twice."""
-
-    meetings: Counter[tuple[Channel, int]] = field(default_factory=Counter)
-    """Calls without a round so far, by channel and peer's rank."""
-    letters: dict[tuple[int | None, int], Letter] = field(default_factory=dict)
-    """Mail asked for that did not come in time, by sender's rank (None: anyone) and topic."""
+from isles.comm.transport import Deadlines, Steps, Transfer, Transport
 
 
 @dataclass(frozen=True, eq=False)

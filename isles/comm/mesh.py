@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from isles.comm.distributed import DistributedTransport
-from isles.comm.group import Group, Ledger
+from isles.comm.call import Ledger
+from isles.comm.gloo.transport import DistributedTransport
+from isles.comm.group import Group
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from isles.data import DataConfig
 from isles.experts.domains import Domain, DomainText
-from isles.experts.priors import CACHED_SEQUENCES, cached
 from isles.experts.registry import Member
+from isles.experts.routing.priors import CACHED_SEQUENCES, cached
 from isles.experts.served import Served
-from isles.training.records import write_config
-from isles.training.saved import SavedRun
+from isles.training.records.saved import SavedRun
+from isles.training.records.writer import write_config
 from isles.training.trainer import save_model
 
 WEIGHTS = "model.safetensors"

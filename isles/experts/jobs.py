@@ -17,11 +17,11 @@ from typing import Any
 
 from isles.experts.averages import make_average
 from isles.models import flops_per_token, limits
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.launch import launch
-from isles.training.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
+from isles.training.running.run import launch
 
 CARD, WEIGHTS = "expert.json", "model.safetensors"
 # What may differ where a run was made on another machine: where things lie, and how its workers were run.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from isles.errors import unknown_name
 from isles.experts import mixture
-from isles.experts.priors import CACHED_SEQUENCES, cached, given, updating
 from isles.experts.registry import Forest
-from isles.experts.routing import Gate, gate_of, growing, route
+from isles.experts.routing.priors import CACHED_SEQUENCES, cached, given, updating
+from isles.experts.routing.routing import Gate, gate_of, growing, route
 from isles.experts.served import Served, tokenizer_of
 
 Route = Literal["once", "growing"]

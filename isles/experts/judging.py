@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isles.experts import mixture
-from isles.experts.priors import CACHED_SEQUENCES, cached, updating
+from isles.experts.routing.priors import CACHED_SEQUENCES, cached, updating
 
 SURE = 0.99
 

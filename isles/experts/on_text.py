@@ -8,8 +8,8 @@ from pathlib import Path
 from isles.experts import mixture
 from isles.experts.domains import Domain, DomainText
 from isles.experts.joining import Joined, Joining
-from isles.experts.priors import CACHED_SEQUENCES
 from isles.experts.registry import Forest
+from isles.experts.routing.priors import CACHED_SEQUENCES
 
 SEQUENCES = 256
 

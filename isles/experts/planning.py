@@ -6,14 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isles.experts import hdee, smalltalk
-from isles.experts.border import Asked
 from isles.experts.domains import TRAINED, Domain, read_domains
+from isles.experts.hdee import hdee
 from isles.experts.jobs import Job
 from isles.experts.meters import bytes_of, score_bytes
-from isles.experts.smalltalk import SmalltalkConfig
+from isles.experts.reading import Asked
+from isles.experts.smalltalk import smalltalk
+from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.models import flops_per_token, limits, parameters
-from isles.training.config import Config
+from isles.training.config.sections import Config
 
 
 def planned(asked: Asked[Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
 from isles.experts.registry import Member
 from isles.models import limits
-from isles.training.border import read_config
-from isles.training.saved import SavedRun, load_run
+from isles.training.config.reading import read_config
+from isles.training.records.saved import SavedRun, load_run
 
 BATCH = 32  # sequences a forward pass
 

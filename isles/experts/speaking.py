@@ -11,10 +11,10 @@ from torch import Tensor
 from isles.experts import mixture
 from isles.experts.domains import Domain, DomainText
 from isles.experts.joining import Joined, Joining
-from isles.experts.priors import CACHED_SEQUENCES, following
 from isles.experts.registry import Forest
-from isles.experts.routing import route, weights_of
-from isles.training.saved import encoded, load_run
+from isles.experts.routing.priors import CACHED_SEQUENCES, following
+from isles.experts.routing.routing import route, weights_of
+from isles.training.records.saved import encoded, load_run
 
 
 @dataclass(frozen=True)

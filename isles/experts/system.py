@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from isles.experts.border import Asked, keep
 from isles.experts.domains import Domain, DomainText, read_domains
 from isles.experts.jobs import Job, Progress, state, train
+from isles.experts.reading import Asked, keep
 from isles.experts.tasks import Task, carry_out
 from isles.models import limits
 

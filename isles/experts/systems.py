@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import unknown_name
-from isles.experts.border import Asked
-from isles.experts.hdee import HdeeConfig
-from isles.experts.hdee_run import Hdee
-from isles.experts.smalltalk import SmalltalkConfig
-from isles.experts.smalltalk_run import Smalltalk
+from isles.experts.hdee.hdee import HdeeConfig
+from isles.experts.hdee.run import Hdee
+from isles.experts.reading import Asked
+from isles.experts.smalltalk.run import Smalltalk
+from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.system import System
 
 SYSTEMS: dict[str, tuple[type, type[System[Any]]]] = {

@@ -26,8 +26,8 @@ from typing import Any, cast
 
 from isles.comm.errors import CommError, from_plain, to_plain
 from isles.experts.jobs import Progress
-from isles.training.launch import first_interrupt
-from isles.training.server import start_server
+from isles.training.running.run import first_interrupt
+from isles.training.running.server import start_server
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isles.comm.local import LocalWorkers, raise_first
-from isles.training.config import Config
-from isles.training.launch import deadlines, first_interrupt, on_virtual
-from isles.training.rundir import LOGS, clear_logs
+from isles.launch.workers import LocalWorkers, raise_first
+from isles.training.config.sections import Config
+from isles.training.records.rundir import LOGS, clear_logs
+from isles.training.running.run import deadlines, first_interrupt, on_virtual
 
 
 def run_workers(

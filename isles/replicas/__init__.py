@@ -14,26 +14,41 @@ if TYPE_CHECKING:
     from isles.replicas.sync import ReplicaSync
 
 METHODS: dict[str, tuple[str, str]] = {
-    "none": ("isles.replicas.none:NoSync", "every worker trains alone"),
-    "ddp": ("isles.replicas.ddp:DDP", "average gradients every step"),
-    "fsdp": ("isles.replicas.fsdp:FSDP", "the same, every worker holding a share of weights and inner state"),
-    "dct-dp": ("isles.replicas.dct_dp:DCTDP", "average the gradients' largest entries every step"),
-    "localsgd": ("isles.replicas.localsgd:LocalSGD", "average parameters every H steps"),
-    "diloco": ("isles.replicas.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
-    "streaming-diloco": ("isles.replicas.streaming:StreamingDiLoCo", "DiLoCo by fragments, landing some steps later"),
-    "delayed": ("isles.replicas.delayed:DelayedDiLoCo", "DiLoCo whose means arrive a round late"),
-    "eager": ("isles.replicas.eager:EagerDiLoCo", "the same, with the worker's own share fresh"),
-    "noloco": ("isles.replicas.noloco:NoLoCo", "outer step with one random partner every H steps"),
-    "streaming-noloco": ("isles.replicas.streaming_noloco:StreamingNoLoCo", "NoLoCo by fragments, landing later"),
-    "fedavg": ("isles.replicas.fedavg:FedAvg", "average the changes of H steps"),
-    "slowmo": ("isles.replicas.slowmo:SlowMo", "outer heavy ball on the mean change of H steps"),
-    "postlocal-sgd": ("isles.replicas.postlocal:PostLocalSGD", "average parameters every step, later every H steps"),
-    "sparta": ("isles.replicas.sparta:SPARTA", "average a random part of the parameters every step"),
-    "sparseloco": ("isles.replicas.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
-    "dilocox": ("isles.replicas.dilocox:DiLoCoX", "low-rank 4-bit DiLoCo whose means arrive a round late"),
-    "demo": ("isles.replicas.demo:DeMo", "the largest coefficients of every worker's momentum, every step"),
-    "ist": ("isles.replicas.ist:IST", "a narrow part of the model each, divided anew every H steps"),
-    "custom": ("isles.replicas.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
+    "none": ("isles.replicas.methods.none:NoSync", "every worker trains alone"),
+    "ddp": ("isles.replicas.methods.ddp:DDP", "average gradients every step"),
+    "fsdp": ("isles.replicas.methods.fsdp:FSDP", "the same, every worker holding a share of weights and inner state"),
+    "dct-dp": ("isles.replicas.methods.dct_dp:DCTDP", "average the gradients' largest entries every step"),
+    "localsgd": ("isles.replicas.methods.localsgd:LocalSGD", "average parameters every H steps"),
+    "diloco": ("isles.replicas.methods.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
+    "streaming-diloco": (
+        "isles.replicas.methods.streaming:StreamingDiLoCo",
+        "DiLoCo by fragments, landing some steps later",
+    ),
+    "delayed": ("isles.replicas.methods.delayed:DelayedDiLoCo", "DiLoCo whose means arrive a round late"),
+    "eager": ("isles.replicas.methods.eager:EagerDiLoCo", "the same, with the worker's own share fresh"),
+    "noloco": ("isles.replicas.methods.noloco:NoLoCo", "outer step with one random partner every H steps"),
+    "streaming-noloco": (
+        "isles.replicas.methods.streaming_noloco:StreamingNoLoCo",
+        "NoLoCo by fragments, landing later",
+    ),
+    "fedavg": ("isles.replicas.methods.fedavg:FedAvg", "average the changes of H steps"),
+    "slowmo": ("isles.replicas.methods.slowmo:SlowMo", "outer heavy ball on the mean change of H steps"),
+    "postlocal-sgd": (
+        "isles.replicas.methods.postlocal:PostLocalSGD",
+        "average parameters every step, later every H steps",
+    ),
+    "sparta": ("isles.replicas.methods.sparta:SPARTA", "average a random part of the parameters every step"),
+    "sparseloco": ("isles.replicas.methods.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
+    "dilocox": (
+        "isles.replicas.methods.dilocox.dilocox:DiLoCoX",
+        "low-rank 4-bit DiLoCo whose means arrive a round late",
+    ),
+    "demo": (
+        "isles.replicas.methods.demo.demo:DeMo",
+        "the largest coefficients of every worker's momentum, every step",
+    ),
+    "ist": ("isles.replicas.methods.ist.ist:IST", "a narrow part of the model each, divided anew every H steps"),
+    "custom": ("isles.replicas.methods.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
 }
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
-from isles.replicas.feedback import Feedback, check_feedback
-from isles.replicas.fragmentation import FirstSync, Fragments, check_fragments
-from isles.replicas.legal import AXES, refuse
+from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments
+from isles.replicas.parts.feedback import Feedback, check_feedback
+from isles.replicas.parts.legal import AXES, refuse
 from isles.replicas.sync import MethodConfig
 
 WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")

@@ -10,7 +10,7 @@ from typing import Literal
 from isles.comm.codecs import CODECS, Form, codec
 from isles.comm.codecs.lowrank import LowRank
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
-from isles.replicas.feedback import Feedback, check_feedback
+from isles.replicas.parts.feedback import Feedback, check_feedback
 from isles.replicas.sync import MethodConfig
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
-from isles.replicas.legal import PLAIN, refuse
+from isles.replicas.parts.legal import PLAIN, refuse
 from isles.replicas.sync import MethodConfig
 
 Exchange = Literal["delta+phi", "single_vector", "theta_only"]

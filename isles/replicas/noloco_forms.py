@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isles.replicas.parts import Answer, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, OuterRule, outer_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

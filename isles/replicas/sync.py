@@ -29,12 +29,12 @@ from isles.comm.group import Group
 from isles.errors import unknown_name
 from isles.replicas.checks import refuse_other_run
 from isles.replicas.flat import FlatParameters
-from isles.replicas.island import Alone, Copies, Island
+from isles.replicas.island.island import Alone, Copies, Island
 from isles.replicas.method_config import MethodConfig
-from isles.replicas.planned import Held, Outline, Planned, opening_bytes, outline
+from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
 from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
 from isles.replicas.std import replica_std
-from isles.replicas.wrapping import Wrapping
+from isles.wrapping import Wrapping
 
 _COMPARED = "weights and their mean"
 
@@ -50,7 +50,7 @@ class ReplicaSync(Wrapping):
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     spans_islands: ClassVar[bool] = False
-    """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island`."""
+    """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island.island`."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"

@@ -41,7 +41,7 @@ def write_picture(folder: str | Path) -> Path:
     """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Loads
     matplotlib. ValueError as in `write_report`.
     """
-    from isles.report.png import comparison_picture, experts_picture, run_picture
+    from isles.report.draw.png import comparison_picture, experts_picture, run_picture
 
     folder = Path(folder)
     if (folder / INDEX).is_file():

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from isles.report.charts import MEAN_POINTS, Cost, by_bytes, by_clock, loss_against, short
+from isles.report.draw.style import SERIES
 from isles.report.page import document, section, wide_table
 from isles.report.panels import Chart, Line, Panel, Table, plain
 from isles.report.rundir import Run, read_run
 from isles.report.series import Point, average
-from isles.report.style import SERIES
 from isles.report.time_charts import lanes_panel
 from isles.report.units import format_bytes, format_number, format_percent, format_seconds, time_unit
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Line, Panel, Table, Titled
-from isles.report.style import SERIES
 from isles.report.units import format_perplexity
 
 # Key of the results, head of the column.

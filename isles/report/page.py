@@ -8,10 +8,10 @@ from html import escape
 from typing import Any
 
 from isles.report.charts import bytes_panel, loss_cost_panels, loss_panel, spread_panel
+from isles.report.draw.style import STYLE
+from isles.report.draw.svg_time import draw
 from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
-from isles.report.style import STYLE
-from isles.report.svg_time import draw
 from isles.report.time_charts import lanes_panel, time_panel
 from isles.report.units import (
     compare,

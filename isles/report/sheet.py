@@ -58,7 +58,7 @@ def write_sheet(sheet: Sheet, folder: Path) -> list[Path]:
     """Write all four files into `folder`, which is made if it is absent; loads matplotlib. ValueError where the folder
     cannot be made.
     """
-    from isles.report.png import picture
+    from isles.report.draw.png import picture
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from isles.comm.sketched import sketched_group
+from isles.comm.dry import sketched_group
 from isles.models.config import ModelConfig
 from isles.models.factory import sketch
 from isles.replicas import METHODS, method

@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from isles.comm.codecs import codec
+from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
-from isles.comm.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, Loader, load_corpus
 from isles.data.tokenizer import Tokenizer
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
-from isles.training.checkpoint import Checkpoints, no_half_file
-from isles.training.config import Config
+from isles.training.assemble import wrapped
+from isles.training.config.inner import lr_factor
+from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
-from isles.training.inner import lr_factor
-from isles.training.saved import start_weights
-from isles.training.spread import Sample
-from isles.training.timeline import Timeline
-from isles.training.wrapped import wrapped
+from isles.training.records.checkpoint import Checkpoints, no_half_file
+from isles.training.records.saved import start_weights
+from isles.training.records.spread import Sample
+from isles.training.records.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from isles import cli
-from isles.training.lock import locked
+from isles.training.records.lock import locked
 from tests.cli.command import isles
 from tests.training.runs import POISONED, TINY, run, tiny, write_text
 
@@ -85,7 +85,7 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("isles.training.server.start_server", lambda: None)
+    monkeypatch.setattr("isles.training.running.server.start_server", lambda: None)
 
     def ask(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["isles", *arguments])

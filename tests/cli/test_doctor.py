@@ -14,9 +14,9 @@ from tests.integration.namespaces import Machine, skip_unless_available, two_mac
 # `isles doctor` without the checks of this machine, which take most of its time, and less patient
 ONLY_THE_WAY = """
 from isles import cli
-from isles.comm import reach
+from isles.launch import reachable as reach
 reach.PATIENCE = 1.5
-from isles.comm import examine
+from isles.launch import probe as examine
 examine._ENOUGH = 0.05
 cli.doctor.machine = lambda: iter(())
 cli.main()

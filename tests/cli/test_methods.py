@@ -6,7 +6,7 @@ import pytest
 
 from isles.cli.methods import methods
 from isles.replicas import METHODS
-from isles.replicas.legal import AXES, BY_NUMBERS, TABLE
+from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
 
 
 def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ from PIL import Image
 from isles import cli
 from isles.cli.plan_job import Asked, job_of
 from isles.models.sizes import SIZES, matrices
-from isles.network import eager_tables
-from isles.report import noloco_sheets
-from isles.report.planning import presets, sheet
+from isles.network.theory import eager_tables
+from isles.report.sheets import noloco as noloco_sheets
+from isles.report.sheets.presets import presets, sheet
 from tests.report.sample import write_sample
 
 GPU = ["--params", "1B", "--layers", "24", "--workers", "8", "--links", "lan", "--step-tokens", "1M"]
@@ -121,7 +121,7 @@ def test_a_run_knows_its_matrices(tmp_path: Path):
 
 def test_a_plan_as_a_configuration(plan, tmp_path: Path):
     """What --write writes, `isles train` takes."""
-    from isles.training.border import read_config
+    from isles.training.config.reading import read_config
 
     path = tmp_path / "run.toml"
     code, out, _ = plan(*RUN, "--links", "home-cable", "--write", str(path))

@@ -18,9 +18,9 @@ from tests.cli.command import Command
 # `isles` whose measurements are short
 QUICK = """
 from isles import cli
-from isles.comm import reach
+from isles.launch import reachable as reach
 reach.PATIENCE = 1.5
-from isles.comm import examine
+from isles.launch import probe as examine
 examine._ENOUGH = 0.02
 cli.main()
 """

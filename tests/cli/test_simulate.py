@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isles.cli import app
-from isles.training.border import read_config
+from isles.training.config.reading import read_config
 from tests.training.runs import TINY, metrics, run, write_text
 
 METHODS = ["diloco", "eager"]

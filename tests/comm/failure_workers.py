@@ -8,12 +8,12 @@ import time
 
 import torch
 
-from isles.comm import collectives
 from isles.comm.codecs import codec
+from isles.comm.collectives import basic as collectives
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean
 from isles.comm.errors import CommError, DeadlinePassed, Diverged
 from isles.comm.group import Group
-from isles.comm.headers import Stamp
-from isles.comm.mean import mean
 from isles.comm.mesh import Mesh
 
 

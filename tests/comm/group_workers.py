@@ -8,11 +8,11 @@ from dataclasses import astuple
 import torch
 
 import isles
-from isles.comm import collectives
 from isles.comm.codecs import codec
+from isles.comm.collectives import basic as collectives
+from isles.comm.collectives.mean import mean
 from isles.comm.errors import DeadlinePassed
 from isles.comm.group import Group
-from isles.comm.mean import mean
 from isles.comm.mesh import Mesh
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.headers import Stamp
-from isles.comm.mean import mean
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean
 from isles.comm.mesh import Mesh
 from tests.netns import Wire, counted_so_far
 

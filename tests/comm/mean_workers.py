@@ -12,10 +12,10 @@ from torch import Tensor
 
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import as_bytes
+from isles.comm.collectives.headers import HEADER_BYTES, Stamp
+from isles.comm.collectives.mean import mean, sent_bytes
 from isles.comm.errors import CommError
 from isles.comm.group import Group
-from isles.comm.headers import HEADER_BYTES, Stamp
-from isles.comm.mean import mean, sent_bytes
 from isles.comm.mesh import Mesh
 
 MODULE = sys.modules[mean.__module__]

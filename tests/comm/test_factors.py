@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import isles
-from isles.comm.averaging import averaging
 from isles.comm.codecs import form
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.factors import Factors
-from isles.comm.headers import Stamp
+from isles.comm.collectives.factors import Factors
+from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.headers import Stamp
 from isles.comm.mesh import Mesh
 
 LINKS = isles.Links(bandwidth=1e8, latency=0.01)

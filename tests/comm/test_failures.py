@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import isles
-from isles.comm import local
 from isles.comm.errors import DeadlinePassed, WorkerFailed
-from isles.comm.local import LocalWorkers
 from isles.comm.transport import Deadlines
+from isles.launch import workers as local
+from isles.launch.workers import LocalWorkers
 from tests.comm import failure_workers
 
 SOON = Deadlines(control=20.0, outer=20.0)

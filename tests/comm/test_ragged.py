@@ -10,10 +10,10 @@ from torch import Tensor
 
 import isles
 from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.collectives.headers import Headers, Stamp
+from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.errors import Diverged
-from isles.comm.headers import Headers, Stamp
 from isles.comm.mesh import Mesh
-from isles.comm.ragged import gather_ragged, ragged_bytes
 from isles.comm.transport import Steps
 
 LINKS = isles.Links(bandwidth=1e8, latency=0.01)

@@ -9,7 +9,7 @@ import torch
 
 from isles.comm.errors import CommError, DeadlinePassed, PeerLost
 from isles.comm.tags import Tag
-from isles.comm.virtual import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
 
 KBIT = Links(bandwidth=8000.0)  # 1000 bytes a second
@@ -292,7 +292,7 @@ def test_ctrl_c_ends_every_worker(slots):
 
 
 def test_an_error_inside_the_machinery_ends_the_run(monkeypatch):
-    from isles.comm.virtual_wire import Wire
+    from isles.comm.virtual.wire import Wire
 
     monkeypatch.setattr(Wire, "_arrive", lambda *_: 1 / 0)
 

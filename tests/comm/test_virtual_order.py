@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isles.comm.tags import Tag
-from isles.comm.virtual import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
 
 JITTERY = Links(bandwidth=[4e4, 8e4, 1e5], latency=0.05, jitter=1.0, uplinks=[0, 1, 1, 2, 2])

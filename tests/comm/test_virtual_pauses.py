@@ -7,7 +7,7 @@ import torch
 
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Tag
-from isles.comm.virtual import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
 from isles.network.pauses import Pauses
 

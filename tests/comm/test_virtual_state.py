@@ -7,7 +7,7 @@ import torch
 
 from isles.comm.group import Group
 from isles.comm.tags import Tag
-from isles.comm.virtual import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
 
 slots = pytest.mark.parametrize("slots", [1, 2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isles.comm.tags import Tag
-from isles.comm.virtual import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
 
 KBIT = Links(bandwidth=8000.0)  # 1000 bytes a second

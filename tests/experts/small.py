@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from isles.experts.border import Asked, read
 from isles.experts.jobs import Progress
+from isles.experts.reading import Asked, read
 from isles.experts.system import System
 from isles.experts.systems import opened, settings
 from tests.training.runs import TINY

@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from isles.experts import hdee, mixture, on_text
-from isles.experts.border import keep, read, template
+from isles.experts import mixture, on_text
 from isles.experts.domains import read_domains
-from isles.experts.hdee import HdeeConfig, cell
+from isles.experts.hdee import hdee
+from isles.experts.hdee.hdee import HdeeConfig, cell
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.joining import Joining
+from isles.experts.reading import keep, read, template
 from isles.experts.registry import Forest
 from isles.experts.served import Served, score
 from isles.experts.system import System
 from isles.experts.systems import SYSTEMS, opened, settings
 from isles.models.generate import generate
 from isles.report import write_report
-from isles.training.saved import load_run
+from isles.training.records.saved import load_run
 from tests.experts.small import HDEE, asked, made, write_domains
 
 

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from isles.experts.jobs import Job, Progress, state, train
-from isles.training.config import Config
-from isles.training.lock import locked
+from isles.training.config.sections import Config
+from isles.training.records.lock import locked
 from tests.training.runs import tiny, write_text
 
 

@@ -12,10 +12,10 @@ import torch
 
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.registry import Forest
-from isles.experts.routing import gate_of, route
+from isles.experts.routing.routing import gate_of, route
 from isles.experts.system import System
 from isles.experts.systems import opened
-from isles.training.checkpoint import Checkpoints
+from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import SMALLTALK, asked, made, write_domains
 from tests.training.runs import lines_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isles.experts import mixture
 from isles.experts.judging import judge
-from isles.experts.priors import cached, running, updating
+from isles.experts.routing.priors import cached, running, updating
 
 E, N, T = 3, 5, 12
 

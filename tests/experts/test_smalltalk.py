@@ -15,21 +15,21 @@ import torch
 
 from isles.comm.errors import Diverged
 from isles.comm.mesh import Mesh
-from isles.experts.assignment import Assignment, assign, total
-from isles.experts.em import Router, RouterTask, train_router
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.joining import Joining
 from isles.experts.planning import planned
 from isles.experts.registry import Forest
-from isles.experts.routing import Routers, from_wire, route, to_wire
+from isles.experts.routing.assignment import Assignment, assign, total
+from isles.experts.routing.em import Router, RouterTask, train_router
+from isles.experts.routing.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
-from isles.experts.smalltalk import router_config
+from isles.experts.smalltalk.smalltalk import router_config
 from isles.experts.speaking import Speaker
 from isles.experts.system import System
 from isles.experts.systems import opened
 from isles.experts.workers import run_workers
 from isles.report import write_report
-from isles.training.checkpoint import Checkpoints
+from isles.training.records.checkpoint import Checkpoints
 from tests.experts.small import asked, made, write_domains
 from tests.training.runs import lines_of
 
@@ -195,7 +195,7 @@ def test_routers_that_disagree_on_the_shares_stop(
         calls.append(rule)
         return assign(scores) if len(calls) == 1 else 1 - assign(scores)
 
-    monkeypatch.setattr("isles.experts.em.assign", wrong)
+    monkeypatch.setattr("isles.experts.routing.em.assign", wrong)
     with pytest.raises(Diverged, match="diverged at step 1: its assignment is another one"):
         run_workers(train_router, 2, task.config, (task, None), lambda event: None, tmp_path)
 

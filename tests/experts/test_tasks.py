@@ -14,7 +14,7 @@ import pytest
 from isles.comm.errors import CommError, PeerLost
 from isles.experts.jobs import Progress, weights_sha256
 from isles.experts.tasks import Task, carry_out
-from isles.training.checkpoint import Checkpoints
+from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import HDEE, made, write_domains
 

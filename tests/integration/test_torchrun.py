@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints
-from isles.training.launch import launch
+from isles.training.config.reading import read_config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.running.run import launch
 from tests.cli.command import Command, gone
 from tests.training.runs import metrics, without_clocks, write_folder
 

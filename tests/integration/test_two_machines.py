@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.border import read_config
-from isles.training.launch import launch
+from isles.training.config.reading import read_config
+from isles.training.running.run import launch
 from tests.cli.command import Command, eventually, gone
 from tests.integration.namespaces import Machine, two_machines
 from tests.training.runs import metrics, without_clocks, write_folder
 
 PORT = 29400
 # The command itself, with other machines' silence noticed sooner than after 10 s.
-SOON = "from isles.comm import line; line.SILENCE = 3.0; line._BEAT = 0.5; from isles.cli import main; main()"
-OTHER_VERSION = "import isles; isles.__version__ = '9.9.9'; from isles.cli import main; main()"
+SOON = "from isles.launch import link as line; line.SILENCE = 3.0; line._BEAT = 0.5; from isles.cli import main; main()"
+OTHER_VERSION = "import isles.version; isles.version.__version__ = '9.9.9'; from isles.cli import main; main()"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from isles.network.barrier import Steps, waiting
+from isles.network.theory.barrier import Steps, waiting
 
 
 @pytest.mark.parametrize(("count", "variance"), [(1, 0.5), (2, 2.0), (30, 0.5)])

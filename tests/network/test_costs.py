@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from isles.network import costs
 from isles.network.links import Links
+from isles.network.planner import costs
 
 
 def lines_of(links, workers):
@@ -70,7 +70,7 @@ def test_shared_and_asymmetric_lines():
 def test_the_librarys_mean_is_what_the_library_counts(name, workers):
     torch = pytest.importorskip("torch")
     from isles.comm.codecs import codec
-    from isles.comm.mean import HEADER_BYTES, sent_bytes
+    from isles.comm.collectives.mean import HEADER_BYTES, sent_bytes
 
     form, elements = codec(name), 1 << 20
     bytes_there = form.wire_bytes(elements, torch.float32)

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from isles.network.barrier import Steps
-from isles.network.fleet import ARRIVED, COMPUTED, Fleet, _Rounds, run
 from isles.network.pauses import Pauses
+from isles.network.theory.barrier import Steps
+from isles.network.theory.fleet import ARRIVED, COMPUTED, Fleet, _Rounds, run
 
 FLEET = Fleet(workers=9, steps=Steps(count=5), message=4.0, message_variance=0.7, seed=3)
 PAUSED = Fleet(

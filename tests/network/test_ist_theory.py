@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from isles.network.ist_theory import (
+from isles.network.theory.ist_theory import (
     Quadratics,
     all_owners,
     expected_value,

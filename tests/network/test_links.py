@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from isles.network.links import ELSEWHERE, PRESETS, Links, links
+from isles.network.links import Links
+from isles.network.named import ELSEWHERE, PRESETS, links
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *ELSEWHERE])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from isles.network.costs import Lines, pair_seconds, two_shot_seconds
 from isles.network.places import ACCESS, WORLD, WORLDWIDE, Place, connect, kilometres, latency
+from isles.network.planner.costs import Lines, pair_seconds, two_shot_seconds
 
 BY_NAME = {place.name: place for place in WORLD}
 

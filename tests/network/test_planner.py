@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from isles.models.sizes import SIZES, matrices
-from isles.network.costs import Lines
-from isles.network.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
-from isles.network.job import Job
-from isles.network.links import Links, links
-from isles.network.planner import curve, plan, utilisation
-from isles.network.ways import WAYS
+from isles.network.links import Links
+from isles.network.named import links
+from isles.network.planner.costs import Lines
+from isles.network.planner.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
+from isles.network.planner.job import Job
+from isles.network.planner.planner import curve, plan, utilisation
+from isles.network.planner.ways import WAYS
 
 JOB = Job(parameters=1e8, layers=12, step_seconds=1.0, workers=8, links=links("home-fibre"))
 
@@ -41,8 +42,8 @@ def test_the_table_of_which_method(network, wanted):
 @pytest.mark.parametrize("one", WAYS, ids=lambda one: f"{one.method} {one.settings}")
 def test_bytes_and_memory_are_those_of_the_library(one):
     """What `isles train --dry-run` counts for the same settings."""
-    from isles.training.border import read_config
-    from isles.training.plan import plan as dry_run
+    from isles.training.config.reading import read_config
+    from isles.training.dry_run import plan as dry_run
 
     steps, every = (4, 1) if one.every else (80, 20)
     settings = [f"replicas.{word.replace(' ', '')}" for word in one.settings.split(", ") if word]
@@ -149,8 +150,8 @@ def test_no_such_wish():
 )
 def test_methods_that_cost_the_same(one, other):
     """Those that are not planned with send, and when, what another does."""
-    from isles.training.border import read_config
-    from isles.training.plan import plan as dry_run
+    from isles.training.config.reading import read_config
+    from isles.training.dry_run import plan as dry_run
 
     def outline(method):
         flags = {"replicas.method": method, "world.workers": 8, "run.steps": 60, "replicas.sync_every": 20}

@@ -6,7 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from isles.network.quadratic import Quadratic, disagreement, heavy_ball, kept, mean_path, radius, simulate, variance
+from isles.network.theory.quadratic import (
+    Quadratic,
+    disagreement,
+    heavy_ball,
+    kept,
+    mean_path,
+    radius,
+    simulate,
+    variance,
+)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 16])

@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from isles.network.costs import ring, two_shot
-from isles.network.exchanges import data_parallel, diloco, streaming
-from isles.network.utilisation import Job, bandwidth_for, bound, tolerated_latency, utilisation
+from isles.network.planner.costs import ring, two_shot
+from isles.network.theory.exchanges import data_parallel, diloco, streaming
+from isles.network.theory.utilisation import Job, bandwidth_for, bound, tolerated_latency, utilisation
 
 JOB = Job(parameters=1e9, layers=24, step_seconds=0.1)
 METHODS = {

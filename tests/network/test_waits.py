@@ -12,13 +12,13 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.sizes import matrices, parameters
-from isles.network.costs import Lines
-from isles.network.forms import form_of
-from isles.network.job import Job
 from isles.network.links import Links
-from isles.network.planner import utilisation
-from isles.network.waits import for_buckets
-from isles.network.ways import WAYS, Way
+from isles.network.planner.costs import Lines
+from isles.network.planner.forms import form_of
+from isles.network.planner.job import Job
+from isles.network.planner.planner import utilisation
+from isles.network.planner.waits import for_buckets
+from isles.network.planner.ways import WAYS, Way
 
 C, H, WORKERS = 0.1, 10, 4  # seconds of a step
 SHAPE = Shape(d_model=64, layers=4, heads=2, ffn=128, vocab=64, context=16, tie_embeddings=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 import isles
 from isles.comm.codecs import form
 from isles.comm.mesh import Mesh
-from isles.replicas.cadence import EveryH
-from isles.replicas.diloco import Nesterov
-from isles.replicas.landing import Replace
-from isles.replicas.mixing import Everyone
-from isles.replicas.parts import Composition
+from isles.replicas.methods.diloco import Nesterov
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.landing import Replace
+from isles.replicas.parts.mixing import Everyone
 from tests.replicas.workers import HALVES, LINKS, Net, adamw, sgd, train_step, weights, wrap
 
 STEPS = 10

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.demo_blocks import Blocks, edge
-from isles.replicas.demo_config import DeMoConfig
-from isles.replicas.demo_momentum import Momentum
-from isles.replicas.demo_transform import drawn, fixed, largest
-from isles.replicas.demo_update import orthogonalised
-from isles.replicas.demo_wire import HEADER_BYTES, Packing
-from isles.training.border import read_config
-from isles.training.launch import launch
+from isles.replicas.methods.demo.blocks import Blocks, edge
+from isles.replicas.methods.demo.config import DeMoConfig
+from isles.replicas.methods.demo.momentum import Momentum
+from isles.replicas.methods.demo.transform import drawn, fixed, largest
+from isles.replicas.methods.demo.update import orthogonalised
+from isles.replicas.methods.demo.wire import HEADER_BYTES, Packing
+from isles.training.config.reading import read_config
+from isles.training.running.run import launch
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 CPU = torch.device("cpu")

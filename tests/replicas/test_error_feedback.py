@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.headers import Stamp
-from isles.comm.mean import mean, sent_bytes
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean, sent_bytes
 from isles.comm.mesh import Mesh
 from tests.replicas.workers import LINKS, Net, sgd, train_step, weights, wrap
 

@@ -10,7 +10,7 @@ import torch
 import isles
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
-from isles.replicas.mixing import RandomGroups
+from isles.replicas.parts.mixing import RandomGroups
 from tests.replicas.workers import LINKS, RUNS, Net, counted, held_out, killed, sgd, train_step, weights, wrap
 
 NOLOCO = [name for name in RUNS if name.startswith("noloco")]

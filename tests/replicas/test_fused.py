@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isles.replicas.diloco import Nesterov
-from isles.replicas.parts import Answer
+from isles.replicas.methods.diloco import Nesterov
+from isles.replicas.parts.interfaces import Answer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

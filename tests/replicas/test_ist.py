@@ -19,8 +19,8 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape, flops_per_token
 from isles.models.subnet import Axes, Axis, put, reads, take
-from isles.network.ist_theory import homogeneous, stationary_mean
-from isles.replicas.ist_partition import SAMPLERS, partition, sizes
+from isles.network.theory.ist_theory import homogeneous, stationary_mean
+from isles.replicas.methods.ist.partition import SAMPLERS, partition, sizes
 from tests.replicas.workers import LINKS, Net, adamw, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 SHAPE = Shape(d_model=32, layers=2, heads=4, ffn=64, vocab=64, context=16, tie_embeddings=True)

@@ -13,8 +13,8 @@ from isles.comm.codecs import codec
 from isles.comm.errors import DeadlinePassed
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
-from isles.replicas.eager import EagerDiLoCo
-from isles.replicas.fragmentation import cut
+from isles.replicas.loop.fragments import cut
+from isles.replicas.methods.eager import EagerDiLoCo
 from tests.replicas.workers import HALVES, LINKS, Net, bits, sgd, train_step, weights, wrap
 
 EVERY = 3

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from isles.replicas.mixing import RandomGroups
-from isles.replicas.noloco import DeltaPhi
-from isles.replicas.parts import Answer
-from isles.replicas.stability import largest_gamma, matrix, radius, warn_unless_stable
+from isles.replicas.methods.noloco import DeltaPhi
+from isles.replicas.parts.interfaces import Answer
+from isles.replicas.parts.mixing import RandomGroups
+from isles.replicas.parts.stability import largest_gamma, matrix, radius, warn_unless_stable
 
 
 @pytest.mark.parametrize(

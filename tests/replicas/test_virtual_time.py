@@ -15,8 +15,8 @@ from torch import nn
 import isles
 from benchmarks.virtual import apart as many_apart
 from isles.comm.mesh import Mesh
-from isles.network.costs import Lines, mean_seconds, pair_seconds
-from isles.replicas.mixing import RandomGroups
+from isles.network.planner.costs import Lines, mean_seconds, pair_seconds
+from isles.replicas.parts.mixing import RandomGroups
 from tests.replicas.workers import Net, sgd, train_step, wrap
 
 PARAMETERS = 1200  # divisible by 2, 3, 4

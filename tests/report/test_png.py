@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from isles.report import write_picture, write_report
-from isles.report.style import LIGHT
+from isles.report.draw.style import LIGHT
 from tests.report.sample import write_records, write_sample
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isles.report.axes import Axis, linear, logarithmic
+from isles.report.draw.axes import Axis, linear, logarithmic
 from isles.report.series import average, mean_over, quantile, thin
 from isles.report.units import (
     compare,

@@ -9,10 +9,10 @@ from typing import Any
 
 from isles.comm.mesh import Mesh
 from isles.replicas import METHODS
-from isles.replicas.none import NoSync
-from isles.training.border import read_config
-from isles.training.config import Config
-from isles.training.launch import launch
+from isles.replicas.methods.none import NoSync
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.running.run import launch
 from isles.training.trainer import train_worker
 
 CONTEXT, BATCH = 16, 2

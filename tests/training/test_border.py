@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from isles.replicas import METHODS
-from isles.training.border import gather, read_config, resolve, to_toml
-from isles.training.config import Config
+from isles.training.config.reading import gather, read_config, resolve, to_toml
+from isles.training.config.sections import Config
 
 OWN_METHOD = """
 from dataclasses import dataclass
-from isles.replicas.none import NoSync
+from isles.replicas.methods.none import NoSync
 from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +356,7 @@ def test_a_config_for_one_method_with_another(tmp_path: Path) -> None:
 def test_a_slip_is_answered_before_torch_is_loaded() -> None:
     """Two seconds sooner; only the method's own settings need it."""
     code = (
-        "import sys; from isles.training.border import gather\n"
+        "import sys; from isles.training.config.reading import gather\n"
         "for words in ['run.steps=0', 'a.b=1', 'model.size=x', 'replicas.method=nolocco']:\n"
         "    try: gather(None, {}, [words]); raise SystemExit('accepted ' + words)\n"
         "    except ValueError: pass\n"

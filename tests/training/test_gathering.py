@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from isles.comm.line import listen
-from isles.comm.party import Party, Place
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.gathering import met
+from isles.launch.link import listen
+from isles.launch.nodes import Party, Place
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.running.agree import met
 from tests.training.runs import tiny, write_text
 
 

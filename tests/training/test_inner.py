@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from isles.training.inner import InnerConfig, inner_optimizer, lr_factor
+from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
 
 
 def factors(steps: int, **settings: float) -> list[float]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isles.training.checkpoint import Checkpoints
-from isles.training.launch import launch
-from isles.training.plan import plan
-from isles.training.regroup import prepare
+from isles.training.dry_run import plan
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.regroup import prepare
+from isles.training.running.run import launch
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 
 REAL = "world.backend=distributed"

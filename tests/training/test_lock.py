@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.lock import NAME, locked
+from isles.training.records.lock import NAME, locked
 
 HOLD = """
 import pathlib, sys
-from isles.training.lock import locked
+from isles.training.records.lock import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -56,6 +56,6 @@ def test_a_file_that_was_taken_away_is_no_lock(tmp_path: Path, monkeypatch: pyte
         calls.append(handle)
         real(handle, how)
 
-    monkeypatch.setattr("isles.training.lock.fcntl.flock", slow)
+    monkeypatch.setattr("isles.training.records.lock.fcntl.flock", slow)
     with locked(tmp_path):
         assert len(calls) == 2 and (tmp_path / NAME).exists()

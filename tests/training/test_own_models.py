@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from isles.cli.evaluate import evaluate
 from isles.cli.export import export
-from isles.comm.local import LocalWorkers, raise_first
-from isles.comm.simulated import run_virtual
+from isles.comm.virtual.run import run_virtual
+from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import ModelConfig, build, limits
-from isles.training.border import read_config, to_toml
-from isles.training.config import Config
-from isles.training.launch import launch
-from isles.training.saved import load_run
+from isles.training.config.reading import read_config, to_toml
+from isles.training.config.sections import Config
+from isles.training.records.saved import load_run
+from isles.training.running.run import launch
 from tests.cli.command import isles
 from tests.training.own_models import save_gpt2
 from tests.training.runs import (

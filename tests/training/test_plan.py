@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from isles.comm.codecs import codec
-from isles.comm.collectives import broadcast_sends
-from isles.comm.mean import working_bytes
+from isles.comm.collectives.basic import broadcast_sends
+from isles.comm.collectives.mean import working_bytes
 from isles.comm.mesh import Mesh
-from isles.comm.simulated import run_virtual
+from isles.comm.virtual.run import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
 from isles.replicas.sync import ReplicaSync
-from isles.training.border import read_config
-from isles.training.config import Config
-from isles.training.plan import Plan, counted_flops, plan
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.dry_run import Plan, counted_flops, plan
 from isles.training.trainer import Trainer, train_worker
 from tests.cli.command import Command
 from tests.training.own_models import Bigram
@@ -86,7 +86,7 @@ def owned(optimizer: ReplicaSync) -> int:
         elif isinstance(thing, list | tuple | set):
             for value in thing:
                 walk(value)
-        elif type(thing).__module__.startswith(("isles.replicas", "isles.comm.factors")):
+        elif type(thing).__module__.startswith(("isles.replicas", "isles.comm.collectives.factors")):
             names = [field.name for field in fields(thing)] if is_dataclass(thing) else vars(thing)
             for name in names:
                 if name not in ("inner", "model", "group", "transfer", "gradient_norm"):

@@ -10,9 +10,9 @@ import pytest
 from isles.cli.config import config as print_config
 from isles.cli.train import train
 from isles.models import parameters
-from isles.training.border import read_config
-from isles.training.plan import plan
-from isles.training.presets import preset_file, presets
+from isles.training.config.presets import preset_file, presets
+from isles.training.config.reading import read_config
+from isles.training.dry_run import plan
 
 NAMES = list(presets())
 

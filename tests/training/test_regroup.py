@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from isles.data import Loader, load_corpus
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints, State
-from isles.training.launch import launch
-from isles.training.regroup import prepare
+from isles.training.config.reading import read_config
+from isles.training.records.checkpoint import Checkpoints, State
+from isles.training.records.regroup import prepare
+from isles.training.running.run import launch
 from tests.cli.command import isles
 from tests.training.runs import (
     BATCH,
@@ -288,7 +288,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 def test_a_method_that_does_not_say_is_refused(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with a state of its own and no `regrouped`."""
-    from isles.replicas.outer import OuterSync
+    from isles.replicas.loop.outer import OuterSync
     from isles.replicas.sync import ReplicaSync
 
     path = stopped("localsgd", 2)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.checkpoint import Checkpoints
-from isles.training.launch import launch
-from isles.training.records import cut_metrics
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.writer import cut_metrics
+from isles.training.running.run import launch
 from tests.training.runs import ON_VIRTUAL, Told, metrics, run, tiny, without_clocks, write_text
 
 CASES = [*((name, []) for name in ON_VIRTUAL), ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"])]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isles.training import spread
-from isles.training.spread import Sample, Spread, spread_of
+from isles.training.records import spread
+from isles.training.records.spread import Sample, Spread, spread_of
 from tests.training.runs import lines_of, run, spreads, tiny, write_text
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from isles.comm.errors import WorkerFailed
-from isles.training.config import Config
+from isles.training.config.sections import Config
 from tests.training.runs import Told, metrics, run, tiny, write_text
 
 STEPS = 18

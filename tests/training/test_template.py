@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from isles.replicas import METHODS, method
-from isles.training.border import SECTIONS, read_config
-from isles.training.template import described, template
+from isles.training.config.reading import SECTIONS, read_config
+from isles.training.config.template import described, template
 
 
 @pytest.mark.parametrize("name", METHODS)

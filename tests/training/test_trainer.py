@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.local import LocalWorkers, raise_first
 from isles.comm.mesh import Mesh
-from isles.comm.simulated import run_virtual
+from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
+from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import build
 from isles.models.sizes import parameters as count_parameters
-from isles.training.border import read_config
-from isles.training.checkpoint import Checkpoints
-from isles.training.config import Config
-from isles.training.inner import lr_factor
+from isles.training.config.inner import lr_factor
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.trainer import Trainer, train_worker
 from tests.training.runs import (
     APART,

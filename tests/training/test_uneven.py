@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.border import read_config
-from isles.training.config import WorldConfig
-from isles.training.launch import deadlines
+from isles.training.config.reading import read_config
+from isles.training.config.sections import WorldConfig
+from isles.training.running.run import deadlines
 from tests.training.runs import lines_of, metrics, run, tiny, write_text
 
 PAUSED = ["world.pause_every=0.4", "world.pause_seconds=200.0"]  # away most of the time, longer than all deadlines

@@ -1,4 +1,6 @@
-"""Low-rank factors as a form on the wire: what is asked for. How they are made and averaged: `isles.comm.factors`."""
+"""Low-rank factors as a form on the wire: what is asked for. How they are made and averaged:
+`isles.comm.collectives.factors`.
+"""
 
 from __future__ import annotations
 

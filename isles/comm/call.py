@@ -1,0 +1,118 @@
+"""The address of a collective operation, and what a protocol may ask of the group that it runs in.
+
+Protocols (`isles.comm.collectives.basic`) are written against these two alone, so that they know no group, and a
+group is made of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from isles.comm.codecs.base import as_bytes
+from isles.comm.mailbox import Letter
+from isles.comm.tags import Channel, Tag
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Transport, Work
+
+
+class Members(Protocol):
+    """An ordered set of workers, this one among them, over a transport: what `isles.comm.group.Group` is."""
+
+    @property
+    def transport(self) -> Transport:
+        """This worker's end of the backend."""
+        ...
+
+    @property
+    def ledger(self) -> Ledger:
+        """What all groups of this worker share."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker sent and received."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks, in order."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This worker's position."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        ...
+
+    @property
+    def others(self) -> list[int]:
+        """Positions of the other members, starting behind this one."""
+        ...
+
+    def peer(self, position: int) -> int:
+        """The rank of another member. ValueError for a position that is none."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """What all groups of one worker share, so that they never use one address twice."""
+
+    meetings: Counter[tuple[Channel, int]] = field(default_factory=Counter)
+    """Calls without a round so far, by channel and peer's rank."""
+    letters: dict[tuple[int | None, int], Letter] = field(default_factory=dict)
+    """Mail asked for that did not come in time, by sender's rank (None: anyone) and topic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The address of one collective operation: whose messages, on which channel, in which round.
+
+    Without a round, the calls that two ranks have in common are numbered in program order, channel by channel, as MPI
+    does. The number is taken when a call first meets a rank, which a protocol does before its first yield (or says so
+    with `meet`): then a call that is still under way, or that failed, does not shift the numbers of the next ones.
+    """
+
+    group: Members
+    channel: Channel
+    round: int | None = None
+    fragment: int = 0
+    numbers: dict[int, int] = field(default_factory=dict, repr=False)
+    """This call's number among those with a peer, by its rank."""
+
+    def meet(self, *positions: int) -> None:
+        """Take this call's number with `positions` now: for peers that hear of it only later in the protocol."""
+        for position in positions:
+            self._number(self.group.peer(position))
+
+    def send(self, position: int, data: Tensor, phase: int = 0) -> Work:
+        """Hand `data` (any contiguous tensor) to the transport for `position`, counted."""
+        group = self.group
+        peer, wire = group.peer(position), as_bytes(data)
+        group.traffic.sent(self.channel, wire.numel())
+        return group.transport.send(peer, wire, self._tag(peer, phase))
+
+    def recv(self, position: int, out: Tensor, phase: int = 0) -> Work:
+        """Post a receive of the bytes of `out` (any contiguous tensor) from `position`, counted."""
+        group = self.group
+        peer, wire = group.peer(position), as_bytes(out)
+        group.traffic.received(self.channel, wire.numel())
+        return group.transport.recv(peer, wire, self._tag(peer, phase))
+
+    def _tag(self, peer: int, phase: int) -> Tag:
+        return Tag(self.channel, self._number(peer) if self.round is None else self.round, self.fragment, phase)
+
+    def _number(self, peer: int) -> int:
+        if peer not in self.numbers:
+            meetings = self.group.ledger.meetings
+            self.numbers[peer] = meetings[self.channel, peer]
+            meetings[self.channel, peer] += 1
+        return self.numbers[peer]

@@ -1,0 +1,75 @@
+"""How flat vectors of one layout become their group's mean, round after round: entry by entry through a codec (here),
+or as low-rank factors (`factors`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm.call import Call
+from isles.comm.codecs import Codec
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import as_decoded, mean, sent_bytes, working_bytes
+from isles.comm.transport import Steps
+
+
+class Averaging(ABC):
+    """Means of flat vectors (n,) of one layout. Rounds are counted from 1. No two means of one object overlap."""
+
+    held_bytes = 0
+    """Memory of what is kept from round to round."""
+
+    @abstractmethod
+    def sent_bytes(self, round: int, size: int, position: int) -> int:
+        """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
+
+    @abstractmethod
+    def working_bytes(self, size: int) -> int:
+        """Memory that one mean takes at its peak, beyond the vector."""
+
+    @abstractmethod
+    def mean(
+        self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
+    ) -> Steps[bool]:
+        """See `isles.comm.collectives.mean.mean`."""
+
+    @abstractmethod
+    def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
+        """Fill `out` (n,) with what the others will make of rank `member`'s `buffer`, before it is sent."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept from round to round."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        assert not state
+
+
+class Coded(Averaging):
+    """Each entry for itself, as `codec` leaves it."""
+
+    def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
+        self.codec, self.elements, self.dtype = codec, elements, dtype
+
+    def sent_bytes(self, round: int, size: int, position: int) -> int:
+        """See Averaging.sent_bytes."""
+        return sent_bytes(self.elements, self.dtype, self.codec, size, position)
+
+    def working_bytes(self, size: int) -> int:
+        """See Averaging.working_bytes."""
+        return working_bytes(self.elements, self.dtype, self.codec, size)
+
+    def mean(
+        self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
+    ) -> Steps[bool]:
+        """See Averaging.mean."""
+        return mean(call, buffer, self.codec, stamp, own, residual, part)
+
+    def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
+        """See Averaging.share."""
+        as_decoded(buffer, self.codec, round, fragment, member, out)

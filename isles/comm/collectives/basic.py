@@ -1,0 +1,96 @@
+"""Collectives as generators over a `Call`: each yields the works it waits for.
+
+Receives are posted before sends: gloo halves a pair exchange done in the other order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from isles.comm.call import Call
+from isles.comm.transport import Steps
+
+_FEW = 8  # members up to which everyone sends to everyone
+
+
+def all_gather(call: Call, data: Tensor) -> Steps[list[Tensor]]:
+    """Every member's `data`, in group order. Bytes sent: (size - 1) * bytes of data; messages: size - 1 among few, for
+    one latency, else log2(size), for as many latencies.
+    """
+    return (_gather_directly if call.group.size <= _FEW else _gather_by_doubling)(call, data.contiguous())
+
+
+def _gather_directly(call: Call, data: Tensor) -> Steps[list[Tensor]]:
+    gathered = [data if position == call.group.rank else torch.empty_like(data) for position in range(call.group.size)]
+    works = [call.recv(position, gathered[position]) for position in call.group.others]
+    works += [call.send(position, data) for position in call.group.others]
+    yield works
+    return gathered
+
+
+def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
+    """Bruck et al. (1997): after k phases each member holds its own entry and those of the next 2^k - 1."""
+    size, rank = call.group.size, call.group.rank
+    held = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
+    held[0] = data
+    reaches = list(_doublings(1, size))
+    call.meet(*dict.fromkeys((rank + way * reach) % size for reach in reaches for way in (1, -1)))
+    for phase, reach in enumerate(reaches):
+        count = min(reach, size - reach)
+        yield [
+            call.recv((rank + reach) % size, held[reach : reach + count], phase),
+            call.send((rank - reach) % size, held[:count], phase),
+        ]
+    return [held[(position - rank) % size] for position in range(size)]
+
+
+def all_to_all(call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Steps[None]:
+    """outgoing[p] to position p, incoming[p] from position p; contiguous tensors, sizes may differ from pair to
+    pair. Nothing is sent where one is empty.
+    """
+    works = [call.recv(position, incoming[position]) for position in call.group.others if incoming[position].numel()]
+    works += [call.send(position, outgoing[position]) for position in call.group.others if outgoing[position].numel()]
+    incoming[call.group.rank].copy_(outgoing[call.group.rank])
+    yield works
+
+
+def exchange(call: Call, position: int, data: Tensor) -> Steps[Tensor]:
+    """Swap `data` with one member."""
+    data = data.contiguous()
+    theirs = torch.empty_like(data)
+    yield [call.recv(position, theirs), call.send(position, data)]
+    return theirs
+
+
+def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
+    """Contiguous `data` of position `source` to everyone, along a binomial tree: log2(size) latencies."""
+    size = call.group.size
+    if not 0 <= source < size:
+        raise ValueError(f"source {source}: a group of {size} has positions 0 to {size - 1}")
+    place = (call.group.rank - source) % size  # 0 is the source
+    step = 1  # a member that got the data when `step` members had it feeds place + step, place + 2 * step, ...
+    while step <= place:
+        step *= 2
+    fed = [(place + reach + source) % size for reach in _doublings(step, size - place)]
+    feeder = (place - step // 2 + source) % size
+    call.meet(*([feeder] if place else []), *fed)  # those fed later too: their number is that of the start
+    if place:
+        yield call.recv(feeder, data)
+    yield [call.send(position, data) for position in fed]
+
+
+def broadcast_sends(size: int, position: int) -> int:
+    """To how many members `position` of a group of `size` passes on what position 0 broadcasts."""
+    step = 1
+    while step <= position:
+        step *= 2
+    return len(list(_doublings(step, size - position)))
+
+
+def _doublings(start: int, stop: int) -> Iterator[int]:
+    while start < stop:
+        yield start
+        start *= 2

@@ -1,0 +1,192 @@
+"""The mean of matrices as low-rank factors (PowerSGD, Vogels et al. 2019, arXiv 1905.13727, Algorithm 1), as one
+transfer of two phases.
+
+    each round, A_i (m, n) the matrix of worker i, Q (n, r) that of the last round:
+
+        Qo = orth(Q)    P  = mean_i A_i Qo        first exchange; what is dense travels beside it
+        Po = orth(P)    Q <- mean_i A_i^T Po      second exchange
+        every A_i <- Po Q^T
+
+Both factors may travel in the form of a codec: `mean` sums decoded values, so the same bits arrive everywhere, and
+worker i has put Po C(A_i^T Po)^T into the mean: residuals and mean hold together what was put in. Keeping Q makes every
+round one step of a power iteration, so a subspace that moves slowly is followed. orth is a QR decomposition: a column
+of zeros divides by nothing there. All members compute it from the same bits; the anchor's hash tells if a different
+processor ever disagrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isles.comm.call import Call
+from isles.comm.codecs.lowrank import LowRank
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import mean, sent_bytes, working_bytes
+from isles.comm.transport import Steps, Work
+
+_DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
+
+
+class _Matrix(NamedTuple):
+    """A matrix (rows, columns) that begins at entry `start` of the vector."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, vector: Tensor) -> Tensor:
+        return vector[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+
+class Factors(Averaging):
+    """bases: Q (n, r) of each compressed matrix, equal on all members; may be changed between two rounds, by all in
+    the same way, r <= form.rank.
+    """
+
+    def __init__(
+        self, form: LowRank, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.form, self.dtype = form, dtype
+        self.matrices: list[_Matrix] = []
+        self._dense: list[int] = []  # of the runs between the matrices, in turn with them
+        start = run = 0
+        for shape in shapes:
+            matrix = form.matrix(shape)
+            if matrix is not None:
+                self.matrices.append(_Matrix(start, *matrix))
+                self._dense.append(run)
+            start += prod(shape)
+            run = 0 if matrix is not None else run + prod(shape)
+        self._dense.append(run)
+        self.elements = start
+        draw = torch.Generator().manual_seed(0)  # the same on all members
+        self.bases = [
+            torch.randn(m.columns, min(form.rank, m.rows, m.columns), generator=draw, dtype=dtype).to(device)
+            for m in self.matrices
+        ]
+
+    @property
+    def held_bytes(self) -> int:  # type: ignore[override]
+        """See Averaging.held_bytes."""
+        return sum(basis.nbytes for basis in self.bases)
+
+    def sent_bytes(self, round: int, size: int, position: int) -> int:
+        """See Averaging.sent_bytes."""
+        if self._whole(round):
+            return sent_bytes(self.elements, self.dtype, self.form.dense, size, position)
+        dense = sum(self._dense)
+        total = sent_bytes(dense, self.dtype, self.form.dense, size, position) if dense else 0
+        return total + sum(sent_bytes(n, self.dtype, self.form.values, size, position) for n in self._factors())
+
+    def working_bytes(self, size: int) -> int:
+        """See Averaging.working_bytes."""
+        parts = [(sum(self._dense), self.form.dense), *((n, self.form.values) for n in self._factors())]
+        factors = sum(n * self.dtype.itemsize + working_bytes(n, self.dtype, form, size) for n, form in parts)
+        starting = self._whole(1)
+        return max(factors, working_bytes(self.elements, self.dtype, self.form.dense, size) if starting else 0)
+
+    def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
+        """See Averaging.share: known only with the mean; compositions that would ask are refused."""
+        raise AssertionError("a low-rank share was asked for, which Composition refuses")
+
+    def mean(
+        self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
+    ) -> Steps[bool]:
+        """See Averaging.mean."""
+        assert own is None, "see `share`"
+        if self._whole(call.round or 0):
+            return (yield from mean(call, buffer, self.form.dense, stamp, None, residual, part))
+        inputs = [matrix.of(buffer) for matrix in self.matrices]
+        first = _flat([a @ _orth(q) for a, q in zip(inputs, self.bases, strict=True)])
+        exchanges = [mean(call, first, self.form.values, stamp, part=part)]
+        dense, left = self._pick(buffer), None if residual is None else self._pick(residual)
+        if len(dense):
+            exchanges.append(mean(call, dense, self.form.dense, stamp, residual=left, part=_DENSE))
+        if not all((yield from _together(exchanges))):
+            return False
+        columns = [_orth(p) for p in self._split(first, [len(a) for a in inputs])]
+        own_second = _flat([a.T @ p for a, p in zip(inputs, columns, strict=True)])
+        second, lost = own_second.clone(), None if residual is None else own_second.clone()
+        yield from mean(call, second, self.form.values, stamp, residual=lost, part=_SECOND)
+        self.bases = self._split(second, [a.shape[1] for a in inputs])
+        for a, p, q in zip(inputs, columns, self.bases, strict=True):
+            torch.mm(p, q.T, out=a)
+        self._place(dense, buffer)
+        if residual is not None and left is not None and lost is not None:
+            self._place(left, residual)
+            into_mean = self._split(own_second.sub_(lost), [a.shape[1] for a in inputs])
+            for matrix, p, q in zip(self.matrices, columns, into_mean, strict=True):
+                matrix.of(residual).addmm_(p, q.T, alpha=-1)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Averaging.state_dict."""
+        return {"bases": [basis.clone() for basis in self.bases]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Averaging.load_state_dict."""
+        self.bases = [basis.clone() for basis in state["bases"]]
+
+    def _whole(self, round: int) -> bool:
+        """Whether all of that round travels dense."""
+        return round <= self.form.start or not self.matrices
+
+    def _factors(self) -> tuple[int, int]:
+        """Entries of all first and of all second factors."""
+        ranks = [basis.shape[1] for basis in self.bases]
+        return (
+            sum(matrix.rows * rank for matrix, rank in zip(self.matrices, ranks, strict=True)),
+            sum(basis.numel() for basis in self.bases),
+        )
+
+    def _split(self, factors: Tensor, heights: Sequence[int]) -> list[Tensor]:
+        """Flat factors as one (height, rank) each."""
+        shapes = [(height, basis.shape[1]) for height, basis in zip(heights, self.bases, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(factors.split(list(map(prod, shapes))), shapes, strict=True)]
+
+    def _runs(self, vector: Tensor) -> list[Tensor]:
+        """The runs of a vector between its matrices."""
+        sizes = [
+            size for matrix, run in zip(self.matrices, self._dense, strict=False) for size in (run, prod(matrix[1:]))
+        ]
+        return list(vector.split([*sizes, self._dense[-1]])[::2])
+
+    def _pick(self, vector: Tensor) -> Tensor:
+        """What is dense of a vector, as one of its own."""
+        return torch.cat(self._runs(vector))
+
+    def _place(self, dense: Tensor, vector: Tensor) -> None:
+        """The inverse of `_pick`."""
+        torch._foreach_copy_(self._runs(vector), list(dense.split(self._dense)))
+
+
+def _orth(x: Tensor) -> Tensor:
+    """Orthonormal columns that span those of x."""
+    return torch.linalg.qr(x).Q
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _together(protocols: Sequence[Steps[bool]]) -> Steps[list[bool]]:
+    """Run several protocols at once: their messages share each wait."""
+    results: dict[int, bool] = {}
+    while len(results) < len(protocols):
+        waits: list[Work] = []
+        for index, protocol in enumerate(protocols):
+            if index not in results:
+                try:
+                    works = next(protocol)
+                    waits += works if isinstance(works, Sequence) else [works]
+                except StopIteration as end:
+                    results[index] = end.value
+        if waits:
+            yield waits
+    return [results[index] for index in range(len(protocols))]

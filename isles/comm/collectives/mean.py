@@ -1,0 +1,324 @@
+"""The mean of a group, written once: the same bits on every member and on every backend.
+
+Two-shot, each buffer cut into one shard a member:
+
+    scatter   everyone sends shard p to position p                       encode once
+    reduce    position p decodes, sums in group order, divides
+    gather    position p sends its shard of the mean to everyone         encode once more, in the form of
+              `codec.back`; p uses its own decoded value too
+
+All-gather: everyone sends the whole encoded buffer to everyone, who decode, sum in group order and divide: one
+latency, one encoding. Whatever sends fewer bytes is taken: two-shot 2 (N-1)/N times the encoded buffer, a ring's
+volume; all-gather N - 1 times it, which is the same for a pair, and less for sparse codes, whose sum is dense. A member
+alone has its own, as decoded. One header a peer comes on top. Sums are taken in the buffer's dtype (float32, or
+float64).
+
+Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is two
+segments and the reduction of one hides behind the transfer of the next.
+
+The header (`Stamp`: round, step, hash of the anchor) travels beside the data, so that a member that is elsewhere is
+noticed in the same round trip.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from isles.comm.call import Call
+from isles.comm.codecs.base import Codec
+from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp
+from isles.comm.tags import MAX_FRAGMENTS
+from isles.comm.transport import Steps, Work
+
+_SEGMENT = 1 << 22  # elements; 16 MB of float32
+_MAX_SEGMENTS = 60
+_PHASES_A_PART = 2 * _MAX_SEGMENTS + 4  # scatter and gather of every segment, then the header
+
+
+def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
+    """`elements` cut into `parts` runs of nearly equal length, each but the last a multiple of `block`."""
+    share = -(-elements // (parts * block)) * block
+    return [(min(part * share, elements), min((part + 1) * share, elements)) for part in range(parts)]
+
+
+def segments(elements: int, block: int) -> list[tuple[int, int]]:
+    """The pipeline's segments: at most 4 Mi elements each, at most 60 of them, at least one."""
+    count = min(max(-(-elements // _SEGMENT), 1), _MAX_SEGMENTS)
+    return cuts(elements, count, block)
+
+
+def gathers(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> bool:
+    """Whether a segment is all-gathered, not averaged in two shots: whatever takes fewer bytes over all members."""
+    shards = [last - first for first, last in cuts(elements, size, codec.block)]
+    there, back = (sum(form.wire_bytes(shard, dtype) for shard in shards) for form in (codec, codec.back))
+    return size * codec.wire_bytes(elements, dtype) <= there + back
+
+
+def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
+    """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
+    total = HEADER_BYTES * (size - 1)
+    for start, stop in segments(elements, codec.block):
+        if gathers(stop - start, dtype, codec, size):
+            total += (size - 1) * codec.wire_bytes(stop - start, dtype)
+            continue
+        for owner, (first, last) in enumerate(cuts(stop - start, size, codec.block)):
+            mine = owner == position
+            total += (
+                (size - 1) * codec.back.wire_bytes(last - first, dtype)
+                if mine
+                else codec.wire_bytes(last - first, dtype)
+            )
+    return total
+
+
+def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> int:
+    """Memory in bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: what two segments
+    receive, and where the codec is no mere view, what it encodes and decodes.
+    """
+    total = 0
+    for start, stop in segments(elements, codec.block)[:2]:
+        first, last = cuts(stop - start, size, codec.block)[0]
+        whole = codec.wire_bytes(stop - start, dtype)
+        if size > 1 and gathers(stop - start, dtype, codec, size):
+            total += (size - 1) * whole
+        elif size > 1:
+            total += (size - 1) * max(form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
+        if not codec.lossless:
+            total += whole + (stop - start) * dtype.itemsize
+    return total
+
+
+def mean(
+    call: Call,
+    buffer: Tensor,
+    codec: Codec,
+    stamp: Stamp | None = None,
+    own: Tensor | None = None,
+    residual: Tensor | None = None,
+    part: int = 0,
+) -> Steps[bool]:
+    """Replace flat `buffer` (n,) by the mean over the call's group. False if a member's stamp says `broken`: the
+    buffer then holds nothing of use.
+
+    own: if given (n,), filled with this member's contribution as the others decode it. residual: if given (n,), reduced
+    by what of this member's buffer got into the mean: with the buffer itself in it, the encodings' error is left, and
+    over all members residuals + size * mean = sum of buffers. part: tells apart several buffers of one round (0 or 1).
+    Raises Diverged when a member's stamp differs. After any error, do not write to `buffer`: parts of it may still be
+    on their way to members that are late.
+    """
+    headers = Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
+    codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
+    wires = _Wires()
+    waiting: _Segment | None = None
+    whole = True
+    for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
+        pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
+        phase = part * _PHASES_A_PART + 2 * index
+        segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
+            call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
+        )
+        if waiting is None:
+            whole = yield from headers.compare()  # the first segment is already on its way behind them
+        else:
+            yield from waiting.finish()
+            waiting.release()
+        waiting = segment
+    assert waiting is not None
+    yield from waiting.finish()
+    return whole
+
+
+def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, member: int, out: Tensor) -> None:
+    """Fill `out` (n,) with what the others will decode of rank `member`'s `buffer` in the mean of that round and
+    fragment.
+    """
+    codec = codec.salted(salt(round, fragment), member)
+    for start, stop in segments(buffer.numel(), codec.block):  # as large as what is encoded there
+        codec.decode_into(codec.encode(buffer[start:stop]), out[start:stop])
+
+
+def salt(round: int | None, fragment: int) -> int:
+    """What random codecs draw from: the same on all members, another one for each exchange."""
+    return (0 if round is None else round) * MAX_FRAGMENTS + fragment
+
+
+def _scheme(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> type[_Segment]:
+    if size == 1:
+        return _Alone
+    return _AllGather if gathers(elements, dtype, codec, size) else _TwoShot
+
+
+def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
+    """Replace `buffer` (CPU or CUDA) by the mean over the call's group with the backend's own collective.
+
+    Fast inside an island (NCCL); the order of its sums is the backend's, so bits may differ from `mean`'s. Counted as a
+    ring: `native_bytes`.
+    """
+    group = call.group
+    for count in (group.traffic.sent, group.traffic.received):
+        count(call.channel, native_bytes(buffer.numel(), buffer.dtype, group.size))
+    yield group.transport.native_sum(buffer, group.ranks)
+    buffer.div_(group.size)
+
+
+def native_bytes(elements: int, dtype: torch.dtype, size: int) -> int:
+    """Bytes that each member of a ring all-reduce sends: 2 (N-1)/N times the buffer, rounded up."""
+    return -(-2 * (size - 1) * elements * dtype.itemsize // size)
+
+
+class _Wires:
+    """Buffers to receive into, used again by later segments: large ones made anew each time fragment the heap."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[Tensor]] = {}
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of exactly `nbytes`, its content undefined."""
+        spare = self._spare.get(nbytes)
+        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, wire: Tensor) -> None:
+        """Take back a buffer that nothing is received into or read from any more."""
+        self._spare.setdefault(wire.numel(), []).append(wire)
+
+
+class _Segment(ABC):
+    """One segment under way: made when its first messages leave, finished when the mean is in place."""
+
+    def __init__(
+        self,
+        call: Call,
+        buffer: Tensor,
+        codec: Codec,
+        own: Tensor | None,
+        residual: Tensor | None,
+        *,
+        phase: int,
+        wires: _Wires,
+    ) -> None:
+        self.call, self.buffer, self.codec, self.phase, self.wires = call, buffer, codec, phase, wires
+        self.own, self.residual = own, residual
+        self.works: list[Work] = []
+        self.inbox: dict[int, Tensor] = {}
+        self.start()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Post the first receives and sends."""
+
+    @abstractmethod
+    def finish(self) -> Steps[None]:
+        """Wait for them, do the rest."""
+
+    def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
+        """Post the receive of an encoded run of `elements` entries."""
+        wire = self.wires.take(codec.wire_bytes(elements, self.buffer.dtype))
+        self.inbox[position] = wire
+        return self.call.recv(position, wire, phase)
+
+    def release(self) -> None:
+        """Give back what was received, once it is decoded."""
+        for wire in self.inbox.values():
+            self.wires.give(wire)
+        self.inbox.clear()
+
+    def decode(self, wire: Tensor, elements: int) -> Tensor:
+        return self.codec.decode(wire, elements, self.buffer.dtype)
+
+    def note(self, wire: Tensor, first: int, last: int) -> None:
+        """Tell `own` and `residual` what the others decode of entries [first, last)."""
+        if self.own is None and self.residual is None:
+            return
+        decoded = self.decode(wire, last - first)
+        if self.own is not None:
+            self.own[first:last].copy_(decoded)
+        if self.residual is not None:
+            self.residual[first:last].sub_(decoded)
+
+    def reduce(self, wire: Tensor, out: Tensor) -> None:
+        """Write the mean of the inbox and the own `wire`, summed in group order, into `out`: it may be what `wire` is a
+        view of.
+        """
+        group = self.call.group
+        wires = [wire if position == group.rank else self.inbox[position] for position in range(group.size)]
+        if self.codec.lossless:  # views: what is received is added up where it lies
+            total = self.decode(wires[0], out.numel())
+            for other in wires[1:]:
+                total.add_(self.decode(other, out.numel()))
+            torch.div(total, group.size, out=out)
+            return
+        self.codec.decode_into(wires[0], out)
+        room = torch.empty_like(out)
+        for other in wires[1:]:
+            self.codec.decode_into(other, room)
+            out.add_(room)
+        out.div_(group.size)
+
+
+class _Alone(_Segment):
+    def start(self) -> None:
+        self.wire = self.codec.encode(self.buffer)
+
+    def finish(self) -> Steps[None]:
+        yield self.works
+        self.note(self.wire, 0, self.buffer.numel())
+        mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
+        if mine.data_ptr() != self.buffer.data_ptr():
+            self.buffer.copy_(mine)
+
+
+class _AllGather(_Segment):
+    def start(self) -> None:
+        elements = self.buffer.numel()
+        self.wire = self.codec.encode(self.buffer)
+        for position in self.call.group.others:
+            self.works.append(self.receive(position, self.codec, elements, self.phase))
+        self.works += [self.call.send(position, self.wire, self.phase) for position in self.call.group.others]
+
+    def finish(self) -> Steps[None]:
+        yield self.works  # the sends too: the reduction may write over what the wire is a view of
+        self.note(self.wire, 0, self.buffer.numel())
+        self.reduce(self.wire, self.buffer)
+
+
+class _TwoShot(_Segment):
+    def start(self) -> None:
+        group = self.call.group
+        self.shards = cuts(self.buffer.numel(), group.size, self.codec.block)
+        first, last = self.shards[group.rank]
+        for position in group.others:
+            self.works.append(self.receive(position, self.codec, last - first, self.phase))
+        for position in group.others:
+            self.works.append(self.call.send(position, self._encode(position), self.phase))
+        self.wire = self._encode(group.rank)
+
+    def _encode(self, position: int) -> Tensor:
+        first, last = self.shards[position]
+        wire = self.codec.encode(self.buffer[first:last])
+        self.note(wire, first, last)
+        return wire
+
+    def finish(self) -> Steps[None]:
+        yield self.works
+        group, back = self.call.group, self.codec.back
+        first, last = self.shards[group.rank]
+        shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
+        self.reduce(self.wire, shard)
+        self.release()
+        wire = back.encode(shard)
+        works = []
+        for position in group.others:
+            start, stop = self.shards[position]
+            works.append(self.receive(position, back, stop - start, self.phase + 1))
+        works += [self.call.send(position, wire, self.phase + 1) for position in group.others]
+        told = back.decode(wire, last - first, shard.dtype)
+        if self.residual is not None:  # what the second encoding lost of all members' shares
+            self.residual[first:last].add_(shard - told, alpha=group.size)
+        shard.copy_(told)
+        yield works
+        for position in group.others:
+            start, stop = self.shards[position]
+            back.decode_into(self.inbox[position], self.buffer[start:stop])

@@ -1,0 +1,1 @@
+"""Real processes: torch.distributed (gloo, NCCL) as a transport."""

@@ -1,0 +1,257 @@
+"""Who may go on: N worker threads acting in the order of virtual time, one at a time.
+
+The rule (conservative discrete-event simulation). Every transport call that others can notice takes effect in its
+worker's **turn**: when no other worker can still act at an earlier (virtual time, rank), and every network event up
+to that time has been acted out. So the order of all calls and events is a function of the program and the seed alone.
+
+    running     its thread computes; its next call comes at its clock or later
+    ready       its thread sleeps in a call until its turn
+    resuming    its thread sleeps; what it waited for has come (or it has not begun)
+    blocked     its thread sleeps in Transfer.wait
+    ended
+
+At most `slots` threads run. A worker that is still the least keeps running without a switch of threads; otherwise it
+wakes the one that is next and sleeps on a lock of its own, so a switch costs one wake-up, whatever the number of
+workers.
+
+Charging computation only moves the worker's own clock, so it needs no turn: that is what lets several workers compute
+at once with `slots` > 1 (each has promised not to act before its clock), and what saves switches with one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Sequence
+from threading import get_ident
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from isles.comm.errors import CommError
+from isles.comm.virtual.events import Timeline
+from isles.network.pauses import Absences
+
+Place = tuple[float, int]  # (clock, rank)
+
+
+class Stopped(BaseException):
+    """The run was stopped from outside (Ctrl-C): unwinds a worker's thread past `except Exception`."""
+
+
+class Awaited(Protocol):
+    """What a worker blocks on: a protocol under way."""
+
+    error: BaseException | None
+    """What ended it, if it has failed."""
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class Worker:
+    """One worker's place in virtual time. As a context manager: its turn (free inside a protocol's step)."""
+
+    __slots__ = ("absences", "awaits", "clock", "gate", "rank", "scheduler")
+
+    def __init__(self, scheduler: Scheduler, rank: int, absences: Absences | None) -> None:
+        self.scheduler = scheduler
+        self.rank = rank
+        self.absences = absences  # None: never paused
+        self.clock = 0.0
+        self.awaits: Awaited | None = None
+        self.gate = threading.Lock()  # released by whoever lets this worker go on
+        self.gate.acquire()
+
+    def __enter__(self) -> Worker:
+        if self.scheduler.stepper != get_ident():
+            self.scheduler.take_turn(self)
+        return self
+
+    def back(self, time: float) -> float:
+        """`time` if the worker is not paused then, else when it is back."""
+        return time if self.absences is None else self.absences.back(time)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.scheduler.stepper != get_ident():
+            self.scheduler.end_turn()
+
+
+class Scheduler:
+    """Hands the turn round. All state is guarded by one lock, held during a turn and while events are acted out."""
+
+    def __init__(self, absences: Sequence[Absences | None], slots: int) -> None:
+        self.timeline = Timeline()
+        self.workers = [Worker(self, rank, away) for rank, away in enumerate(absences)]
+        self.stepper = 0
+        """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
+        self.stepping: Awaited | None = None
+        """The transfer whose protocol that is."""
+        self._slots = slots
+        self._mutex = threading.Lock()
+        self._running: list[Worker] = []
+        self._ready: list[Place] = []
+        self._resuming: list[Place] = [(0.0, rank) for rank in range(len(self.workers))]
+        self._blocked = 0
+        self._stopped = False
+
+    # Called by worker threads
+
+    def begin(self, worker: Worker) -> None:
+        """Sleep until the worker may start. Stopped if the run was stopped before."""
+        worker.gate.acquire()
+        if self._stopped:
+            raise Stopped
+
+    def take_turn(self, worker: Worker) -> None:
+        """Return in the worker's turn, holding the lock until `end_turn`."""
+        self._mutex.acquire()
+        try:
+            if self._stopped:
+                raise Stopped
+            place = (worker.clock, worker.rank)
+            timeline = self.timeline
+            while True:
+                if self._is_another_before(place):
+                    self._running.remove(worker)
+                    heapq.heappush(self._ready, place)
+                    self._sleep(worker)
+                    break  # woken in its turn, and since then nobody could act
+                if timeline.next_time() > worker.clock:
+                    break
+                timeline.step()
+            timeline.now = worker.clock
+            if self._resuming and len(self._running) < self._slots:
+                self._dispatch()
+        except BaseException:
+            self._stop()  # stopped already, or an event failed: then nothing can be ordered any more
+            self._mutex.release()
+            raise
+
+    def end_turn(self) -> None:
+        """Give the lock back; the worker's thread computes on."""
+        self._mutex.release()
+
+    def advance(self, worker: Worker, clock: float) -> None:
+        """Move the worker's clock to `clock` (seconds); without a turn, see above."""
+        if self._stopped:
+            raise Stopped
+        if self._slots == 1:
+            worker.clock = clock  # nobody else runs: whoever is next will see it
+            return
+        with self._mutex:
+            worker.clock = clock
+            self._dispatch()  # others may have waited for this clock to pass theirs
+
+    def block(self, worker: Worker, awaited: Awaited) -> None:
+        """In the worker's turn: sleep until `wake`, which moves its clock."""
+        worker.awaits = awaited
+        self._blocked += 1
+        self._running.remove(worker)
+        self._sleep(worker)
+
+    def end(self, worker: Worker) -> None:
+        """In the worker's turn: it will never act again."""
+        self._running.remove(worker)
+        self._dispatch()
+
+    # Called under the lock, from events and turns
+
+    def wake(self, worker: Worker) -> None:
+        """What the worker is blocked on has come, now."""
+        worker.awaits = None
+        self._blocked -= 1
+        worker.clock = self.timeline.now
+        heapq.heappush(self._resuming, (worker.clock, worker.rank))
+
+    # Called by the thread that waits for the workers
+
+    def start(self) -> None:
+        """Let the first worker begin."""
+        with self._mutex:
+            self._dispatch()
+
+    def stop(self) -> None:
+        """Make every worker's next call, and every call it sleeps in, raise Stopped."""
+        with self._mutex:
+            self._stop()
+
+    def _is_another_before(self, place: Place) -> bool:
+        return (
+            (bool(self._ready) and self._ready[0] < place)
+            or (bool(self._resuming) and self._resuming[0] < place)
+            or (self._slots > 1 and any((other.clock, other.rank) < place for other in self._running))
+        )
+
+    def _first_clock(self) -> float | None:
+        """The least clock of all who can still act by themselves."""
+        clocks = [worker.clock for worker in self._running]
+        clocks += [heap[0][0] for heap in (self._ready, self._resuming) if heap]
+        return min(clocks, default=None)
+
+    def _dispatch(self) -> None:
+        """Act out all events that are due, and fill the free slots."""
+        try:
+            self._act_and_grant()
+        except BaseException:
+            self._stop()  # an event failed: nothing can be ordered any more, and nobody may sleep for ever
+            raise
+
+    def _act_and_grant(self) -> None:
+        timeline = self.timeline
+        while True:
+            first, next_time = self._first_clock(), timeline.next_time()
+            if first is None:
+                if not self._blocked:
+                    return  # all have ended: what is still on its way arrives nowhere
+                if next_time == math.inf:
+                    _deadlock([worker for worker in self.workers if worker.awaits is not None])
+                    continue
+            if next_time < math.inf and (first is None or next_time <= first):
+                timeline.step()
+            elif not self._grant():
+                return
+
+    def _grant(self) -> bool:
+        """Let one sleeping worker run, if a slot is free and one may."""
+        if len(self._running) >= self._slots:
+            return False
+        ready, resuming = self._ready, self._resuming
+        if ready and not self._is_another_before(ready[0]):
+            heap = ready
+        elif resuming:
+            heap = resuming  # it only computes until its next call: no order to keep
+        else:
+            return False
+        worker = self.workers[heapq.heappop(heap)[1]]
+        self._running.append(worker)
+        worker.gate.release()
+        return True
+
+    def _sleep(self, worker: Worker) -> None:
+        """Let others go on until this worker is let go on. Gives the lock back meanwhile."""
+        # With one slot this thread is alone between here and its sleep, so the global generator is still this worker's.
+        state = torch.default_generator.get_state() if self._slots == 1 else None
+        self._dispatch()
+        self._mutex.release()
+        worker.gate.acquire()
+        self._mutex.acquire()
+        if self._stopped:
+            raise Stopped
+        if state is not None:
+            torch.default_generator.set_state(state)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for worker in self.workers:
+            if worker.gate.locked():  # asleep, or running: then its next sleep ends at once
+                worker.gate.release()
+
+
+def _deadlock(blocked: list[Worker]) -> None:
+    """Everyone waits without a deadline and nothing is on its way: the first in virtual time is told."""
+    first = min(blocked, key=lambda worker: (worker.clock, worker.rank))
+    ranks = ", ".join(str(worker.rank) for worker in blocked)
+    assert first.awaits is not None
+    first.awaits.fail(CommError(f"deadlock: workers {ranks} wait for messages that nobody will send"))

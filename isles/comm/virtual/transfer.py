@@ -1,0 +1,198 @@
+"""Messages and transfers of a virtual run, as their owner sees them.
+
+A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by
+the events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm.errors import DeadlinePassed
+from isles.comm.tags import Channel
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Steps
+from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
+from isles.comm.virtual.scheduler import Awaited, Scheduler, Worker
+
+
+class VirtualWork:
+    """One message on its way. See `isles.comm.transport.Work`."""
+
+    __slots__ = ("_owner", "_transfer", "error", "finished", "out", "peer", "waiter")
+
+    def __init__(self, owner: Worker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
+        self.peer = peer
+        self.out = out  # a receive's buffer
+        self.finished = False
+        self.error: Exception | None = None
+        self.waiter: VirtualTransfer | None = None  # whose yield waits for this
+        self._owner = owner
+        self._transfer = transfer  # in whose protocol it was made
+
+    def done(self) -> bool:
+        """See Work.done."""
+        with self._owner:
+            return self.finished
+
+    def is_abandoned(self) -> bool:
+        """Whether the transfer that made it has failed: then nobody will read it."""
+        return self._transfer is not None and self._transfer.error is not None
+
+    def finish(self, error: Exception | None = None) -> None:
+        """It is gone, has arrived, or has failed, now; a paused owner hears of it when it is back."""
+        timeline = self._owner.scheduler.timeline
+        back = self._owner.back(timeline.now)
+        if back > timeline.now:
+            timeline.at(back, ARRIVED, self._owner.rank, partial(self._finish, error))
+        else:
+            self._finish(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        self.finished, self.error, self.out = True, error, None
+        if self.waiter is not None:
+            waiter, self.waiter = self.waiter, None
+            waiter.one_done(self)
+
+
+class VirtualTransfer:
+    """A protocol under way. See `isles.comm.transport.Transfer`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        owner: Worker,
+        steps: Steps[Any],
+        channel: Channel,
+        deadline: float,
+        traffic: Traffic,
+    ) -> None:
+        self.error: BaseException | None = None
+        self.finished = False
+        self._scheduler, self._owner = scheduler, owner
+        self._steps: Steps[Any] | None = steps
+        self._channel: Channel = channel
+        self._seconds = deadline
+        self._traffic = traffic
+        self._began = scheduler.timeline.now
+        self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
+        self._deadline: Event | None = None
+        self._result: Any = None
+
+    def start(self) -> None:
+        """Step to the first wait, in the caller's thread and turn."""
+        self._advance(None)
+        if not self.finished and self._seconds < float("inf"):
+            timeline = self._scheduler.timeline
+            self._deadline = timeline.at(timeline.now + self._seconds, DEADLINE, self._owner.rank, self._late)
+
+    def wait(self) -> Any:
+        """See Transfer.wait; blocks in virtual time."""
+        with self._owner:
+            if not self.finished:
+                assert self._scheduler.stepper != get_ident(), "a protocol yields what it waits for"
+                start = self._owner.clock
+                self._scheduler.block(self._owner, self)
+                self._traffic.waited(self._channel, start, self._owner.clock)
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+    def done(self) -> bool:
+        """See Transfer.done."""
+        with self._owner:
+            return self.finished
+
+    def one_done(self, work: VirtualWork) -> None:
+        """A work this transfer may be waiting for has ended; a failed one is raised in the protocol without delay."""
+        if work not in self._pending:
+            return
+        del self._pending[work]
+        if work.error is not None or not self._pending:
+            with _threads_own_modes():
+                self._advance(work.error)
+
+    def fail(self, error: BaseException) -> None:
+        """Abandon the protocol; `wait` raises `error`. Nothing happens to other transfers, nor if it has ended."""
+        if self.finished:
+            return
+        steps, self._steps = self._steps, None
+        self._end(None, error)
+        if steps is not None:
+            with self._stepping():
+                try:
+                    steps.close()
+                except Exception as failure:  # its clean-up failed as well: told with the first cause
+                    error.add_note(f"and closing the protocol raised {failure!r}")
+
+    def _late(self) -> None:
+        timeline = self._scheduler.timeline
+        back = self._owner.back(timeline.now)
+        if back > timeline.now:  # what came in its absence is looked at before the clock
+            self._deadline = timeline.at(back, DEADLINE, self._owner.rank, self._late)
+            return
+        peer = next((work.peer for work in self._pending), None)
+        self.fail(DeadlinePassed(-1 if peer is None else peer, self._channel, self._seconds))
+
+    def _advance(self, error: Exception | None) -> None:
+        """Step until something has to be waited for, or the protocol ends."""
+        steps = self._steps
+        assert steps is not None
+        self._pending.clear()
+        with self._stepping():
+            while True:
+                try:
+                    waited = steps.throw(error) if error is not None else next(steps)
+                except StopIteration as end:
+                    self._end(end.value, None)
+                    return
+                except BaseException as failure:  # whatever the protocol raises belongs to whoever waits
+                    self._end(None, failure)
+                    return
+                works: list[Any] = list(waited) if isinstance(waited, Sequence) else [waited]
+                error = next((work.error for work in works if work.error is not None and work.finished), None)
+                pending = [work for work in works if not work.finished]
+                if error is None and pending:
+                    self._pending = dict.fromkeys(pending)
+                    for work in pending:
+                        work.waiter = self
+                    return
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        self._result, self.error, self.finished, self._steps = result, error, True, None
+        self._pending.clear()
+        self._traffic.transfer(self._channel, self._began, self._scheduler.timeline.now)
+        if self._deadline is not None:
+            self._scheduler.timeline.cancel(self._deadline)
+            self._deadline = None
+        if self._owner.awaits is self:
+            self._scheduler.wake(self._owner)
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Transport calls in here belong to the event, and the works they make to this transfer."""
+        scheduler = self._scheduler
+        before = scheduler.stepper, scheduler.stepping
+        scheduler.stepper, scheduler.stepping = get_ident(), self
+        try:
+            yield
+        finally:
+            scheduler.stepper, scheduler.stepping = before
+
+
+@contextlib.contextmanager
+def _threads_own_modes() -> Iterator[None]:
+    """torch's modes as a fresh thread has them: the step runs in whatever worker's thread is at hand, perhaps amid its
+    evaluation without gradients or under autocast, while with real processes it runs in a thread of its own."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        yield

@@ -1,0 +1,260 @@
+"""Messages of a virtual run: from a send, over the lines of both ends and the latency, to the receive they belong to.
+
+    send -> waits for the sender's uplink, is served -> gone (the send is done) -> latency -> the last bit is there
+            its first bit leaves -> latency -> waits for the target's downlink, is served -> through
+    the last bit is there, and it is through -> arrived (the receive is done)
+
+A message comes in while it still leaves, so one alone takes the time of the slower of the two lines. Those that come in
+share a downlink fairly, each with all of its bits from the moment of its first: a share that a slow sender cannot fill
+is not given to the others at once, but when that message has had its bits. A downlink that the others' uplinks together
+cannot fill is left out: it keeps nobody waiting.
+
+Bytes are copied once, when the message is gone, straight into the receive that is posted for it; if there is none
+yet, or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
+
+Matching: by (source, target, tag), oldest message to oldest receive; a receive from a named rank goes before one from
+anyone. Messages of one (source, target, channel) arrive in the order of their sends: a small jitter never overtakes a
+large one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from isles.comm.errors import PeerLost
+from isles.comm.tags import Tag
+from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, Timeline
+from isles.comm.virtual.transfer import VirtualWork
+from isles.network.pipe import Pipe
+from isles.network.topology import Topology
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Message:
+    """One message on its way. latency: seconds that each of its bits takes. down: the downlink that it goes through,
+    None where that does not count.
+    """
+
+    __slots__ = ("arrival", "bits", "data", "down", "latency", "lines", "receive", "sent", "source", "tag", "target")
+
+    def __init__(
+        self, source: int, target: int, tag: Tag, latency: float, data: Bytes, sent: VirtualWork, down: int | None
+    ) -> None:
+        self.source, self.target, self.tag, self.latency, self.down = source, target, tag, latency, down
+        self.bits = 8.0 * data.nbytes
+        self.data: Bytes | None = data  # the sender's own bytes until it is gone, then a copy, or None once delivered
+        self.sent = sent
+        self.receive: VirtualWork | None = None
+        self.lines = 1 if down is None else 2  # that are not done with it
+        self.arrival = 0.0  # not before
+
+
+class Wire:
+    """The network between `size` ranks. Every method acts at `timeline.now`."""
+
+    def __init__(self, size: int, routes: Topology, seed: int, timeline: Timeline) -> None:
+        self.size, self.routes, self.seed, self.timeline = size, routes, seed, timeline
+        self.numbers: list[Counter[int]] = [Counter() for _ in range(size)]
+        """Messages sent so far, [source][target]: the jitter's counter."""
+        self.latest: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
+        """Latest arrival, [source][(target, channel)]."""
+        self._pipes: list[Pipe[Message]] = [Pipe(rate) for rate in routes.rates]  # up, then those down
+        self._downs: list[int | None] = [None] * len(routes.rates)
+        """By line: the place in `_pipes` of its downlink, None where it keeps nobody waiting."""
+        for line in routes.far.narrow_downlinks(size):
+            self._downs[line] = len(self._pipes)
+            self._pipes.append(Pipe(routes.far.down_rate(line)))
+        self._completions: list[Event | None] = [None] * len(self._pipes)
+        self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
+        """When the latest message comes to the target's downlink, [source][(target, channel)]."""
+        self._posted: dict[tuple[int, int | None, Tag], deque[VirtualWork]] = {}  # (target, source, tag)
+        self._arrived: dict[tuple[int, Tag], dict[int, deque[Message]]] = {}  # (target, tag) -> source
+        self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
+        self._lost: dict[int, str] = {}
+
+    def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
+        """Queue `data` on the uplink of `source`; `work` is done when it is gone, PeerLost if the target has ended."""
+        if target in self._lost:
+            work.finish(PeerLost(target, self._lost[target]))
+            return
+        number = self.numbers[source][target]
+        self.numbers[source][target] += 1
+        self._coming[target, source, tag] += 1
+        latency = self.routes.latency(source, target, number=number, seed=self.seed)
+        line = self.routes.down(source, target)
+        down = None if line is None else self._downs[line]
+        message = Message(source, target, tag, latency, data.numpy(), work, down)
+        index = self.routes.up(source, target)
+        begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
+        if begins and down is not None:
+            self._leaves(message)
+        self._watch(index)
+
+    def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
+        """Fill `work.out` with the next message under `tag`; at once PeerLost if it can never come."""
+        waiting = self._arrived.get((target, tag))
+        if waiting and (source is None or source in waiting):
+            if source is None:
+                source = min(waiting, key=lambda rank: (waiting[rank][0].arrival, rank))
+            message = waiting[source].popleft()
+            if not waiting[source]:
+                del waiting[source]
+                if not waiting:
+                    del self._arrived[target, tag]
+            _deliver(message, work)
+            return
+        key = (target, source, tag)
+        queue = self._posted.setdefault(key, deque())
+        queue.append(work)
+        self._fail_hopeless(key)
+
+    def lost(self, rank: int, why: str) -> None:
+        """`rank` has ended: what it has sent is still delivered; who waits for more gets PeerLost, in rank order."""
+        self._lost[rank] = why
+        for key in [key for key in self._posted if key[0] == rank]:
+            del self._posted[key]
+        for gone in [key for key in self._arrived if key[0] == rank]:
+            del self._arrived[gone]
+        for key in sorted((key for key in self._posted if key[1] in (rank, None)), key=lambda key: key[0]):
+            self._fail_hopeless(key)
+
+    def _fail_hopeless(self, key: tuple[int, int | None, Tag]) -> None:
+        """Fail the receives of `key` that are more than the messages that may still come."""
+        target, source, tag = key
+        if source is None:
+            if len(self._lost) < self.size - 1:
+                return  # someone is left who may send
+            coming, rank = sum(self._coming[target, peer, tag] for peer in self._lost), next(reversed(self._lost))
+        elif source in self._lost:
+            coming, rank = self._coming[target, source, tag], source
+        else:
+            return
+        # Looked up anew each time: a failed receive lets its protocol go on, which may post and end others.
+        while len(queue := self._posted.get(key, deque())) > coming:
+            work = queue.pop()
+            if not queue:
+                del self._posted[key]
+            work.finish(PeerLost(rank, self._lost[rank]))
+
+    def _watch(self, index: int) -> None:
+        """Keep the event of a line's next completion true; every arrival and departure may move it."""
+        event, time = self._completions[index], self._pipes[index].next_completion()
+        if event is not None and event[4] is not None:
+            if event[0] == time:
+                return
+            self.timeline.cancel(event)
+        self._completions[index] = None
+        if time < float("inf"):
+            act = self._gone if index < len(self._downs) else self._come
+            self._completions[index] = self.timeline.at(time, SERVED, index, partial(act, index))
+
+    def _leaves(self, message: Message) -> None:
+        """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
+        path, entered = (message.target, message.tag.channel), self._entered[message.source]
+        time = entered[path] = max(self.timeline.now + message.latency, entered.get(path, 0.0))
+        self.timeline.at(time, ENTERS, message.source, partial(self._enters, message))
+
+    def _enters(self, message: Message) -> None:
+        assert message.down is not None
+        flow = (message.source, message.target, message.tag.channel)
+        self._pipes[message.down].add(self.timeline.now, flow, message.bits, message)
+        self._watch(message.down)
+
+    def _gone(self, index: int) -> None:
+        """The last bit has left: copy the bytes, so that the sender may write over them, and let the latency run."""
+        message = self._complete(index)
+        if message.target not in self._lost:
+            self._bind(message)
+        self._through(message, self.timeline.now + message.latency)
+        message.sent.finish()
+
+    def _come(self, index: int) -> None:
+        """The downlink is through with a message."""
+        self._through(self._complete(index), self.timeline.now)
+
+    def _complete(self, index: int) -> Message:
+        time, message, following = self._pipes[index].complete()
+        assert time == self.timeline.now, (time, self.timeline.now)
+        if following is not None and following.down is not None and index != following.down:
+            self._leaves(following)
+        self._watch(index)
+        return message
+
+    def _through(self, message: Message, time: float) -> None:
+        """One line is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
+        its channel.
+        """
+        message.lines -= 1
+        if message.lines:
+            message.arrival = time
+            return
+        path, latest = (message.target, message.tag.channel), self.latest[message.source]
+        message.arrival = latest[path] = max(time, message.arrival, latest.get(path, 0.0))
+        self.timeline.at(message.arrival, ARRIVED, message.source, partial(self._arrive, message))
+
+    def _bind(self, message: Message) -> None:
+        key = (message.target, message.source, message.tag)
+        if self._coming[key] == 1 and (receive := self._take(key)) is not None:  # 1: no older one of its key is ahead
+            self._count_down(key)
+            message.receive = receive
+            _fill(message, receive)
+        else:
+            assert message.data is not None
+            message.data = message.data.copy()
+
+    def _arrive(self, message: Message) -> None:
+        target, source, tag = message.target, message.source, message.tag
+        if message.receive is not None:
+            message.receive.finish(message.receive.error)
+            return
+        self._count_down((target, source, tag))
+        if target in self._lost:
+            return
+        receive = self._take((target, source, tag)) or self._take((target, None, tag))
+        if receive is not None:
+            _deliver(message, receive)
+        else:
+            self._arrived.setdefault((target, tag), {}).setdefault(source, deque()).append(message)
+
+    def _take(self, key: tuple[int, int | None, Tag]) -> VirtualWork | None:
+        """The oldest receive posted under `key`."""
+        queue = self._posted.get(key)
+        if queue is None:
+            return None
+        work = queue.popleft()
+        if not queue:
+            del self._posted[key]
+        return work
+
+    def _count_down(self, key: tuple[int, int, Tag]) -> None:
+        self._coming[key] -= 1
+        if not self._coming[key]:
+            del self._coming[key]  # tags are not used twice: without this the counter would grow for ever
+
+
+def _deliver(message: Message, receive: VirtualWork) -> None:
+    _fill(message, receive)
+    receive.peer = message.source
+    receive.finish(receive.error)
+
+
+def _fill(message: Message, receive: VirtualWork) -> None:
+    """Copy the bytes, unless the sizes differ or the transfer was abandoned: its owner may use the memory again."""
+    data, out = message.data, receive.out
+    message.data = None
+    assert data is not None and out is not None
+    if receive.is_abandoned():
+        return
+    if data.nbytes != out.numel():
+        receive.error = ValueError(
+            f"{message.tag} from worker {message.source} to {message.target}: a message of {data.nbytes} bytes met a "
+            f"receive of {out.numel()} bytes; both sides must agree on the size"
+        )
+        return
+    out.numpy()[:] = data

@@ -1,0 +1,1 @@
+"""HDEE: heterogeneous domain expert ensemble."""

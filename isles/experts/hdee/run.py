@@ -1,0 +1,221 @@
+"""HDEE from words to results: texts, seeds, experts, forests, and the table of perplexities.
+
+OUT/experts.toml             what was asked for
+OUT/domains/*.jsonl          the default domains, where none were listed
+OUT/seed-0/mixture/          what the seeds train on (a stored corpus), and splits/0 1 2: random thirds of it
+OUT/seed-0/seed-f192/ ...    runs: seeds and experts (`jobs`)
+OUT/seed-0/forests/*.json    one forest a variant and iteration (`registry`)
+OUT/results.json             everything that was measured; means over seeds beside each seed's
+
+Called again with the same words it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isles.data.corpus import rows_corpus
+from isles.experts import mixture
+from isles.experts.averages import averaged
+from isles.experts.domains import TRAINED, DomainText, Part, of_difficulty, pooled, read_domains, store_rows
+from isles.experts.hdee import hdee
+from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
+from isles.experts.jobs import Job, Progress
+from isles.experts.judging import WAYS, judge, mean_of
+from isles.experts.meters import Bytes, bytes_of
+from isles.experts.registry import Forest, Member
+from isles.experts.routing.priors import cached
+from isles.experts.routing.ridge import RidgeGate
+from isles.experts.served import Served, score
+from isles.experts.system import System
+from isles.models import flops_per_token, parameters
+from isles.training.records.saved import SavedRun, load_run
+
+
+class Hdee(System[HdeeConfig]):
+    """One HDEE directory."""
+
+    held_out = ("comments", "headers")
+
+    def check(self) -> None:
+        """See System.check."""
+        if self.own.prefix > self.context:
+            raise ValueError(f"hdee.prefix = {self.own.prefix} is longer than model.context = {self.context}: lower it")
+        self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
+        if self.asked.domains:  # the default ones are known to be enough, and may have to be written
+            domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
+            hdee.plan(self.own, self.base, domains, 0, self.out)
+
+    def remarks(self) -> list[str]:
+        """See System.remarks."""
+        lessons = [of_difficulty(self.domains, difficulty)[self.own.iterations :] for difficulty in TRAINED]
+        left = [domain.name for domains in lessons for domain in domains]
+        if not left:
+            return []
+        return [
+            f"hdee.iterations = {self.own.iterations}: no expert trains on {', '.join(left)}; raise it, or give one "
+            "domain of each difficulty"
+        ]
+
+    def plan(self, seed: int) -> HdeePlan:
+        """The jobs of one seed."""
+        return hdee.plan(self.own, self.base, self.domains, seed, self.folder(seed))
+
+    def folder(self, seed: int) -> Path:
+        """Where the runs of a seed lie."""
+        return self.out / f"seed-{seed}"
+
+    def placed_jobs(self) -> list[tuple[str, Job]]:
+        """See System.placed_jobs."""
+        return [(self.folder(seed).name, job) for seed in self.own.seeds for job in self.plan(seed).jobs]
+
+    def prepare(self, folder: str, progress: Progress) -> None:
+        """The mixture that the seeds and the dense baseline train on, and its random thirds."""
+        place = self.out / folder
+        seed = next(seed for seed in self.own.seeds if self.folder(seed) == place)
+        pool = pooled(self.trained, place / hdee.MIXTURE, seed, judged=self.own.sequences)
+        for third in range(len(TRAINED)) if "random" in self.own.baselines else ():
+            rows = pool.rows[third :: len(TRAINED)]  # they are in a random order already
+            corpus = rows_corpus(f"random third {third}", pool.corpus.tokenizer, rows, pool.held)
+            store_rows(corpus, place / "splits" / str(third))
+
+    def evaluate(self, progress: Progress) -> dict[str, Any]:
+        """Judge every forest on every domain and write the forests and OUT/results.json."""
+        records = []
+        for seed in self.own.seeds:
+            progress.notice(f"judging the experts of seed {seed}")
+            records.append(self._judge_seed(seed))
+        results: dict[str, Any] = {
+            "system": "hdee",
+            "seeds": list(self.own.seeds),
+            "domains": [{"name": d.name, "difficulty": d.difficulty} for d in self.domains],
+            "cells": {name: vars(cell) for name, cell in self.cells.items()},
+            "mean": mean_of(records),
+            "by_seed": records,
+            "flops": self._flops(),
+            "bytes": asdict(self._bytes()),
+            "ways": WAYS,
+            "posterior_over_text": self._posterior_over_text(),
+            "sequences": {name: len(text.held_rows("test", self.own.sequences)) for name, text in self.texts.items()},
+        }
+        return self.write_results(results)
+
+    def forest(self, variant: str, seed: int, iteration: int | None = None) -> Forest:
+        """The forest of a variant after an iteration (from 1; None: the last)."""
+        plan = self.plan(seed)
+        names = plan.forests[variant][(iteration or self.own.iterations) - 1]
+        by_name = {job.name: job for job in plan.jobs}
+        members = [Member(name=name, run=self.folder(seed) / name, domains=by_name[name].domains) for name in names]
+        return Forest(system="hdee", experts=tuple(members))
+
+    def _judge_seed(self, seed: int) -> dict[str, Any]:
+        folder, plan = self.folder(seed), self.plan(seed)
+        scored = _Scored(folder, self.texts, self.own.sequences)
+        seed_name = plan.seeds[self.own.ffn[1]]
+        gate = self._ridge(scored.run(seed_name))
+        record: dict[str, Any] = {"seed": self._alone(scored, seed_name)}
+        if plan.dense:
+            record["dense"] = self._alone(scored, plan.dense)
+        if plan.random:
+            record["random"] = {domain: scored.judged(plan.random, domain) for domain in self.texts}
+        for variant in self.own.variants:
+            record[variant] = {}
+            for iteration in range(1, self.own.iterations + 1):
+                forest = self.forest(variant, seed, iteration)
+                forest.save(folder / "forests" / f"{variant}-r{iteration}.json")
+                names = tuple(member.name for member in forest.experts)
+                told = record[variant][f"r{iteration}"] = {
+                    domain: scored.judged(names, domain) for domain in self.texts
+                }
+                for domain, found in told.items():
+                    found["perplexity"]["ridge"] = self._by_ridge(gate, scored.of(names, domain, "test"), domain)
+                    found["with_seed"] = scored.judged((*names, seed_name), domain)["perplexity"]["posterior"]
+                    if variant.startswith("m-ho"):
+                        found["parameter_average"] = self._by_average(scored, names, domain)
+        return record
+
+    def _alone(self, scored: _Scored, name: str) -> dict[str, float]:
+        return {domain: mixture.perplexity(scored.one(name, domain, "test")) for domain in self.texts}
+
+    def _by_ridge(self, gate: RidgeGate, test_ENT: Tensor, domain: str) -> float:
+        chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
+        return mixture.perplexity(test_ENT[torch.from_numpy(chosen), torch.arange(len(chosen))])
+
+    def _by_average(self, scored: _Scored, names: Sequence[str], domain: str) -> float:
+        """BTM's one model, its shares those of the cached prior."""
+        shares = cached(scored.of(names, domain, "prior"), statistic="mean").exp().tolist()
+        one = averaged(Served(names, [scored.run(name) for name in names]), shares)
+        return mixture.perplexity(score(one, self.texts[domain].sequences("test", self.own.sequences)))
+
+    def _posterior_over_text(self) -> dict[str, Any]:
+        """How the posterior of the first forest moves over one test sequence of each trained domain."""
+        forest = self.forest(self.own.variants[0], self.own.seeds[0])
+        served = Served.load(forest.experts)
+        told = {}
+        for text in self.trained:
+            sequence = text.sequences("test", 1)
+            believed = mixture.posterior(served.scores(sequence), mixture.uniform(len(served))).exp()
+            told[text.domain.name] = {
+                "experts": list(TRAINED),
+                "values": believed[:, 0].tolist(),
+                "text": served.tokenizer.decode(sequence[0].numpy()),
+            }
+        return told
+
+    def _ridge(self, seed: SavedRun) -> RidgeGate:
+        """A gate over the difficulties, by the embeddings of the seed model and the text that is trained on."""
+        gate = RidgeGate(seed.model.embed.weight.detach().cpu().numpy())
+        for difficulty in TRAINED:
+            seen = of_difficulty(self.domains, difficulty)[: self.own.iterations]
+            gate.add(difficulty, np.concatenate([self.texts[d.name].training_rows()[:, :-1].ravel() for d in seen]))
+        return gate
+
+    def _flops(self) -> dict[str, float]:
+        """Of the runs of one seed, by what they are, and of a token in use."""
+        found: dict[str, float] = {}
+        for job in self.plan(self.own.seeds[0]).jobs:
+            found[f"training, {job.role}"] = found.get(f"training, {job.role}", 0.0) + (job.flops or 0.0)
+        one = float(flops_per_token(replace(self.base.model, ffn=self.own.ffn[1]).shape(), backward=False))
+        return {**found, "a token by one medium model": one, "a token by three of them": 3 * one}
+
+    def _bytes(self) -> Bytes:
+        shapes = [replace(self.base.model, ffn=ffn).shape() for ffn in self.own.ffn]
+        weights = [4 * parameters(shape) for shape in shapes]
+        return bytes_of(weights, weights, shapes[0].vocab, serving=3)
+
+
+class _Scored:
+    """What the runs of one seed say of the domains: each asked once, however many forests it stands in."""
+
+    def __init__(self, folder: Path, texts: Mapping[str, DomainText], sequences: int) -> None:
+        self.folder, self.texts, self.sequences = folder, texts, sequences
+        self.runs: dict[str, SavedRun] = {}
+        self.scores: dict[tuple[str, str, Part], Tensor] = {}
+
+    def run(self, name: str) -> SavedRun:
+        """A run of the folder."""
+        if name not in self.runs:
+            self.runs[name] = load_run(self.folder / name)
+        return self.runs[name]
+
+    def one(self, name: str, domain: str, part: Part) -> Tensor:
+        """(N, T) of one run."""
+        key = name, domain, part
+        if key not in self.scores:
+            self.scores[key] = score(self.run(name), self.texts[domain].sequences(part, self.sequences))
+        return self.scores[key]
+
+    def of(self, names: Sequence[str], domain: str, part: Part) -> Tensor:
+        """(E, N, T) of several."""
+        return torch.stack([self.one(name, domain, part) for name in names])
+
+    def judged(self, names: Sequence[str], domain: str) -> dict[str, Any]:
+        """Several as a forest, in all ways of joining them."""
+        return judge(self.of(names, domain, "test"), self.of(names, domain, "prior")).as_json()

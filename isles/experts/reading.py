@@ -1,0 +1,115 @@
+"""A user's words for an expert system: its own section and [domains.NAME] beside the sections of every run.
+
+hdee.toml, smalltalk.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --set section.key=value
+
+[model] [data] [inner] [replicas] [world] [run] say how each of its runs is trained: by one worker and no method unless
+they say otherwise. OUT/experts.toml keeps the words.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import tomlkit
+
+from isles.errors import unknown_name
+from isles.tables import read_toml, typed
+from isles.training.config.reading import SECTIONS, Tables, over, resolve, words
+from isles.training.config.sections import Config
+from isles.training.config.template import commented
+
+KEPT = "experts.toml"
+Own = TypeVar("Own")
+
+
+@dataclass(frozen=True)
+class Asked(Generic[Own]):
+    """system: "hdee" or "smalltalk". own: its section. domains: [domains], unread. base: what every run shares. tables:
+    all of it, for OUT/experts.toml.
+    """
+
+    system: str
+    own: Own
+    domains: Mapping[str, Any]
+    base: Config
+    tables: Tables
+
+
+def read(
+    system: str, cls: type[Own], path: str | None, assignments: Sequence[str], *, quick: bool = False
+) -> Asked[Own]:
+    """What a user asked for. quick: the small form that takes a minute; without a CONFIG.toml only.
+
+    ValueError: anything that is not as it should be.
+    """
+    if quick and path is not None:
+        raise ValueError(f"--quick is a form of the built-in run: leave out {path}, or --quick")
+    tables = words(path, {}, assignments)
+    if path is None:
+        built_in = tomllib.loads(files("isles.experts").joinpath(f"{system}.toml").read_text(encoding="utf-8"))
+        small = built_in.pop("quick")
+        tables = over(over(built_in, small if quick else {}), tables)
+    return checked(system, cls, tables)
+
+
+def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
+    """Tables as a typed request. ValueError as in `read`."""
+    sections = {name: table for name, table in tables.items() if name not in (system, "domains")}
+    for name in sections:
+        if name not in (*SECTIONS, "replicas"):
+            raise ValueError(unknown_name("section", name, [system, "domains", *SECTIONS, "replicas"]))
+    runs = over({"replicas": {"method": "none"}, "world": {"workers": 1}}, sections)
+    for section, key, why in (
+        ("data", "path", "the text of experts is that of the domains: list them as [domains.NAME]"),
+        ("run", "start", "each run starts from the seed that the system chooses"),
+        ("run", "steps", f"the steps of the runs stand in [{system}]"),
+        ("run", "seed", f"{system}.seeds says which"),
+    ):
+        if key in runs.get(section, {}):
+            raise ValueError(f"{section}.{key}: {why}: take it out")
+    own = typed(system, cls, tables.get(system, {}))
+    domains = tables.get("domains", {})
+    for name, table in domains.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"domains.{name}: write [domains.{name}] with a path below it")
+    return Asked(system, own, domains, resolve(runs), tables)
+
+
+def template(system: str, cls: type) -> str:
+    """A commented CONFIG.toml for a system: its own section with its defaults; domains and other sections by name."""
+    lines = [f"# isles experts {system} THIS.toml", "", *commented(system, cls), ""]
+    lines += ["# One for each kind of text; without any, those that come with Python."]
+    lines += ["# [domains.NAME]", '# path = "FOLDER"', '# difficulty = "easy"']
+    lines += ["", "# [model] [data] [inner] [replicas] [world] [run]: as isles config prints them, for every run."]
+    return "\n".join(lines) + "\n"
+
+
+def keep(asked: Asked[Any], out: Path) -> None:
+    """Write OUT/experts.toml, or see that it says the same. ValueError where it does not, or OUT cannot be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be made ({error.strerror}); name another directory") from error
+    path, text = out / KEPT, tomlkit.dumps({"system": {"name": asked.system}, **asked.tables})
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    elif read_toml(str(path)) != tomllib.loads(text):  # the order of --set does not matter
+        raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
+
+
+def kept(out: Path, cls: Mapping[str, type]) -> Asked[Any]:
+    """What OUT was made with. ValueError where it is no directory of experts."""
+    if not (out / KEPT).is_file():
+        raise ValueError(f"{out}: no {KEPT} there; name a directory that isles experts made")
+    tables = read_toml(str(out / KEPT))
+    system = tables.pop("system", {}).get("name")
+    if system not in cls:
+        raise ValueError(f"{out / KEPT}: damaged, it names no system; make the experts again")
+    return checked(system, cls[system], tables)

@@ -1,0 +1,1 @@
+"""Which expert a text goes to."""

@@ -1,0 +1,1 @@
+"""SMALLTALK LM: asynchronous mixture of language models."""

@@ -1,0 +1,113 @@
+"""Can two machines reach each other? Asked before gloo needs it, whose own answer would be a time-out.
+
+Workers connect to each other on ports that the system picks, in both directions. So each side opens a `Door` on such a
+port, tells the other its number, and the other knocks:
+
+    knocks(address, port)  ----- {"knock": token} ---->   Door
+                           <---- {"here": token} ------
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from isles.launch.link import Line, LineLost, connect, listen
+
+PATIENCE = 5.0  # seconds for an answer at a door
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+class Door:
+    """A port picked by the system that answers whoever knocks while the context is open."""
+
+    def __init__(self, host: str = "") -> None:
+        self._socket = listen(0, host)
+        self.port: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> Door:
+        self._open = True
+        self._socket.settimeout(0.2)
+        self._thread = threading.Thread(target=self._answer, name="isles-door", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        self._thread.join()
+        self._socket.close()
+
+    def _answer(self) -> None:
+        while self._open:
+            try:
+                connection = self._socket.accept()[0]
+            except OSError:  # nobody for a moment
+                continue
+            threading.Thread(target=_greet, args=(connection,), daemon=True).start()
+
+
+def _greet(connection: socket.socket) -> None:
+    with contextlib.suppress(LineLost), contextlib.closing(Line(connection)) as line:
+        message = line.receive(PATIENCE)
+        line.send({"here": message.get("knock") if isinstance(message, dict) else None})
+
+
+def knock(address: str, port: int, seconds: float = PATIENCE) -> str:
+    """Empty where the door at `address` answers, else why it did not, as in "no answer within 5 s"."""
+    token = secrets.token_hex(8)
+    try:
+        with contextlib.closing(connect(address, port, seconds)) as line:
+            line.send({"knock": token})
+            answer = line.receive(seconds)
+    except LineLost as error:
+        return str(error)
+    return "" if answer == {"here": token} else "something else answers there"
+
+
+def port_range() -> str:
+    """The ports that this system picks from, as in "32768-60999": what a firewall must let through."""
+    try:
+        first, last = _PORTS.read_text().split()
+    except (OSError, ValueError):
+        first, last = "49152", "65535"  # IANA's, which other systems keep to
+    return f"{first}-{last}"
+
+
+def loopback() -> str | None:
+    """The name of the interface over which processes of one machine talk."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address`, or None where the system does not say (Linux says)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(wanted, ipaddress.IPv6Address):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                digits, *_, name = line.split()
+                if int(digits, 16) == int(wanted):
+                    return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(handle, _GET_ADDRESS, struct.pack("16s16x8x", name.encode()[:15]))
+            except OSError:  # an interface without an address
+                continue
+            if answer[20:24] == wanted.packed:
+                return name
+    return None

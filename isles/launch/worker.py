@@ -1,0 +1,171 @@
+"""A worker's side of a run: take a seat in the world, work, and do meanwhile as the launcher says.
+
+launcher                            worker
+"hold" | ("stop", step) | "close"   ----->   heard by a thread of its own; it ends the process when the launcher goes
+                                    <-----   ("event", value) | ("held", step) | ("done", result) | ("error", exception)
+
+The worker stays after its result until "close": it closes its connections only when nobody needs them any more. After
+an error it goes at once, so that the others notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from isles.comm import mesh
+from isles.comm.errors import CommError, WorkerFailed
+from isles.comm.gloo.transport import DistributedTransport
+from isles.comm.stopping import Orders
+from isles.comm.transport import Deadlines
+
+
+class Channel(Protocol):
+    """The way to the launcher: a multiprocessing pipe, or its likeness over a network."""
+
+    def send(self, message: tuple[str, Any], /) -> None:
+        """Send one message; OSError where the launcher is gone."""
+        ...
+
+    def recv(self) -> Any:
+        """The launcher's next order; EOFError or OSError where it is gone."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What a worker needs to know to join.
+
+    local_rank: its number on this machine. host, port: of the store where the workers meet. interface: the network
+    interface that gloo uses; None leaves the choice to gloo. log: the file for what it prints; None leaves it on the
+    terminal.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+    threads: int
+    interface: str | None
+    deadlines: Deadlines | None = None
+    log: Path | None = None
+
+
+def serve(seat: Seat, channel: Channel, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    if seat.log is not None:
+        _print_into(seat.log)
+
+    def store() -> dist.Store:
+        return dist.TCPStore(seat.host, seat.port, None, False, timeout=timedelta(minutes=5))
+
+    if not attend(seat, channel, store, worker, args):
+        os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
+    mesh.leave()
+
+
+def attend(
+    seat: Seat, channel: Channel, store: Callable[[], dist.Store], worker: Callable[..., Any], args: tuple[Any, ...]
+) -> bool:
+    """Join, run `worker(world, *args)`, tell the launcher how it went, and wait until it closes. Whether it went well;
+    the caller then leaves the mesh.
+    """
+    torch.set_num_threads(seat.threads)
+    if seat.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)  # the host's name need not resolve
+    closing, orders, sending = threading.Event(), Orders(), threading.Lock()
+
+    def send(message: tuple[str, Any]) -> None:
+        with sending:  # the watcher answers while the worker reports
+            channel.send(message)
+
+    watch = threading.Thread(target=_watch_launcher, args=(channel, send, closing, orders), daemon=True)
+    watch.start()  # also while it joins
+    try:
+        transport = DistributedTransport.join(dist.PrefixStore("isles", store()), seat.rank, seat.size)
+        mesh.enter(transport, seat.local_rank)
+        world = replace(
+            mesh.init(deadlines=seat.deadlines),
+            report=lambda event: send(("event", event)),
+            stop_here=orders.boundary,
+        )
+        message = ("done", worker(world, *args))
+    except Exception as error:  # the launcher reports it
+        message = ("error", _portable(error, seat))
+    try:
+        send(message)
+    except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
+        told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
+        message = ("error", WorkerFailed(seat.rank, told))
+        send(message)
+    if message[0] == "error":
+        return False  # at once: whoever waits for this worker should hear of it now, not when a deadline ends
+    closing.wait()
+    return True
+
+
+def _print_into(log: Path) -> None:
+    """From here on the process's output goes to the end of `log`: prints, warnings, tracebacks, crashes of C code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    cast(Any, sys.stdout).reconfigure(line_buffering=True)
+    faulthandler.enable()
+
+
+def _watch_launcher(
+    channel: Channel, send: Callable[[tuple[str, Any]], None], closing: threading.Event, orders: Orders
+) -> None:
+    """Do as the launcher says; end this process when the launcher is gone."""
+    while not closing.is_set():
+        try:
+            message = channel.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        if message == "hold":
+            send(("held", orders.hold()))
+        elif message == "close":
+            closing.set()
+        else:
+            orders.stop_after(message[1])
+
+
+def _portable(error: Exception, seat: Seat) -> Exception:
+    """The error itself where the launcher can rebuild it, else what a person wants to know of it."""
+    if isinstance(error, (CommError, ValueError)):
+        make, arguments, *_ = cast("tuple[Any, ...]", error.__reduce__())
+        try:
+            make(*arguments)
+        except Exception as why:  # its __init__ takes other arguments than it hands on
+            return WorkerFailed(
+                seat.rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})"
+            )
+        return error
+    if seat.log is None:
+        return WorkerFailed(seat.rank, _text(error))
+    with contextlib.suppress(OSError):  # the disk may be full, and that the error
+        print(_text(error), file=sys.stderr, flush=True)
+    return WorkerFailed(seat.rank, f"{_text(error).splitlines()[-1]} (traceback in {seat.log})")
+
+
+def _text(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

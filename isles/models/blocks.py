@@ -1,0 +1,15 @@
+"""Where the blocks of a model are: what fragments, islands, stages and memory cut it by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def blocks_of(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """Name and members of the model's ModuleList with the most parameters; none without one."""
+    lists = [(name, list(module)) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(
+        lists, key=lambda entry: sum(p.numel() for block in entry[1] for p in block.parameters()), default=("", [])
+    )

@@ -1,0 +1,189 @@
+"""A fleet of workers that train and exchange, event by event: random step times, random message times, pauses. No model
+is trained: only clocks move, so 100,000 workers are not too many.
+
+    COMPUTED   a worker has taken its steps of a round: what it sends leaves
+    ARRIVED    a message is there: its partner's (pairs), its own at the place of the mean, or the mean from there (all)
+
+A worker goes on to its next round when it has computed and its message has arrived; if it is paused then, when it is
+back. pairs: NoLoCo's, new ones each round, an odd one alone. all: a mean over everybody, in two messages one after
+another as `isles.comm.collectives.mean` takes it: known when the last worker's has arrived, and then sent to all.
+
+Events are taken one by one from a queue in the order of (time, kind, worker, round). Every number is drawn from (seed,
+round), each worker's pauses from (seed, worker): nothing depends on the order of events.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from isles.network.pauses import Absences, Pauses
+from isles.network.theory.barrier import Steps
+
+COMPUTED, ARRIVED = range(2)
+
+Event = tuple[float, int, int, int]
+"""(seconds, kind, worker, round)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """steps: law of a worker's steps between two exchanges. message: mean seconds of one message; message_variance: of
+    the logarithm of its log-normal factor.
+    """
+
+    workers: int
+    steps: Steps
+    message: float = 0.0
+    message_variance: float = 0.0
+    pauses: Pauses | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers = {self.workers}: choose 1 or more")
+        if not 0 <= self.message < math.inf:
+            raise ValueError(f"message = {self.message}: choose 0 or more seconds")
+        if not 0 <= self.message_variance <= 9:
+            raise ValueError(f"message_variance = {self.message_variance}: choose 0 to 9")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """clocks: when each worker had ended its last round, seconds. events: how many were taken from the queue."""
+
+    clocks: tuple[float, ...]
+    events: int
+
+    @property
+    def seconds(self) -> float:
+        """Until the last one is through."""
+        return max(self.clocks)
+
+
+def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[Event] | None = None) -> Outcome:
+    """`rounds` rounds of everybody. log: gets every event, in order."""
+    if rounds < 1:
+        raise ValueError(f"rounds = {rounds}: choose 1 or more")
+    drawn, pairs = _Rounds(fleet, mixing == "pairs"), mixing == "pairs"
+    everybody = range(fleet.workers)
+    away = [None if fleet.pauses is None else fleet.pauses.of(worker, fleet.seed) for worker in everybody]
+    # When each worker leaves next: as long as that is ahead, its pauses need not be looked at.
+    leaves = [math.inf if one is None else one.next(0.0) for one in away]
+    clocks = [0.0] * fleet.workers
+    waiting, early = [-1] * fleet.workers, set[tuple[int, int]]()  # for the message of which round; what came too soon
+    queue: list[Event] = []
+    push, pop, events, arrived = heapq.heappush, heapq.heappop, 0, 0
+
+    def begin(worker: int, number: int, time: float) -> None:
+        """Start round `number` at `time`, or when the worker is back."""
+        if time >= leaves[worker]:
+            time, leaves[worker] = _later(away[worker], time, 0.0)
+        if number == rounds:
+            clocks[worker] = time
+            return
+        end = time + drawn.seconds(number)[worker]
+        if end > leaves[worker]:
+            end, leaves[worker] = _later(away[worker], time, end - time)
+        push(queue, (end, COMPUTED, worker, number))
+
+    for worker in everybody:
+        begin(worker, 0, 0.0)
+    while queue:
+        event = pop(queue)
+        events += 1
+        if log is not None:
+            log.append(event)
+        time, kind, worker, number = event
+        if kind == COMPUTED:
+            taken, partners = drawn.messages(number)
+            if not pairs:
+                waiting[worker] = number
+                push(queue, (time + taken[worker], ARRIVED, fleet.workers, number))
+                continue
+            partner = partners[worker]
+            if partner == worker:
+                begin(worker, number + 1, time)
+                continue
+            push(queue, (time + taken[worker], ARRIVED, partner, number))
+            if (worker, number) in early:
+                early.remove((worker, number))
+                begin(worker, number + 1, time)
+            else:
+                waiting[worker] = number
+        elif worker == fleet.workers:  # at the place of the mean
+            arrived += 1
+            if arrived == fleet.workers:
+                arrived = 0
+                for one, taken in enumerate(drawn.answers(number)):
+                    push(queue, (time + taken, ARRIVED, one, number))
+        elif waiting[worker] == number:
+            waiting[worker] = -1
+            begin(worker, number + 1, time)
+        else:
+            early.add((worker, number))
+    return Outcome(clocks=tuple(clocks), events=events)
+
+
+def _later(away: Absences | None, time: float, seconds: float) -> tuple[float, float]:
+    """When `seconds` of being up, begun at `time`, are over, and when the worker leaves after that."""
+    assert away is not None, "who never pauses never leaves"
+    end = away.after(time, seconds)
+    return end, away.next(end)
+
+
+class _Rounds:
+    """What is drawn for each round, kept until every worker has asked for it."""
+
+    def __init__(self, fleet: Fleet, pairs: bool) -> None:
+        self._fleet, self._pairs = fleet, pairs
+        self._seconds: dict[int, list[float]] = {}
+        self._messages: dict[int, tuple[list[float], list[int]]] = {}
+        self._asked: dict[tuple[str, int], int] = {}
+
+    def seconds(self, number: int) -> list[float]:
+        """Of everybody's steps in a round; each worker asks once."""
+        found = self._seconds.get(number)
+        if found is None:
+            sampler = self._fleet.steps.sampler(self._random(number, 0))
+            found = self._seconds[number] = sampler.draw(self._fleet.workers).tolist()
+        self._count(self._seconds, "seconds", number)
+        return found
+
+    def messages(self, number: int) -> tuple[list[float], list[int]]:
+        """(seconds of everybody's message, everybody's partner) in a round; each worker asks once."""
+        found = self._messages.get(number)
+        if found is None:
+            random = self._random(number, 1)
+            partners = np.arange(self._fleet.workers)
+            if self._pairs:
+                order = random.permutation(self._fleet.workers)
+                one, other = order[0 : 2 * (self._fleet.workers // 2) : 2], order[1::2]
+                partners[one], partners[other] = other, one
+            found = self._messages[number] = (self._of_messages(random), partners.tolist())
+        self._count(self._messages, "messages", number)
+        return found
+
+    def answers(self, number: int) -> list[float]:
+        """Seconds of the mean's way to everybody; asked for once."""
+        return self._of_messages(self._random(number, 2))
+
+    def _random(self, number: int, what: int) -> np.random.Generator:
+        return np.random.default_rng([self._fleet.seed, number, what])
+
+    def _of_messages(self, random: np.random.Generator) -> list[float]:
+        s = math.sqrt(self._fleet.message_variance)
+        z = random.standard_normal(self._fleet.workers)
+        return (self._fleet.message * np.exp(s * z - s * s / 2)).tolist()
+
+    def _count(self, kept: dict[int, Any], what: str, number: int) -> None:
+        asked = self._asked.get((what, number), 0) + 1
+        if asked < self._fleet.workers:
+            self._asked[what, number] = asked
+        else:
+            del kept[number]
+            self._asked.pop((what, number), None)

@@ -1,0 +1,1 @@
+"""What methods at gradient level share: buckets, reductions, thresholds."""

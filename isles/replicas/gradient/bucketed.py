@@ -1,0 +1,242 @@
+"""Methods that reduce gradients, bucket by bucket, while the backward pass goes on.
+
+Gradients travel in buckets, in the reverse order of the parameters, each as soon as the last gradient in it is ready
+(Li et al., 2020, PyTorch Distributed). What travels of a bucket is its `Reduction`'s. When all have come, the means
+become the gradients, and clipping and the inner step follow. Memory: one bucket-sized buffer for every bucket, 4 bytes
+a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from isles.replicas.gradient.buckets import Bucket, cut_buckets
+from isles.replicas.gradient.reduction import Reduction, together
+from isles.replicas.schedule import Held, Outline, Planned, outline
+from isles.replicas.sync import MethodConfig, ReplicaSync
+
+_FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketsConfig(MethodConfig):
+    """bucket_megabytes: size of a bucket in 2**20 bytes of gradient."""
+
+    bucket_megabytes: float = 25.0
+
+    def __post_init__(self) -> None:
+        if not self.bucket_megabytes > 0:
+            raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
+
+
+class BucketedSync(ReplicaSync):
+    """See the module. All workers hold equal weights after every step.
+
+    With gradient accumulation, wrap all backward passes of a step but the last in `no_sync()`, or buckets travel twice.
+    """
+
+    Config = BucketsConfig
+    config: BucketsConfig
+    level = "gradient"
+    agrees = True
+
+    @abstractmethod
+    def reduction(self, bucket: Bucket) -> Reduction:
+        """How that bucket's gradients become their mean."""
+
+    def device(self) -> torch.device:
+        """Where buckets lie."""
+        return torch.device("cpu")
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.buckets = cut_buckets(self.parameters, self.config.bucket_megabytes * 2**20, self.device())
+        for bucket in self.buckets:
+            bucket.reduction = self.reduction(bucket)
+        self.skipped = 0
+        """Steps that all skipped, because some worker's gradients were not finite and this was noticed."""
+        self._careful = any(bucket.reduction.careful for bucket in self.buckets)
+        self._scaled = False  # whether a gradient scaler takes part in this step
+        self._elements = sum(bucket.layout.numel for bucket in self.buckets)
+        self._launched = 0  # buckets leave in order on every worker, whatever the order of the gradients
+        self._quiet = False
+        self._told = False
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+        """See ReplicaSync.step. What is kept of gradients follows the scale of the loss."""
+        if scaler is None or not self._careful:
+            return super().step(closure, scaler=scaler)
+        self._scaled, before = scaler.is_enabled(), scaler.get_scale()
+        loss = super().step(closure, scaler=scaler)
+        if (after := scaler.get_scale()) != before:
+            for bucket in self.buckets:
+                bucket.reduction.rescale(after / before)
+        return loss
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """See ReplicaSync.reduce_gradients."""
+        self._launch(len(self.buckets))
+        for bucket in self.buckets:
+            if bucket.stale:
+                self._wait(bucket)
+                bucket.load()
+                self._start(bucket, again=True)
+        if any(bucket.is_changed() for bucket in self.buckets):
+            raise ValueError(
+                "gradients were changed between backward() and step(), but they travel during backward() already: "
+                "clip with max_norm=, unscale with step(scaler=)"
+            )
+        whole = [self._wait(bucket) for bucket in self.buckets]  # of all, also behind one that is not
+        if all(whole):
+            for bucket in self.buckets:
+                bucket.reduction.land(bucket.flat)
+                bucket.unload()
+        else:
+            self._skip()
+        for bucket in self.buckets:
+            bucket.rest()
+        self._launched, self._scaled = 0, False
+
+    def _skip(self) -> None:
+        """Have all workers skip the inner step: optimizers leave parameters without a gradient alone, and scalers look
+        for gradients that are not finite.
+        """
+        self.skipped += 1
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, math.nan) if self._scaled else None
+
+    def phases(self, steps: int) -> list[tuple[int, int]]:
+        """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
+        return [(1, steps)] if steps else []
+
+    def schedule(self, steps: int) -> list[Planned]:
+        """See ReplicaSync.schedule."""
+        everyone = tuple(range(self.group.size))
+        plan = []
+        for first, count in self.phases(steps):
+            sent = [tuple(self._sent(bucket, first, position) for position in everyone) for bucket in self.buckets]
+            plan += [
+                Planned(step, step, bucket.index, "gradient", (everyone,), sent[bucket.index])
+                for step in range(first, first + count)
+                for bucket in self.buckets
+            ]
+        return plan
+
+    def outline(self, steps: int) -> Outline:
+        """See ReplicaSync.outline: steps times buckets may be millions, and most steps are alike."""
+        sent = [0] * self.group.size
+        for first, count in self.phases(steps):
+            for position in range(self.group.size):
+                sent[position] += count * sum(self._sent(bucket, first, position) for bucket in self.buckets)
+        short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
+        return replace(short, sent=tuple(sent))
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory. With reduction = "native" the buckets lie where the gradients do."""
+        buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
+        held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
+        return [*super().memory(), *together([buffers, *held])]
+
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: the 2-norm of what error feedback holds back."""
+        if not self._careful:
+            return {}
+        residuals = [bucket.reduction.residual for bucket in self.buckets]
+        squares = [float(residual.dot(residual)) for residual in residuals if residual is not None]
+        return {"residual_norm": math.sqrt(sum(squares)), "skipped_steps": self.skipped}
+
+    def outer_state(self) -> dict[str, Any]:
+        """See ReplicaSync.outer_state: nothing is under way between steps."""
+        if self._launched:
+            raise ValueError("gradients are under way: call state_dict() after step(), before the next backward pass")
+        if not self._careful:
+            return {}
+        kept = [
+            {
+                "residual": None if bucket.reduction.residual is None else bucket.reduction.residual.clone(),
+                **bucket.reduction.state_dict(),
+            }
+            for bucket in self.buckets
+        ]
+        return {"buckets": kept, "skipped": self.skipped}
+
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        """See ReplicaSync.load_outer_state."""
+        if not self._careful:
+            return
+        for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
+            own = dict(saved)
+            residual = own.pop("residual")
+            if bucket.reduction.residual is not None:
+                bucket.reduction.residual.copy_(residual)
+            bucket.reduction.load_state_dict(own)
+        self.skipped = state["skipped"]
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """See ReplicaSync.regrouped: the mean of the old workers' residuals held by every new one adds as much to the
+        means to come as they would have.
+        """
+        return outer
+
+    def _ready(self, bucket: Bucket) -> None:
+        if self._quiet:
+            return
+        bucket.waiting -= 1
+        if bucket.waiting < 0 and bucket.transfer is not None:
+            bucket.stale = True
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    "a second backward pass before step(): its buckets travel twice; use `with optimizer.no_sync():`",
+                    stacklevel=2,
+                )
+        ready = self._launched
+        while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
+            ready += 1
+        with torch.no_grad():
+            self._launch(ready)
+
+    def _launch(self, stop: int) -> None:
+        """Start the buckets up to `stop`; the computation that made their gradients is charged before."""
+        for bucket in self.buckets[self._launched : stop]:
+            share = (1 - _FORWARD_SHARE) * bucket.layout.numel / self._elements
+            self.charge(share + (_FORWARD_SHARE if bucket.index == 0 else 0.0))
+            bucket.load()
+            self._start(bucket)
+        self._launched = max(self._launched, stop)
+
+    def _start(self, bucket: Bucket, again: bool = False) -> None:
+        step, group = self.steps + 1, self.group
+        bucket.reduction.begin(bucket.flat, step)
+        call = group.call(round=2 * step + again, fragment=bucket.index)
+        nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
+        bucket.transfer = group.start(bucket.reduction.exchange(call, bucket.flat, step), nbytes=nbytes)
+
+    def _wait(self, bucket: Bucket) -> bool:
+        assert bucket.transfer is not None
+        return bucket.transfer.wait()
+
+    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
+        return bucket.reduction.sent_bytes(step, self.group.size, position)

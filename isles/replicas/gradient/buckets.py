@@ -1,0 +1,83 @@
+"""Parameters whose gradients travel together, in the reverse order of the model's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.tags import MAX_FRAGMENTS
+from isles.comm.transport import Transfer
+from isles.replicas.flat import FlatParameters
+from isles.replicas.gradient.reduction import Reduction
+
+
+class Bucket:
+    """Parameters whose gradients travel together."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter], device: torch.device) -> None:
+        self.index, self.parameters = index, parameters
+        self.layout = FlatParameters(parameters)
+        self.flat = self.layout.new() if self.layout.device.type == "meta" else self.layout.new().to(device)
+        self.views = [
+            part.view(parameter.shape) for part, parameter in zip(self.split(self.flat), parameters, strict=True)
+        ]
+        self.waiting = len(parameters)
+        """Gradients not ready yet in this backward pass."""
+        self.reduction: Reduction
+        self.transfer: Transfer[bool] | None = None
+        self.stale = False
+        """True if a backward pass changed a gradient after the bucket had left."""
+        self._loaded: list[tuple[Tensor | None, int]] = []
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """A flat vector of the bucket as one view (p,) a parameter."""
+        return flat.split([parameter.numel() for parameter in self.parameters])
+
+    def load(self) -> None:
+        """Copy the gradients in; one that was not computed counts as zero."""
+        self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
+        pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        self._loaded = self._gradients()
+
+    def is_changed(self) -> bool:
+        """Whether somebody else wrote to a gradient since `load`: what travels does not know of it."""
+        return any(
+            old is not new or before != now
+            for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
+        )
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
+
+    def unload(self) -> None:
+        """Copy the means back into the gradients."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_copy_([p.grad for p in self.parameters], self.views)  # type: ignore[misc]
+
+    def rest(self) -> None:
+        """Ready for the next backward pass."""
+        self._loaded = []  # holds gradients that the user may want freed
+        self.waiting, self.transfer, self.stale = len(self.parameters), None, False
+
+
+def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
+    """Runs of parameters in reverse order, each of about `limit` bytes: backward passes make the last gradients
+    first.
+    """
+    runs: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in reversed(parameters):
+        bytes_here = parameter.numel() * parameter.itemsize
+        if runs[-1] and size + bytes_here > limit:
+            runs.append([])
+            size = 0
+        runs[-1].append(parameter)
+        size += bytes_here
+    most = MAX_FRAGMENTS - 1  # the last is for what an island spreads
+    if len(runs) > most:
+        raise ValueError(f"{len(runs)} buckets are too many (at most {most}): raise bucket_megabytes")
+    return [Bucket(index, run, device) for index, run in enumerate(runs)]

@@ -1,0 +1,179 @@
+"""How the gradients of one bucket become their mean over the group: what travels, and what stays for the next step.
+
+    begin      the bucket's gradients are in place: look at them, encode what is to travel
+    exchange   a protocol behind the computation
+    land       the whole step is usable: the mean is in place, what stays behind becomes final
+
+Between `begin` and `land` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
+left), and a step in which somebody's gradients are not finite ends without `land`, as if it had not been.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from isles.comm.call import Call
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.mean import native_bytes, native_mean
+from isles.comm.transport import Steps
+from isles.replicas.flat import FlatParameters
+from isles.replicas.parts.interfaces import ErrorFeedback
+from isles.replicas.schedule import Held
+
+
+class Reduction(ABC):
+    """Of one bucket, whose gradients lie flat in the order of `layout`."""
+
+    residual: Tensor | None = None
+    """What was not sent yet, flat (n,), in the gradients' units: error feedback."""
+    careful = False
+    """True if gradients that are not finite are noticed: then all workers skip the step."""
+
+    def __init__(self, layout: FlatParameters) -> None:
+        self.layout = layout
+
+    @abstractmethod
+    def begin(self, flat: Tensor, step: int) -> None:
+        """Look at the gradients (n,) of inner step `step` (1, 2, ...), which may be changed."""
+
+    @abstractmethod
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
+        """Exchange what `begin` made. False if some member's gradients are not finite."""
+
+    @abstractmethod
+    def land(self, flat: Tensor) -> None:
+        """Leave the mean in `flat`."""
+
+    @abstractmethod
+    def sent_bytes(self, step: int, size: int, position: int) -> int:
+        """Bytes that `position` of a group of `size` is planned to hand to the transport in that step, headers
+        included.
+        """
+
+    def begun_bytes(self, step: int, size: int, position: int) -> int:
+        """The same of what `begin` has made."""
+        return self.sent_bytes(step, size, position)
+
+    @abstractmethod
+    def memory(self, size: int) -> list[Held]:
+        """What it holds beside the bucket's own vector."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept from step to step beside the residual."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        assert not state
+
+    def rescale(self, factor: float) -> None:
+        """The loss is multiplied by `factor` more from now on: so is what is kept of gradients."""
+        if self.residual is not None:
+            self.residual.mul_(factor)
+
+
+class Native(Reduction):
+    """The backend's own all-reduce, where the gradients lie."""
+
+    def begin(self, flat: Tensor, step: int) -> None:
+        """See Reduction.begin."""
+
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
+        """See Reduction.exchange."""
+        yield from native_mean(call, flat)
+        return True
+
+    def land(self, flat: Tensor) -> None:
+        """See Reduction.land: it is there."""
+
+    def sent_bytes(self, step: int, size: int, position: int) -> int:
+        """See Reduction.sent_bytes."""
+        return native_bytes(self.layout.numel, self.layout.dtype, size)
+
+    def memory(self, size: int) -> list[Held]:
+        """See Reduction.memory."""
+        return []
+
+
+class Averaged(Reduction):
+    """The mean through a codec or as low-rank factors (`isles.comm.collectives.averaging`), with error feedback where
+    it is given: a = g + E is sent, and then
+
+        local    E <- decay (a - what the others decoded of it)
+        global   E <- decay (a - the mean that came back)
+    """
+
+    def __init__(self, layout: FlatParameters, averaging: Averaging, feedback: ErrorFeedback | None = None) -> None:
+        super().__init__(layout)
+        self.averaging, self.feedback = averaging, feedback
+        self.careful = feedback is not None or averaging.held_bytes > 0
+        self.usable = True
+        self._before: dict[str, Any] | None = None  # what `averaging` kept, while a step has not landed
+        if feedback is not None:
+            self.residual, self._left = layout.new().zero_(), layout.new()
+
+    def begin(self, flat: Tensor, step: int) -> None:
+        """See Reduction.begin."""
+        if self._before is not None:
+            self.averaging.load_state_dict(self._before)
+        self._before = self.averaging.state_dict()
+        self.usable = not self.careful or is_finite(flat)
+        if not self.usable:
+            flat.zero_()
+        elif self.residual is not None:
+            self._left.copy_(flat.add_(self.residual))
+
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
+        """See Reduction.exchange."""
+        left = self._left if self.feedback is not None and self.feedback.form == "local" else None
+        stamp = Stamp(step, broken=not self.usable)
+        return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
+
+    def land(self, flat: Tensor) -> None:
+        """See Reduction.land."""
+        self._before = None
+        if self.residual is None or self.feedback is None:
+            return
+        if self.feedback.form == "global":
+            self._left.sub_(flat)
+        self.residual, self._left = self._left.mul_(self.feedback.decay), self.residual
+
+    def sent_bytes(self, step: int, size: int, position: int) -> int:
+        """See Reduction.sent_bytes."""
+        return self.averaging.sent_bytes(step, size, position)
+
+    def memory(self, size: int) -> list[Held]:
+        """See Reduction.memory."""
+        vector = 0 if self.residual is None else self.residual.nbytes
+        return [
+            Held("error feedback", vector, "always"),
+            Held("error feedback of the step", vector, "always"),
+            Held("bases of the factors", self.averaging.held_bytes, "always"),
+            Held("messages under way", self.averaging.working_bytes(size), "exchange"),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Reduction.state_dict."""
+        return self.averaging.state_dict() if self._before is None else self._before
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Reduction.load_state_dict."""
+        self.averaging.load_state_dict(state)
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Whether all entries are finite numbers (and add up to one)."""
+    return bool(vector.sum().isfinite())
+
+
+def together(held: Sequence[Held]) -> list[Held]:
+    """The sums of what is called the same; nothing of what takes nothing."""
+    sums: dict[tuple[str, Any], int] = {}
+    for one in held:
+        sums[one.what, one.when] = sums.get((one.what, one.when), 0) + one.nbytes
+    return [Held(what, nbytes, when) for (what, when), nbytes in sums.items() if nbytes]

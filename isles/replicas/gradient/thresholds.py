@@ -1,0 +1,244 @@
+"""One bucket of gradients sent as its entries of at least a threshold: the reduction of
+`isles.replicas.methods.dct_dp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isles.comm.call import Call
+from isles.comm.codecs import Codec
+from isles.comm.codecs.casts import Identity
+from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.collectives.averaging import Coded
+from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
+from isles.comm.transport import Steps
+from isles.replicas.flat import FlatParameters
+from isles.replicas.gradient.reduction import Reduction, is_finite
+from isles.replicas.schedule import Held
+
+_PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
+_WORD = 8  # bytes before a message's values: its form and how many places it has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The settings of `DCTDPConfig`, taken apart. places: a form of `codecs.places`, or "auto". exact: so many steps at
+    the start travel whole. every_step: in so many steps after them thresholds are renewed each time.
+    """
+
+    sparsity: float
+    interval: int
+    feedback: bool
+    guard: float
+    codec: Codec
+    places: str
+    exclude_below: int
+    exact: int
+    every_step: int
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor (of entries start to stop of the vector) that is sent in part. keep: K, the entries wanted."""
+
+    start: int
+    stop: int
+    keep: int
+
+    def entries(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop]
+
+    def threshold(self, flat: Tensor) -> float:
+        """The K-th largest magnitude."""
+        sizes = self.entries(flat).abs().numpy()
+        return float(np.partition(sizes, len(sizes) - self.keep)[len(sizes) - self.keep])
+
+    def pick(self, flat: Tensor, threshold: float, room: Tensor) -> np.ndarray:
+        """Places in the vector of the entries of at least the threshold, ascending."""
+        found = []
+        for first in range(self.start, self.stop, _PIECE):
+            part = flat[first : min(first + _PIECE, self.stop)]
+            sizes = torch.abs(part, out=room[: len(part)])
+            found.append(np.flatnonzero(sizes.numpy() >= threshold) + first)
+        return np.concatenate(found)
+
+
+class Thresholds(Reduction):
+    """Per tensor, h = g + E: the entries |h| >= tau are sent, what they lose and all others stay in E.
+
+    tau is the K-th largest |h| when it is renewed: in the first step, every `interval` steps after it, and whenever it
+    lets through more than guard K entries, or fewer than K / guard though there are more. Tensors of fewer than
+    `exclude_below` entries are sent whole.
+    """
+
+    careful = True
+
+    def __init__(self, layout: FlatParameters, rule: Rule) -> None:
+        super().__init__(layout)
+        self.rule = rule
+        self.exact = Coded(Identity(), layout.numel, layout.dtype)
+        self.residual = layout.new().zero_() if rule.feedback else None
+        self.tensors: list[_Tensor] = []
+        whole: list[Tensor] = []
+        start = 0
+        for parameter in layout.parameters:
+            stop = start + parameter.numel()
+            if parameter.numel() >= rule.exclude_below and parameter.numel():
+                keep = max(1, ceil((1 - rule.sparsity) * parameter.numel() - 1e-9))
+                self.tensors.append(_Tensor(start, stop, keep))
+            else:
+                whole.append(torch.arange(start, stop, device=layout.device))
+            start = stop
+        self.whole = torch.cat(whole) if whole else torch.empty(0, dtype=torch.int64, device=layout.device)
+        self.floor = torch.finfo(layout.dtype).smallest_normal  # what is smaller is nothing
+        self.thresholds = torch.zeros(len(self.tensors), dtype=layout.dtype)
+        self.renewed = 0
+        """Thresholds computed so far, one a tensor."""
+        self.density = 0.0
+        """Share of the entries of tensors sent in part that the last step sent."""
+        self._drop()
+
+    def begin(self, flat: Tensor, step: int) -> None:
+        """See Reduction.begin."""
+        self._drop()
+        self.usable, self._whole = is_finite(flat), step <= self.rule.exact
+        if self._whole or not self.usable:
+            return
+        if self.residual is not None:
+            flat.add_(self.residual)
+        picked = self._pick(flat, step)
+        self._places = torch.cat((self.whole, picked))
+        self._wire = self._encode(flat, picked)
+
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
+        """See Reduction.exchange."""
+        stamp = Stamp(step, broken=not self.usable)
+        if self._whole:
+            return (yield from self.exact.mean(call, flat, stamp, None, None, 0))
+        wires = yield from gather_ragged(call, self._wire, stamp, self._message_bytes(self.layout.numel))
+        if wires is None:
+            return False
+        self._theirs = [self._decode(wire) for wire in wires]
+        self._own = self._theirs[call.group.rank][1]
+        return True
+
+    def land(self, flat: Tensor) -> None:
+        """See Reduction.land. Added in group order: the same bits on all members."""
+        if self._whole:
+            self.density = 1.0
+            return
+        if self.residual is not None:
+            self.residual.copy_(flat).index_add_(0, self._places, self._own, alpha=-1)
+        flat.zero_()
+        for places, values in self._theirs:
+            flat.index_add_(0, places, values)
+        flat.div_(len(self._theirs))
+        partial = self.layout.numel - len(self.whole)
+        self.density = (len(self._places) - len(self.whole)) / partial if partial else 0.0
+        self.thresholds, self.renewed = self._next, self.renewed + self._renewals
+        self._drop()
+
+    def rescale(self, factor: float) -> None:
+        """See Reduction.rescale."""
+        super().rescale(factor)
+        self.thresholds.mul_(factor)
+
+    def sent_bytes(self, step: int, size: int, position: int) -> int:
+        """See Reduction.sent_bytes: those of K entries a tensor."""
+        if step <= self.rule.exact:
+            return self.exact.sent_bytes(step, size, position)
+        return ragged_bytes(self._message_bytes(sum(tensor.keep for tensor in self.tensors)), size)
+
+    def begun_bytes(self, step: int, size: int, position: int) -> int:
+        """See Reduction.begun_bytes."""
+        if self._whole:
+            return self.sent_bytes(step, size, position)
+        return ragged_bytes(self._wire.numel(), size)
+
+    def memory(self, size: int) -> list[Held]:
+        """See Reduction.memory: messages of K entries a tensor, and what is made of them."""
+        count = len(self.whole) + sum(tensor.keep for tensor in self.tensors)
+        decoded = size * count * (8 + self.layout.dtype.itemsize)
+        message = self._message_bytes(count - len(self.whole))
+        exact = self.exact.working_bytes(size) if self.rule.exact else 0
+        return [
+            Held("error feedback", 0 if self.residual is None else self.residual.nbytes, "always"),
+            Held("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
+            Held("messages under way", max(size * message + decoded, exact), "exchange"),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Reduction.state_dict."""
+        return {"thresholds": self.thresholds.clone(), "renewed": self.renewed, "density": self.density}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Reduction.load_state_dict."""
+        self.thresholds = state["thresholds"].clone()
+        self.renewed, self.density = state["renewed"], state["density"]
+
+    def _drop(self) -> None:
+        """Forget a step that does not count, or does already."""
+        nothing = torch.empty(0)
+        self.usable, self._whole = True, False
+        self._wire, self._own = nothing.to(torch.uint8), nothing
+        self._places = nothing.to(torch.int64)
+        self._theirs: list[tuple[Tensor, Tensor]] = []
+        self._next, self._renewals = self.thresholds, 0
+
+    def _pick(self, flat: Tensor, step: int) -> Tensor:
+        """The places to send, and the thresholds by which, int64 (c,)."""
+        rule, since = self.rule, step - self.rule.exact - 1
+        due = since < rule.every_step or since % rule.interval == 0
+        thresholds, found = self.thresholds.tolist(), []
+        room = torch.empty(_PIECE, dtype=flat.dtype)
+        for index, tensor in enumerate(self.tensors):
+            picked = None if due else tensor.pick(flat, thresholds[index], room)
+            if picked is None or self._is_off(len(picked), tensor.keep, thresholds[index]):
+                thresholds[index] = max(tensor.threshold(flat), self.floor)
+                self._renewals += 1
+                picked = tensor.pick(flat, thresholds[index], room)
+            found.append(picked)
+        self._next = torch.tensor(thresholds, dtype=self.layout.dtype)
+        return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
+
+    def _is_off(self, count: int, keep: int, threshold: float) -> bool:
+        """Whether a threshold does not do its work any more; one at the floor lets through all that there is."""
+        guard = self.rule.guard
+        return count > guard * keep or (count < keep / guard and threshold > self.floor)
+
+    def _encode(self, flat: Tensor, picked: Tensor) -> Tensor:
+        """The message: form and count, values, places; nothing where there is nothing to say."""
+        if not len(self._places):
+            return torch.empty(0, dtype=torch.uint8)
+        elements, count = self.layout.numel, len(picked)
+        form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
+        word = torch.tensor([count * len(FORMS) + FORMS.index(form)]).view(torch.uint8)
+        values = self.rule.codec.encode(flat.index_select(0, self._places))
+        return torch.cat((word, values, pack(form, picked, elements)))
+
+    def _decode(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """Places and values of a message."""
+        dtype = self.layout.dtype
+        if not len(wire):
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
+        count, form = divmod(int(wire[:_WORD].view(torch.int64)), len(FORMS))
+        total = len(self.whole) + count
+        values_end = _WORD + self.rule.codec.wire_bytes(total, dtype)
+        values = self.rule.codec.decode(wire[_WORD:values_end], total, dtype)
+        return torch.cat((self.whole, unpack(FORMS[form], wire[values_end:], self.layout.numel))), values
+
+    def _message_bytes(self, count: int) -> int:
+        """Length of a message of `count` places."""
+        elements, total = self.layout.numel, len(self.whole) + count
+        if not total:
+            return 0
+        form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
+        return _WORD + self.rule.codec.wire_bytes(total, self.layout.dtype) + places_bytes(form, count, elements)

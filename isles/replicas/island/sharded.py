@@ -1,0 +1,244 @@
+"""A model whose workers hold a share of every parameter each, by torch's `fully_shard` (FSDP, Zhao et al., 2023, after
+ZeRO-3, Rajbhandari et al., 2020).
+
+    model = isles.shard(model, world.inner)       # before the inner optimizer is made
+
+Its parameters are then DTensors, of which this worker has its rows. A unit (a block, and what is in none) is gathered
+for its forward and its backward pass, and the mean of its gradients is scattered.
+
+On CPUs the messages are Isles' own, so they have Isles' deadlines and counters, and means add up in the order of ranks;
+on GPUs they are torch's over NCCL, counted by the same formula.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.collectives import basic as collectives
+from isles.comm.group import Group
+from isles.models.blocks import blocks_of
+from isles.replicas.start import spread_from_first
+
+_NOTE = "isles_sharding"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of one worker's share of what is gathered together, padded as it travels; `trained`: of its gradients."""
+
+    held: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How `shard` cut a model. skeleton: the model as it was before, on the meta device."""
+
+    group: Group
+    skeleton: nn.Module
+    units: tuple[Unit, ...]
+    reshard_after_forward: bool
+    messages: list[Any] = field(default_factory=list)
+
+
+def shard(model: nn.Module, group: Group, *, reshard_after_forward: bool = True) -> nn.Module:
+    """`model`, in place, with every worker of `group` left with its share of worker 0's parameters.
+
+    reshard_after_forward: give a unit's gathered weights back after its forward pass and gather them again for the
+    backward pass (ZeRO-3), or keep them in between (ZeRO-2): a third fewer bytes for the memory of all units.
+
+    ValueError on a backend without a process for each worker. In a world that is only planned: a copy with the shapes
+    of worker 0's share, which cannot be run.
+    """
+    if not group.transport.native:
+        raise ValueError(
+            "torch's fully_shard needs a process for each worker, and the virtual backend has one for all: set "
+            'world.backend = "distributed", or take ddp'
+        )
+    parameters = list(model.parameters())
+    blocks = _blocks(model)
+    _refuse_unfit(model, blocks)
+    sketched = parameters[0].is_meta
+    for parameter in parameters:
+        parameter.data = parameter.data.contiguous()  # rows of it are then one run of memory
+    skeleton = _without_numbers(model)
+    units = tuple(_unit(own, group.size) for own in _gathered_together(blocks, model))
+    sharding = Sharding(group, skeleton, units, reshard_after_forward)
+    if sketched:
+        model = copy.deepcopy(model)
+        _replace(model, lambda _, parameter: torch.empty_like(_rows(parameter, group.size)[0]))
+    else:
+        with torch.no_grad():
+            spread_from_first(group, [*parameters, *model.buffers()])
+        if group.size > 1:
+            _shard(model, blocks, sharding)
+    object.__setattr__(model, _NOTE, sharding)  # not a submodule of it
+    return model
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    """How `model` was cut. ValueError where it was not."""
+    if not hasattr(model, _NOTE):
+        raise ValueError(
+            "the model is not sharded: call model = isles.shard(model, group) before its inner optimizer is made"
+        )
+    return cast(Sharding, getattr(model, _NOTE))
+
+
+def own_rows(tensor: Tensor) -> Tensor:
+    """What this worker holds of a tensor, live: all of it unless it is sharded."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def without_meshes(state: Any) -> Any:
+    """Nested dicts, lists and tuples with the own rows of sharded tensors in their place."""
+    if isinstance(state, dict):
+        return {key: without_meshes(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(without_meshes, state))
+    return own_rows(state) if isinstance(state, Tensor) else state
+
+
+def as_sharded(rows: Tensor, like: Tensor) -> Tensor:
+    """`rows` as the own rows of a tensor that is sharded as `like` is; as they are where that is not sharded, or where
+    they are no rows of such a tensor (a count of steps).
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor) or rows.shape != own_rows(like).shape:
+        return rows
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@torch.no_grad()
+def gathered(model: nn.Module) -> nn.Module:
+    """A plain model of everyone's shares, on all workers. Bytes sent: (R - 1) times the own share."""
+    sharding = sharding_of(model)
+    whole = copy.deepcopy(sharding.skeleton)
+    held, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    _replace(whole, lambda name, empty: _gathered(held[name], empty, sharding.group))
+    for name, buffer in whole.named_buffers():
+        buffer.copy_(buffers[name])
+    return whole
+
+
+def _replace(model: nn.Module, by: Callable[[str, Tensor], Tensor]) -> None:
+    """Each parameter by what `by` makes of its name and itself; tied ones stay tied."""
+    made = {
+        parameter: nn.Parameter(by(name, parameter), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        module, _, name = path.rpartition(".")
+        setattr(model.get_submodule(module), name, made[parameter])
+
+
+def _gathered(tensor: Tensor, empty: Tensor, group: Group) -> Tensor:
+    whole = torch.empty_like(empty, device="cpu")
+    parts, own = _rows(whole, group.size), own_rows(tensor).detach().cpu().contiguous()
+    group.start(collectives.all_to_all(group.call("control"), [own] * group.size, parts), "control").wait()
+    return whole.to(tensor.device)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks that can be gathered apart: with a forward of their own, there once, sharing nothing."""
+    _, blocks = blocks_of(model)
+    owners = Counter(id(held) for module in model.modules() for held in module.parameters(recurse=False))
+    return [
+        block
+        for block in blocks
+        if list(blocks).count(block) == 1
+        and not isinstance(block, nn.ModuleList | nn.ModuleDict)
+        and all(
+            owners[id(held)] == sum(held is own for part in block.modules() for own in part.parameters(recurse=False))
+            for held in block.parameters()
+        )
+    ]
+
+
+def _refuse_unfit(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """ValueError, with the mend, for parameters that torch's fully_shard cannot take."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(f"{name} is a single number, which fsdp cannot cut: give it the shape (1,), or take ddp")
+    for unit in _gathered_together(blocks, model):
+        formats = sorted({str(parameter.dtype) for parameter in unit if parameter.requires_grad})
+        if len(formats) > 1:
+            raise ValueError(
+                f"fsdp gathers parameters in one format, and here are {' and '.join(formats)} together: convert the "
+                "model to one of them, or take ddp"
+            )
+
+
+def _refuse_hidden_tensors(model: nn.Module, arguments: Any, output: Any) -> None:
+    """A forward hook: torch gathers weights for the backward pass when a gradient reaches a tensor it has seen."""
+    if torch.is_grad_enabled() and not _is_seen(output):
+        raise ValueError(
+            f"the model returns a {type(output).__name__}, in which fsdp sees no tensor: return a tensor, a dict, a "
+            "tuple or a dataclass, such as isles.models.Output(loss, logits), or take ddp"
+        )
+
+
+def _is_seen(output: Any) -> bool:
+    return isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output)
+
+
+def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from isles.replicas.island.sharded_messages import Gather, NativeGather, NativeScatter, Scatter
+
+    group, device = sharding.group, next(model.parameters()).device.type
+    gather, scatter = (NativeGather, NativeScatter) if device == "cuda" else (Gather, Scatter)
+    mesh = DeviceMesh.from_group(group.transport.process_group(group.ranks, device), device)
+    for module in (*blocks, model):
+        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
+        if not hasattr(unit, "set_custom_all_gather"):
+            raise ValueError(f"torch {torch.__version__} does not let fsdp's bytes be counted: pip install -U torch")
+        messages = gather(group), scatter(group)
+        unit.set_custom_all_gather(messages[0])
+        unit.set_custom_reduce_scatter(messages[1])
+        sharding.messages.extend(messages)
+    model.register_forward_hook(_refuse_hidden_tensors, prepend=True)
+
+
+def _gathered_together(blocks: Sequence[nn.Module], model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each block, and those in none."""
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    return [*(list(block.parameters()) for block in blocks), rest]
+
+
+def _unit(parameters: Sequence[Tensor], size: int) -> Unit:
+    def share(parameter: Tensor) -> int:
+        return _rows(parameter, size)[0].nbytes
+
+    return Unit(sum(map(share, parameters)), sum(share(p) for p in parameters if p.requires_grad))
+
+
+def _rows(tensor: Tensor, size: int) -> list[Tensor]:
+    """The rows of each worker as `fully_shard` deals them: equal runs for the first ones, what is left, nothing."""
+    parts = list(tensor.detach().chunk(size))
+    return parts + [tensor.detach()[:0]] * (size - len(parts))
+
+
+def _without_numbers(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device; tied ones stay tied, and buffers are copied."""
+    empty = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, empty)  # type: ignore[arg-type]

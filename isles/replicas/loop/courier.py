@@ -1,0 +1,165 @@
+"""Starts and ends the exchanges of an outer method, each with the group of its round; survives what the method may
+survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.headers import Stamp
+from isles.comm.errors import DeadlinePassed, PeerLost
+from isles.comm.group import Group
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment
+from isles.replicas.parts.interfaces import Composition
+
+_PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+_SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
+
+
+class Courier:
+    """`lost`: positions whose connection broke; rounds with them are done alone.
+
+    Where answers land later a worker may be ahead of another by all that is computed meanwhile, so such an exchange has
+    that much more time than the group's deadline.
+    """
+
+    def __init__(self, group: Group, parts: Composition) -> None:
+        self.group, self.parts = group, parts
+        self.lost: set[int] = set()
+        self._began: tuple[int, float] | None = None
+
+    def stepped(self, step: int) -> None:
+        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here."""
+        if self._began is None:
+            self._began = step, self.group.transport.now()
+
+    def members(self, round: int) -> tuple[int, ...]:
+        """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
+        return self.parts.mixing.members(round, self.group.size, self.group.rank)
+
+    def is_alone(self, fragment: Fragment) -> bool:
+        """True if the fragment's next round has nobody else in it and nothing to do but land what it forms."""
+        return self.parts.own_answer and self._present(fragment.rounds + 1) == (self.group.rank,)
+
+    def survivors(self) -> Group:
+        """The workers that are left; where the method goes on without lost ones, they are asked."""
+        if self.parts.on_peer_failure != "solo":
+            return self.group
+        left = [position for position in range(self.group.size) if position not in self.lost]
+        return self.group.among(left).answering("eval")
+
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int) -> Exchange:
+        """Start the exchange of a snapshot, with what error feedback adds."""
+        parts, usable, own = self.parts, True, None
+        before = fragment.latest  # with rounds_late > 1 its answer lands later, but what it leaves behind is needed now
+        if before is not None and (parts.feedback is not None or fragment.averaging.held_bytes):
+            self.survives(before)
+            self._balance(fragment, before)
+        if parts.feedback is not None:
+            usable = fragment.compensate(payload)
+            if not usable:
+                payload.zero_()
+                fragment.skip()  # what is broken is not trained on until the round lands
+        elif parts.rule.keeps_left and fragment.residual is not None:
+            fragment.residual.copy_(payload)
+        if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
+            own = fragment.staging()
+            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.group.transport.rank, own)
+        left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
+        stamp = Stamp(step, fragment.digest, broken=not usable)
+        fragment.latest = self._start(
+            fragment, fragment.rounds, payload, fragment.averaging, stamp, _PAYLOAD, own, None, left
+        )
+        return fragment.latest
+
+    def send_anchor(self, fragment: Fragment, round: int, step: int) -> Exchange:
+        """Start the exchange of the anchor for `round`."""
+        form, means = self.parts.anchor_codec, fragment.anchor_averaging
+        assert form is not None and means is not None, "a rule that shares anchors needs an anchor codec"
+        anchor = fragment.staging().copy_(fragment.anchor)
+        own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
+        stamp = Stamp(step, fragment.digest)
+        return self._start(fragment, round, anchor, means, stamp, _ANCHORS, own, own, None)
+
+    def nothing(self, fragment: Fragment, step: int) -> Flight:
+        """What lands before the first answer is due."""
+        size = len(self.members(fragment.rounds))
+        anchors = Exchange(fragment.anchor.clone(), None) if self.parts.rule.shares_anchors else None
+        return Flight(fragment, step, Exchange(fragment.staging().zero_(), None, participants=size), anchors)
+
+    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+        """Wait for a flight, and make error feedback of its round final. Where the round failed and the method may go
+        on alone, this worker's own share (as sent, or what `snapshot` writes now) is taken for the mean.
+        """
+        fragment, payload = flight.fragment, flight.payload
+        survived = [self.survives(exchange) for exchange in flight.exchanges()]
+        if not all(survived):  # new buffers: late messages may still leave from the old ones
+            if self.parts.reading.needs_own:  # then only the fresh share counts
+                flight.payload = Exchange(torch.zeros_like(fragment.anchor), None, None, payload.participants)
+            else:
+                own = payload.own
+                flight.payload = Exchange(snapshot(fragment, fragment.flat.new()) if own is None else own, None)
+            if flight.anchors is not None:
+                flight.anchors = Exchange(fragment.anchor.clone(), None)
+        self._balance(fragment, payload)
+
+    def survives(self, exchange: Exchange) -> bool:
+        """Wait; False if a peer failed and `on_peer_failure` lets this worker go on without it."""
+        try:
+            exchange.wait()
+        except (PeerLost, DeadlinePassed) as error:
+            if self.parts.on_peer_failure != "solo":
+                raise
+            if isinstance(error, PeerLost) and error.rank in self.group.ranks:
+                self.lost.add(self.group.ranks.index(error.rank))
+            exchange.failed = True
+        return not exchange.failed
+
+    def _balance(self, fragment: Fragment, payload: Exchange) -> None:
+        """Make error feedback of an exchange that has arrived final."""
+        residual, feedback = fragment.residual, self.parts.feedback
+        if residual is None or feedback is None or payload.balanced:
+            return
+        payload.balanced = True
+        if payload.failed or not payload.whole:
+            residual.zero_()
+            return
+        if feedback.form == "global":
+            residual.sub_(payload.buffer)
+        residual.mul_(feedback.decay)
+        fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
+
+    def _start(
+        self,
+        fragment: Fragment,
+        round: int,
+        buffer: Tensor,
+        means: Averaging,
+        stamp: Stamp,
+        part: int,
+        own: Tensor | None,
+        fill: Tensor | None,
+        residual: Tensor | None,
+    ) -> Exchange:
+        group = self.group.among(self._present(round))
+        call = group.call(round=round, fragment=fragment.index)
+        nbytes = means.sent_bytes(round, group.size, group.rank)
+        steps = means.mean(call, buffer, stamp, fill, residual, part)
+        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
+        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size)
+
+    def _meanwhile(self, step: int) -> float:
+        """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""
+        if self._began is None or step <= self._began[0]:
+            return 0.0
+        pace = (self.group.transport.now() - self._began[1]) / (step - self._began[0])
+        return _SLOWER * pace * (self.parts.cadence.lands(step) - step)
+
+    def _present(self, round: int) -> tuple[int, ...]:
+        """The members of a round, or this worker alone where one of them is lost."""
+        members = self.members(round)
+        return (self.group.rank,) if self.lost.intersection(members) else members

@@ -1,0 +1,205 @@
+"""The part of the model that travels together, and its exchanges under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.forms import averaging
+from isles.comm.transport import Transfer
+from isles.replicas.flat import FlatParameters
+from isles.replicas.parts.interfaces import Composition
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One buffer under way, or arrived: `buffer` is replaced by the mean over the `participants`. `transfer` None: it
+    has arrived, or has failed before a checkpoint. `own`: what this worker sent, as the others decode it, where
+    somebody asks for it and it differs from what can be read elsewhere.
+    """
+
+    buffer: Tensor
+    transfer: Transfer[bool] | None
+    own: Tensor | None = None
+    participants: int = 1
+    failed: bool = False
+    """A peer failed and the method goes on without it; `buffer` holds nothing of use."""
+    whole: bool = True
+    """False if a member had nothing to send that is of use: then all skip the round."""
+    balanced: bool = False
+    """Error feedback of it is final."""
+
+    def wait(self) -> None:
+        """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged."""
+        if self.transfer is not None:
+            self.whole = self.transfer.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers of what has arrived (`settle`)."""
+        own = None if self.own is None else self.own.clone()
+        told = {"participants": self.participants, "failed": self.failed, "whole": self.whole}
+        told["balanced"] = self.balanced
+        return {"buffer": self.buffer.clone(), "own": own, **told}
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One round of one fragment between its snapshot and its landing, after inner step `lands`."""
+
+    fragment: Fragment
+    lands: int
+    payload: Exchange
+    anchors: Exchange | None
+
+    def exchanges(self) -> list[Exchange]:
+        """What it waits for."""
+        return [self.payload] if self.anchors is None else [self.payload, self.anchors]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers; its exchanges must have arrived (`settle`)."""
+        anchors = None if self.anchors is None else self.anchors.state_dict()
+        payload = self.payload.state_dict()
+        return {"fragment": self.fragment.index, "lands": self.lands, "payload": payload, "anchors": anchors}
+
+
+class Fragment:
+    """Parameters (this worker's shares of number `places` of the model's) and the flat vectors (n,) that belong to
+    them, 4 bytes an entry each for float32 models: the anchor, the outer rule's `vectors`, the `residual` of error
+    feedback where there is one, the `reference` that progress is counted from where it is not the anchor. `averaging`,
+    `anchor_averaging`: how its means are taken.
+    """
+
+    def __init__(self, index: int, places: Sequence[int], parameters: Sequence[Tensor], parts: Composition) -> None:
+        self.index, self.places = index, places
+        self.flat = FlatParameters(parameters)
+        self.anchor = self.flat.read(self.flat.new())
+        self.vectors = {name: torch.zeros_like(self.anchor) for name in parts.rule.vectors}
+        left_over = parts.feedback is not None or parts.rule.keeps_left
+        self.residual = torch.zeros_like(self.anchor) if left_over else None
+        self.reference = self.anchor.clone() if parts.landing.moves_reference else self.anchor
+        self.averaging = averaging(parts.codec, *self.flat.layout)
+        anchors = parts.anchor_codec
+        self.anchor_averaging = None if anchors is None else averaging(anchors, *self.flat.layout)
+        self.scratch = self.flat.scratch()
+        self.rounds = 0
+        self.sent = 0
+        """Inner step of the last round."""
+        self.digest = 0
+        """Hash of the anchor, where workers agree on it."""
+        self.ahead: Exchange | None = None
+        """The exchange of anchors for the next round, started before it."""
+        self.latest: Exchange | None = None
+        """The exchange of the last round's payload."""
+        self.progress = 0.0
+        """2-norm of what the last round had to send, before error feedback."""
+        self.left_ratio = 0.0
+        """2-norm of the residual after the last round that is final, per that."""
+        self._spare: list[Tensor] = []
+
+    def staging(self) -> Tensor:
+        """A flat buffer to send from; give it back with `release` when its answer has landed."""
+        return self._spare.pop() if self._spare else self.flat.new()
+
+    def release(self, flight: Flight) -> None:
+        """Reuse a landed flight's buffers for a later round: fresh pages cost more than the arithmetic."""
+        for exchange in flight.exchanges():
+            self._spare.extend(buffer for buffer in (exchange.buffer, exchange.own) if buffer is not None)
+
+    def swapped(self, *, keeps_own: bool) -> Exchange:
+        """An exchange of anchors that are equal everywhere, without a message."""
+        own = self.anchor.clone() if keeps_own else None
+        return Exchange(self.staging().copy_(self.anchor), None, own)
+
+    def compensate(self, payload: Tensor) -> bool:
+        """payload <- payload + residual, residual <- the same. False if the sum is not finite."""
+        assert self.residual is not None
+        sums, squares = [], []
+        for part, rest in zip(self.flat.parts(payload), self.flat.parts(self.residual), strict=True):
+            squares.append(part.dot(part))
+            rest.copy_(part.add_(rest))
+            sums.append(part.sum())  # not finite if an entry is not
+        self.progress = float(torch.stack(squares).sum().sqrt())
+        return bool(torch.stack(sums).isfinite().all())
+
+    def skip(self) -> None:
+        """Undo the progress since the last landing: live weights and reference on the anchor."""
+        self.flat.write(self.anchor)
+        if self.reference is not self.anchor:
+            self.reference.copy_(self.anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers; exchanges under way must have arrived (`settle`)."""
+        return {
+            "anchor": self.anchor.clone(),
+            "vectors": {name: vector.clone() for name, vector in self.vectors.items()},
+            "residual": None if self.residual is None else self.residual.clone(),
+            "reference": None if self.reference is self.anchor else self.reference.clone(),
+            "rounds": self.rounds,
+            "sent": self.sent,
+            "digest": self.digest,
+            "progress": self.progress,
+            "left_ratio": self.left_ratio,
+            "averaging": self.averaging.state_dict(),
+            "ahead": None if self.ahead is None else self.ahead.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        if state["anchor"].numel() != self.flat.numel:
+            saved = state["anchor"].numel()
+            raise ValueError(
+                f"the state has {saved} parameters, the model {self.flat.numel}: load it into its own model"
+            )
+        self.anchor.copy_(state["anchor"])
+        for name, vector in self.vectors.items():
+            vector.copy_(state["vectors"][name])
+        if self.residual is not None:
+            self.residual.copy_(state["residual"])
+        if self.reference is not self.anchor:
+            self.reference.copy_(state["reference"])
+        self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
+        self.progress, self.left_ratio = state["progress"], state["left_ratio"]
+        self.averaging.load_state_dict(state["averaging"])
+        self.latest = None
+        self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
+
+    def restored(self, state: dict[str, Any]) -> Exchange:
+        """An exchange that had arrived when its `state_dict` was taken."""
+        own = state["own"]  # copied: the state may lie on another device
+        return Exchange(
+            self.staging().copy_(state["buffer"]),
+            None,
+            None if own is None else self.staging().copy_(own),
+            state["participants"],
+            state["failed"],
+            state["whole"],
+            state["balanced"],
+        )
+
+
+def fragments_of(parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Fragment]:
+    """The fragments of `parts`, of this worker's shares of the parameters in each."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    cut = [[places[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
+    return [Fragment(index, own, [shares[place] for place in own], parts) for index, own in enumerate(cut)]
+
+
+def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:
+    """Write each fragment's flat vector into the live weights."""
+    for fragment, flat in zip(fragments, weights, strict=True):
+        fragment.flat.write(flat)
+
+
+def without_partners(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a fragment (`Fragment.state_dict`) whose anchor is now equal on all of other workers. Anchors
+    sent ahead went to partners that are no more; the next group's mean of them is known without a message.
+    """
+    ahead, anchor = state["ahead"], state["anchor"]
+    if ahead is None:
+        return state
+    own = None if ahead["own"] is None else anchor
+    return {**state, "ahead": {**ahead, "buffer": anchor, "own": own, "failed": False}}

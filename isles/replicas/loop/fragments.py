@@ -1,0 +1,101 @@
+"""How a model is cut into fragments that are exchanged apart (Streaming DiLoCo, arXiv 2501.18512, section 2.2).
+
+    whole         one fragment
+    sequential    blocks [0, n), [n, 2n), ...; then one of everything else (embedding, last norm, head)
+    strided       with P = ceil(blocks / n): blocks {q, q + P, q + 2P, ...} for q = 0..P-1; then everything else
+    [[...], ...]  one's own: lists of parameter names or their beginnings, such as "blocks.0"
+
+"Blocks" are the members of the model's ModuleList with the most parameters. Every trainable parameter belongs to
+exactly one fragment, a tied one to that of its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from torch import nn
+
+from isles.comm.tags import MAX_FRAGMENTS
+from isles.models.blocks import blocks_of
+from isles.replicas.checks import at_least, one_of
+
+Fragments = str | tuple[tuple[str, ...], ...]
+FirstSync = Literal["full_window", "offset"]
+_LAYERS = 3  # the paper's; a model of fewer than five blocks is cut in two nevertheless
+PATTERNS = ("whole", "sequential", "strided")
+
+
+def check_fragments(
+    fragments: Fragments, layers_per_fragment: int | None, first_sync: FirstSync = "full_window"
+) -> None:
+    """What can be said without a model. ValueError for what fits none."""
+    one_of("first_sync", first_sync, get_args(FirstSync))
+    if first_sync == "offset" and fragments == "whole":
+        raise ValueError('first_sync = "offset" acts on several fragments only: leave it out, or cut the model')
+    if isinstance(fragments, str):
+        one_of("fragments", fragments, PATTERNS)
+    elif not fragments:
+        raise ValueError('fragments = []: name the parameters of each, or choose "whole"')
+    if layers_per_fragment is not None:
+        at_least("layers_per_fragment", layers_per_fragment, 1)
+        if fragments not in ("sequential", "strided"):
+            raise ValueError(
+                f"layers_per_fragment = {layers_per_fragment} acts on sequential and strided fragments only: leave it "
+                'out, or choose fragments = "strided"'
+            )
+
+
+def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None = None) -> list[list[nn.Parameter]]:
+    """The parameters of each fragment, in the model's order. ValueError for what does not fit the model."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if fragments == "whole":
+        return [list(named.values())]
+    if isinstance(fragments, str):
+        own = _by_blocks(model, fragments, layers_per_fragment)
+    else:
+        own = [list(prefixes) for prefixes in fragments]
+    owners = {name: _owner(name, own) for name in named}
+    lost = [name for name, owner in owners.items() if owner is None]
+    if lost and not isinstance(fragments, str):
+        raise ValueError(f"fragments: {lost[0]!r} is in none of them; name every parameter, or its beginning, once")
+    cut = [[named[name] for name in named if owners[name] == index] for index in range(len(own))]
+    if lost:
+        cut.append([named[name] for name in lost])
+    if len(cut) > MAX_FRAGMENTS:
+        raise ValueError(f"fragments: {len(cut)} are more than {MAX_FRAGMENTS}; choose a larger layers_per_fragment")
+    empty = [index for index, parameters in enumerate(cut) if not parameters]
+    if empty:
+        raise ValueError(f"fragments: number {empty[0]} holds no trainable parameter of the model; take it out")
+    return cut
+
+
+def _by_blocks(model: nn.Module, pattern: str, layers: int | None) -> list[list[str]]:
+    name, blocks = blocks_of(model)
+    if not blocks:
+        raise ValueError(
+            f'fragments = "{pattern}" needs a model with its blocks in an nn.ModuleList; choose "whole", or name the '
+            "fragments one by one"
+        )
+    if layers is None:
+        layers = min(_LAYERS, -(-len(blocks) // 2))
+    count = -(-len(blocks) // layers)
+    numbers = range(len(blocks))
+    groups = (
+        [numbers[q * layers : (q + 1) * layers] for q in range(count)]
+        if pattern == "sequential"
+        else [numbers[q::count] for q in range(count)]
+    )
+    return [[f"{name}.{number}" if name else str(number) for number in group] for group in groups]
+
+
+def _owner(name: str, own: Sequence[Sequence[str]]) -> int | None:
+    """The fragment whose prefix of `name` is there; ValueError where there are two."""
+    found = [
+        index
+        for index, prefixes in enumerate(own)
+        if any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
+    ]
+    if len(found) > 1:
+        raise ValueError(f"fragments: {name!r} is in number {found[0]} and in number {found[1]}; name it once")
+    return found[0] if found else None

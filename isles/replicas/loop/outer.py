@@ -1,0 +1,249 @@
+"""The one outer loop: what methods that exchange parameters do after an inner step. No paper's formula stands here.
+
+After inner step t, for the fragments that the cadence names:
+
+    snapshot   write the payload (usually outer gradient = reference - live, in float32) into staging
+    receive    wait for the answers that land now; error feedback of their rounds becomes final
+    send       encode and start the exchange of the snapshot with this round's group
+    land       reading, outer rule on the anchor, landing on the live weights
+
+A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.loop.sweep`).
+
+`reference` is what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights
+are coarser than float32, so that rounding never looks like progress. A hash of the anchor rides in the next transfer's
+header.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.group import Group
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum
+from isles.replicas.loop.courier import Courier
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
+from isles.replicas.loop.sweep import Sweep
+from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.legal import warnings
+from isles.replicas.schedule import Held, Planned, landings, outer_memory, planned_rounds
+from isles.replicas.sync import ReplicaSync
+
+
+class OuterSync(ReplicaSync):
+    """An outer method: a `Composition` run by the one loop."""
+
+    level = "parameter"
+    spans_islands = True
+
+    @abstractmethod
+    def compose(self) -> Composition:
+        """The method's parts, from `self.config` and, where it cuts the model, `self.model`."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.parts = parts = self.compose()
+        self.cadence = parts.cadence  # the one in force: `adapt` may change it
+        self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
+        self.courier = Courier(self.group, parts)
+        self.fragments = fragments_of(parts, self.parameters, self.shares)
+        assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
+        self.flights: list[Flight] = []
+        self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
+        if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
+            for fragment in self.fragments:
+                fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
+
+    @torch.no_grad()
+    def after_inner_step(self) -> None:
+        """See ReplicaSync.after_inner_step."""
+        self.courier.stepped(self.steps)
+        self._exchange(self.cadence.sends(self.steps))
+
+    def adapt(self) -> None:
+        """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See ReplicaSync.finish: a last, shorter round where inner steps were taken since the last one, and everything
+        in flight lands; the live weights are then the anchors.
+        """
+        late = self.parts.cadence.rounds_late
+        if not late:
+            self._drain()
+        rest = [fragment.index for fragment in self.fragments if fragment.sent < self.steps]
+        for index in rest:
+            oldest = next((flight for flight in self.flights if flight.fragment.index == index), None)
+            if oldest is not None:
+                oldest.lands = self.steps
+        self._exchange(rest, None if late else self.steps)
+        self._drain()
+        show(self.fragments, [fragment.anchor for fragment in self.fragments])
+        self.island.spread(self.everything)
+        for fragment in self.fragments:
+            if fragment.ahead is not None:
+                self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
+
+    def settle(self) -> None:
+        """See ReplicaSync.settle."""
+        for exchange in self._under_way():
+            self.courier.survives(exchange)
+
+    @property
+    def lost(self) -> set[int]:
+        """Positions whose connection broke."""
+        return self.courier.lost
+
+    def survivors(self) -> Group:
+        """See ReplicaSync.survivors."""
+        return self.courier.survivors()
+
+    def members(self, round: int) -> tuple[int, ...]:
+        """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
+        return self.courier.members(round)
+
+    def schedule(self, steps: int) -> list[Planned]:
+        """See ReplicaSync.schedule."""
+        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
+
+    def spread_bytes(self, steps: int) -> int:
+        """See ReplicaSync.spread_bytes: a fragment after each landing, everything at the end."""
+        landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
+        return sum(map(self.island.spread_bytes, [*(self.fragments[i].places for i in landed), self.everything]))
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory."""
+        return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
+
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
+        if self.parts.feedback is None:
+            return {}
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments), "skipped_rounds": self.skipped}
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
+        if not rounds:
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
+        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[nn.Module]:
+        """See ReplicaSync.evaluation_weights: the anchors."""
+        live = [fragment.flat.read(fragment.flat.new()) for fragment in self.fragments]
+        show(self.fragments, [fragment.anchor for fragment in self.fragments])
+        self.island.spread(self.everything, "eval")
+        try:
+            with super().evaluation_weights() as model:
+                yield model
+        finally:
+            show(self.fragments, live)
+            self.island.spread(self.everything, "eval")
+
+    def outer_state(self) -> dict[str, Any]:
+        """See ReplicaSync.outer_state."""
+        return {
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "flights": [flight.state_dict() for flight in self.flights],
+            "lost": sorted(self.lost),
+            "skipped": self.skipped,
+        }
+
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        """See ReplicaSync.load_outer_state."""
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self.flights = []
+        for saved in state["flights"]:
+            fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
+            held = None if anchors is None else fragment.restored(anchors)
+            fragment.latest = fragment.restored(saved["payload"])
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
+        self.courier = Courier(self.group, self.parts)
+        self.courier.lost = set(state["lost"])
+        self.skipped = state["skipped"]
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
+        being the state of their mean: a round that has been sent lands with the new workers.
+        """
+        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "lost": []}
+
+    # One step of the loop.
+
+    def _exchange(self, sending: Sequence[int], lands: int | None = None) -> None:
+        due = [flight for flight in self.flights if flight.lands <= self.steps]
+        if not (sending or due):
+            return
+        fragments = []
+        for fragment in (self.fragments[index] for index in sending):
+            if self.courier.is_alone(fragment):
+                fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
+                fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
+                self.island.spread(fragment.places)
+            else:
+                fragments.append(fragment)
+        payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
+        for flight in due:
+            self.courier.receive(flight, self._snapshot)
+        if sending:
+            self.adapt()
+        fresh: dict[int, Tensor | None] = {}
+        for fragment, payload in zip(fragments, payloads, strict=True):
+            flight = self._send(fragment, payload, self.cadence.lands(self.steps) if lands is None else lands)
+            fresh[fragment.index] = flight.payload.own
+            if flight.lands <= self.steps:
+                self.courier.receive(flight, self._snapshot)
+                due.append(flight)
+            elif self.parts.cadence.rounds_late and not any(other.fragment is fragment for other in due):
+                due.append(self.courier.nothing(fragment, self.steps))
+            self.flights.append(flight)
+        for flight in due:
+            self._land(flight, fresh.get(flight.fragment.index))
+
+    def _drain(self) -> None:
+        """Land everything in flight, in the order in which it was sent."""
+        for flight in list(self.flights):
+            self.courier.receive(flight, self._snapshot)
+            self._land(flight, None)
+
+    def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
+        return Sweep(fragment, self.parts, self.agrees).snapshot(out)
+
+    def _send(self, fragment: Fragment, payload: Tensor, lands: int) -> Flight:
+        fragment.rounds += 1
+        fragment.sent = self.steps
+        anchors, fragment.ahead = fragment.ahead, None
+        if anchors is None and self.parts.rule.shares_anchors:
+            anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
+        return Flight(fragment, lands, self.courier.send(fragment, payload, self.steps, lands), anchors)
+
+    def _land(self, flight: Flight, fresh: Tensor | None) -> None:
+        fragment = flight.fragment
+        if flight in self.flights:
+            self.flights.remove(flight)
+        if not flight.payload.whole:
+            self.skipped += 1
+            if not self.parts.reading.needs_own:
+                fragment.skip()
+                self.island.spread(fragment.places)
+                return
+            flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
+        fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
+        self.island.spread(fragment.places)
+        fragment.release(flight)
+        if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
+            fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)
+
+    def _under_way(self) -> Iterator[Exchange]:
+        for flight in self.flights:
+            yield from flight.exchanges()
+        yield from (fragment.ahead for fragment in self.fragments if fragment.ahead is not None)

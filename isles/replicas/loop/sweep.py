@@ -1,0 +1,76 @@
+"""An outer round's work on memory, block by block while a block's entries are in cache.
+
+    snapshot   live weights, reference -> what travels                       one sweep
+    answered   what came back, anchor, vectors -> anchor, live weights       one sweep
+    alone      both in one sweep, where nothing travels: the payload is its own answer and never leaves the cache
+
+Cost is memory traffic: what is written goes to memory and is read from there again by the next sweep.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from isles.replicas.flat import digest
+from isles.replicas.loop.fragment import Flight, Fragment
+from isles.replicas.parts.interfaces import Answer, Composition
+
+
+class Sweep:
+    """The views of one fragment's blocks, made anew for each sweep: a user may move parameters between rounds.
+
+    hashed: whether landing also hashes the anchor.
+    """
+
+    def __init__(self, fragment: Fragment, parts: Composition, hashed: bool) -> None:
+        self.flat, self.parts, self.scratch, self.hashed = fragment.flat, parts, fragment.scratch, hashed
+        self.blocks, self.anchors = self.flat.blocks(), self.flat.parts(fragment.anchor)
+        self.left = fragment.residual if parts.rule.keeps_left else None
+        own = fragment.reference is fragment.anchor
+        self.references = self.anchors if own else self.flat.parts(fragment.reference)
+        vectors = {name: self.flat.parts(vector) for name, vector in fragment.vectors.items()}
+        self.vectors = [{name: vectors[name][i] for name in vectors} for i in range(len(self.anchors))]
+        self.words = self.flat.words(fragment.anchor) if hashed else ()
+        self.sums: list[Tensor] = []
+
+    def snapshot(self, out: Tensor) -> Tensor:
+        """Write what travels into `out` (numel,)."""
+        for i, part in enumerate(self.flat.parts(out)):
+            self._form(i, part)
+        return out
+
+    def answered(self, flight: Flight, fresh: Tensor | None) -> int:
+        """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
+        payload, shared, read = flight.payload, flight.anchors, self.parts.reading.read
+        flat, means = self.flat, self.flat.parts(payload.buffer)
+        own, new = flat.parts_or_none(payload.own), flat.parts_or_none(fresh)
+        theirs = flat.parts_or_none(None if shared is None else shared.buffer)
+        mine = self.anchors if shared is None or shared.own is None else flat.parts(shared.own)
+        left = flat.parts_or_none(self.left)
+        for i, mean in enumerate(means):
+            gradient = read(mean, new[i], own[i], payload.participants)
+            self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
+        return digest(self.sums)
+
+    def alone(self) -> int:
+        """Snapshot and landing of a round that has one member and loses nothing; the anchor's hash, or 0."""
+        room = self.flat.scratch()
+        for i, anchor in enumerate(self.anchors):
+            part = room[: anchor.numel()]
+            self._form(i, part)
+            self._land(i, Answer(self.parts.reading.read(part, None, None, 1)))
+        return digest(self.sums)
+
+    def _form(self, i: int, out: Tensor) -> None:
+        block = self.blocks[i]
+        reference = self.flat.rounded(block, self.references[i])
+        self.parts.rule.form(out, block.read(self.scratch), reference, self.anchors[i])
+
+    def _land(self, i: int, answer: Answer) -> None:
+        block, anchor = self.blocks[i], self.anchors[i]
+        self.parts.rule.apply(anchor, answer, self.vectors[i])
+        shaped = block.shaped(anchor)
+        origin = shaped if self.references is self.anchors else block.shaped(self.references[i])
+        self.parts.landing.land(block.live, shaped, origin)
+        if self.hashed:
+            self.sums.append(self.words[i].sum())  # while it is in cache

@@ -1,0 +1,151 @@
+"""DCT-DP: data parallel training that sends the entries of the gradient above a threshold, which is renewed rarely
+(Dynamic Communication Thresholding, Gupta et al., 2021, arXiv 2010.08899).
+
+    every inner step, for each tensor of N entries, on worker i:
+
+        h   = grad_i + E                                     error feedback
+        tau = K-th largest |h|,  K = ceil((1 - eta) N)       in the first step and every L steps after it
+        s_i = h where |h| >= tau (and is not 0), else 0      sent: as many as there are
+        E   = h - s_i
+        grad <- (1/M) sum_i s_i                              clipped and used as in ddp
+
+eta: sparsity, the share that is not sent; L: threshold_interval; M: workers. tau and E are each worker's own. Every
+worker sends its entries to all others: (M - 1) eta-th parts, so it pays where M (1 - eta) is well below 1.
+
+Deviations: a stale tau lets more and more through while E grows (or starves where gradients grow small), so it is
+renewed at once where it sends more than density_guard K entries, or fewer than K / density_guard. Tensors of fewer than
+`exclude_below` entries are sent whole. A step in which somebody's gradient is not finite is skipped by all and leaves
+E and tau alone. The paper sums at a parameter server; here every worker sums all contributions in the order of the
+workers. Values may travel in a codec, E is what it loses. Buckets: `isles.replicas.gradient.bucketed`; one exchange a
+bucket, for all but the last then travel behind the backward pass, and it is the last that is waited for either way.
+Memory: 8 bytes a parameter (the buckets, E).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from isles.comm.codecs import codec
+from isles.comm.codecs.casts import Identity
+from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.mean import sent_bytes
+from isles.replicas.checks import at_least, one_of
+from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
+from isles.replicas.gradient.buckets import Bucket
+from isles.replicas.gradient.reduction import Averaged, Reduction
+from isles.replicas.gradient.thresholds import Rule, Thresholds
+from isles.replicas.schedule import Outline
+
+VALUES = ("none", "bf16", "fp16", "int8", "int4")
+Places = Literal["auto", "blocks", "indices", "bitmap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCTDPConfig(BucketsConfig):
+    """bucket_megabytes: size of a bucket in 2**20 bytes of gradient. sparsity: share of a tensor's entries that is not
+    sent (eta), 0 to below 1; 0: as ddp. threshold_interval: steps after which thresholds are renewed (L).
+    error_feedback: local: what is not sent is added to the next step's gradient; none: it is lost. density_guard: a
+    threshold that sends this many times more or fewer entries than it should is renewed at once. codec: form of the
+    values on the wire. places: form of their places: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry
+    of all), or auto, whatever is smallest. exclude_below: tensors of fewer entries are sent whole. warmup_dense_steps:
+    steps at the start whose gradients are sent whole. warmup_steps: after them, steps whose thresholds are all new.
+    """
+
+    sparsity: float = 0.99
+    threshold_interval: int = 1000
+    error_feedback: Literal["none", "local"] = "local"
+    density_guard: float = 4.0
+    codec: str = "none"
+    places: Places = "auto"
+    exclude_below: int = 4096
+    warmup_dense_steps: int = 0
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity = {self.sparsity}: choose 0 <= sparsity < 1, such as 0.99")
+        if not self.density_guard > 1:
+            raise ValueError(f"density_guard = {self.density_guard}: choose a number above 1, such as 4")
+        at_least("threshold_interval", self.threshold_interval, 1)
+        for key in ("exclude_below", "warmup_dense_steps", "warmup_steps"):
+            at_least(key, getattr(self, key), 0)
+        one_of("error_feedback", self.error_feedback, ("none", "local"))
+        one_of("codec", self.codec, VALUES)
+        one_of("places", self.places, get_args(Places))
+        if self.sparsity == 0 and self.codec != "none":
+            raise ValueError(f'sparsity = 0 sends all entries as they are: use method = "ddp" with codec {self.codec}')
+
+
+class DCTDP(BucketedSync):
+    """See the module."""
+
+    Config = DCTDPConfig
+    config: DCTDPConfig
+
+    def reduction(self, bucket: Bucket) -> Reduction:
+        """See BucketedSync.reduction."""
+        config = self.config
+        if config.sparsity == 0:
+            return Averaged(bucket.layout, averaging(Identity(), *bucket.layout.layout))
+        rule = Rule(
+            sparsity=config.sparsity,
+            interval=config.threshold_interval,
+            feedback=config.error_feedback == "local",
+            guard=config.density_guard,
+            codec=codec(config.codec),
+            places=config.places,
+            exclude_below=config.exclude_below,
+            exact=config.warmup_dense_steps,
+            every_step=config.warmup_steps,
+        )
+        return Thresholds(bucket.layout, rule)
+
+    def phases(self, steps: int) -> list[tuple[int, int]]:
+        """See BucketedSync.phases. Later steps are planned with K entries a tensor; what is sent varies around it, up
+        to density_guard times as much.
+        """
+        exact = min(self.config.warmup_dense_steps, steps)
+        return [(first, count) for first, count in ((1, exact), (exact + 1, steps - exact)) if count]
+
+    def outline(self, steps: int) -> Outline:
+        """See ReplicaSync.outline."""
+        return replace(super().outline(steps), about=self.config.sparsity > 0)
+
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: also the share of entries that the last step sent of tensors that are sent in part,
+        and thresholds computed so far, per tensor.
+        """
+        parts = [bucket.reduction for bucket in self.buckets if isinstance(bucket.reduction, Thresholds)]
+        tensors = sum(len(part.tensors) for part in parts)
+        if not tensors:
+            return super().gauges()
+        entries = [part.layout.numel - len(part.whole) for part in parts]
+        density = sum(part.density * count for part, count in zip(parts, entries, strict=True)) / sum(entries)
+        renewals = sum(part.renewed for part in parts) / tensors
+        return super().gauges() | {"density": density, "threshold_renewals": renewals}
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        size, notices = self.group.size, super().advise(steps)
+        if self.config.sparsity == 0:
+            return notices
+        if all(parameter.numel() < self.config.exclude_below for parameter in self.parameters):
+            notices.append(
+                f"exclude_below = {self.config.exclude_below} sends every tensor of the model whole: lower it"
+            )
+        sparse, dense = 0, 0
+        for reduction in (bucket.reduction for bucket in self.buckets):
+            sparse += reduction.sent_bytes(self.config.warmup_dense_steps + 1, size, 0)
+            dense += sent_bytes(reduction.layout.numel, reduction.layout.dtype, Identity(), size, 0)
+        if sparse >= dense and size > 1:
+            notices.append(
+                f"sparsity = {self.config.sparsity} among {size} workers sends {sparse / dense:.1f} times the bytes of "
+                "ddp: raise sparsity, or lower exclude_below"
+            )
+        if self.config.error_feedback == "none":
+            notices.append(
+                'error_feedback = "none": what is below the threshold never comes back; choose error_feedback = "local"'
+            )
+        return notices

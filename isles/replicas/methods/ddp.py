@@ -1,0 +1,106 @@
+"""Data parallel training: the gradient of every step is averaged over the workers before the inner step.
+
+    every inner step:    grad <- mean_i grad_i
+
+The mean may travel in the form of a codec, or as low-rank factors (PowerSGD, Vogels et al. 2019, arXiv 1905.13727),
+with error feedback E where the form loses much:
+
+    a_i = grad_i + E_i;    grad <- mean_i C(a_i);    E_i <- decay (a_i - C(a_i))
+
+(global: E_i <- decay (a_i - grad), the form of torch's PowerSGD hook.) Then a step in which a gradient is not finite is
+skipped by all. Buckets, hooks and overlap: `isles.replicas.gradient.bucketed`. Memory: 4 bytes a parameter for the
+buckets; with error feedback 8 more, for the residuals of this step become final only when all workers' gradients have
+come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from isles.comm.codecs import form
+from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.mean import native_bytes, native_mean
+from isles.replicas.checks import idle_low_rank, one_of
+from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
+from isles.replicas.gradient.buckets import Bucket
+from isles.replicas.gradient.reduction import Averaged, Native, Reduction
+from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
+from isles.replicas.parts.legal import BIASED
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(BucketsConfig):
+    """bucket_megabytes: size of a bucket in 2**20 bytes of gradient. codec: form of the gradients on the wire: none,
+    bf16, fp16, int8, powersgd:4, ... reduction: two_shot (over gloo, the same bits on every backend), or native:
+    torch's own all_reduce, over NCCL where gradients are on GPUs (one for each worker), without codecs.
+    error_feedback: what the codec loses is added to the next step's gradient: none, local (what differs from what the
+    others decoded), global (from the mean). feedback_decay: share of it that is kept.
+    """
+
+    codec: str = "none"
+    reduction: Literal["two_shot", "native"] = "two_shot"
+    error_feedback: Feedback = "none"
+    feedback_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        form(self.codec)  # refuses an unknown one
+        one_of("reduction", self.reduction, ("two_shot", "native"))
+        check_feedback(self.error_feedback, self.feedback_decay)
+        if self.reduction == "native" and (self.codec, self.error_feedback) != ("none", "none"):
+            raise ValueError(
+                'reduction = "native" sends gradients as they are: use "two_shot" with a codec or error feedback'
+            )
+
+
+class DDP(BucketedSync):
+    """See the module."""
+
+    Config = DDPConfig
+    config: DDPConfig
+
+    def _begin(self) -> None:
+        self.native = self.config.reduction == "native"
+        self.form = form(self.config.codec)
+        super()._begin()
+        if not self.native:
+            return
+        if not self.group.transport.native:
+            raise ValueError('reduction = "native" needs a real backend: use "two_shot" on the virtual one')
+        if not self.is_sketch:  # opens the backend's connections now, not in the first backward pass
+            probe = torch.zeros(1, device=self.device())
+            self.group.start(native_mean(self.group.call("control"), probe), "control").wait()
+
+    def device(self) -> torch.device:
+        """See BucketedSync.device."""
+        return self.parameters[0].device if self.native else super().device()
+
+    def reduction(self, bucket: Bucket) -> Reduction:
+        """See BucketedSync.reduction."""
+        if self.native:
+            return Native(bucket.layout)
+        means = averaging(self.form, *bucket.layout.layout)
+        return Averaged(bucket.layout, means, feedback(self.config.error_feedback, self.config.feedback_decay))
+
+    def opening(self) -> tuple[int, ...]:
+        """See ReplicaSync.opening."""
+        probe = native_bytes(1, torch.float32, self.group.size) if self.native else 0
+        return tuple(nbytes + probe for nbytes in super().opening())
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        config, notices = self.config, super().advise(steps)
+        if config.error_feedback == "none" and config.codec.partition(":")[0] in BIASED:
+            notices.append(
+                f"codec = {config.codec}: it takes a part of every gradient that never comes back; choose "
+                'error_feedback = "local"'
+            )
+        if config.error_feedback != "none" and self.form.lossless:
+            notices.append(
+                f"error_feedback = {config.error_feedback}: codec none loses nothing on the wire, so 8 bytes a "
+                'parameter are held for nothing; choose error_feedback = "none"'
+            )
+        return notices + idle_low_rank(self.form, self.parameters)

@@ -1,0 +1,73 @@
+"""DiLoCo with delayed outer gradients (Kale et al., 2025, arXiv 2502.12996, Algorithm 2): a mean takes a whole round to
+arrive, behind the computation.
+
+    at boundary k, every H inner steps:    g_i(k) = anchor - theta_i               sent
+                                           A      = mean_i g_i(k - d)              arrives now; 0 for the first d
+                                           v <- mu v + A;  anchor <- anchor - lr (A + mu v)
+                                           theta_i <- anchor
+
+theta_i: live weights of worker i; H: sync_every; d: outer_delay. Each round's progress enters d rounds late, and the
+next one starts without it: the outer learning rate must be low (0.1 where DiLoCo takes 0.4), and Eager Updates do
+better. All workers hold equal anchors. Memory: DiLoCo's, and d more buffers for what is under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isles.comm.codecs import form
+from isles.replicas.checks import at_least, uneven_fragments
+from isles.replicas.loop.fragments import Fragments, check_fragments, cut
+from isles.replicas.loop.outer import OuterSync
+from isles.replicas.methods.diloco import DiLoCoConfig, Nesterov
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.feedback import feedback
+from isles.replicas.parts.interfaces import Composition, Reading
+from isles.replicas.parts.landing import Replace
+from isles.replicas.parts.mixing import Everyone
+from isles.replicas.parts.reading import Received
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedConfig(DiLoCoConfig):
+    """sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as in DiLoCo. outer_delay: rounds
+    that a mean comes late (d). fragments, layers_per_fragment: as in Streaming DiLoCo; "whole": the model at a time.
+    """
+
+    sync_every: int = 100
+    outer_lr: float = 0.1
+    outer_delay: int = 1
+    fragments: Fragments = "whole"
+    layers_per_fragment: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("outer_delay", self.outer_delay, 1)
+        check_fragments(self.fragments, self.layers_per_fragment)
+
+
+class DelayedDiLoCo(OuterSync):
+    """See the module. All workers leave each boundary with equal anchors and weights."""
+
+    Config = DelayedConfig
+    config: DelayedConfig
+    reading: Reading = Received()
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        config = self.config
+        fragments = cut(self.model, config.fragments, config.layers_per_fragment)
+        return Composition(
+            cadence=EveryH(config.sync_every, len(fragments), rounds_late=config.outer_delay),
+            mixing=Everyone(),
+            reading=self.reading,
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
+            landing=Replace(),
+            fragments=fragments,
+            codec=form(config.codec),
+            feedback=feedback(config.error_feedback, config.feedback_decay),
+        )
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

@@ -1,0 +1,1 @@
+"""DeMo: decoupled momentum (arXiv 2411.19870)."""

@@ -1,0 +1,123 @@
+"""One worker's momentum in DeMo, and the steps that need no other worker.
+
+    gradients -> add -> extract -> values, places       to be sent
+                        subtract                         while they travel
+    everyone's values, places -> decode -> U             phi(U) where phi works entry by entry
+
+All by pieces that stay in cache: neither coefficients nor decoded blocks of the whole model are ever held, but for U.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isles.replicas.methods.demo.blocks import Blocks
+from isles.replicas.methods.demo.config import DeMoConfig
+from isles.replicas.methods.demo.transform import Transform, drawn, fixed, largest, sizes
+from isles.replicas.methods.demo.update import snapped
+from isles.replicas.methods.demo.wire import Packing, Sent
+
+
+class Momentum:
+    """Of tensors of these shapes, flat and float32 on `device`; `update`: U of the last step, None before the first."""
+
+    def __init__(self, shapes: Sequence[torch.Size], config: DeMoConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.blocks = Blocks(shapes, config.compression_chunk, config.padding)
+        self.packing = Packing(self.blocks, config.compression_topk, config.value_dtype)
+        self.edges = [group.edges for group in self.blocks.groups]
+        self.transform: Transform = fixed(config.transform, self.edges, device)
+        self.vector = torch.zeros(self.blocks.entries, device=device)
+        self.update: Tensor | None = None
+        self._inside = [self.blocks.views(self.vector, index) for index in range(len(shapes))]
+        self._decoded: list[Tensor] = []  # the same views of `update`, in one list
+
+    @property
+    def bases_bytes(self) -> int:
+        """Memory of the transform's bases."""
+        return 0 if self.config.transform == "identity" else sum(4 * size * size for size in sizes(self.edges))
+
+    def begin(self, step: int) -> None:
+        """Decay, and draw what is drawn anew at each step."""
+        self.vector.mul_(self.config.compression_decay)
+        if self.config.transform == "random":
+            self.transform = drawn(self.edges, self.config.seed, step, self.device)
+
+    def add(self, gradients: Sequence[tuple[int, Tensor]], factor: float) -> None:
+        """Gradients by the number of their tensor, times `factor`."""
+        inside = [view for index, _ in gradients for view in self._inside[index]]
+        if inside:
+            cut = [part for index, gradient in gradients for part in self.blocks.cut(gradient, index)]
+            torch._foreach_add_(inside, cut, alpha=factor)
+
+    def extract(self) -> tuple[Tensor, Tensor]:
+        """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on the CPU."""
+        values, places = [torch.empty(0)], [torch.empty(0, dtype=torch.int64)]
+        for piece in self.blocks.pieces(self.device):
+            group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
+            coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))
+            if self.packing.is_listed(piece.group):
+                chosen = largest(coefficients, kept)
+                coefficients = coefficients.gather(1, chosen)
+                places.append(chosen.view(-1).cpu())
+            else:
+                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64))
+            values.append(coefficients.reshape(-1).cpu())
+        return torch.cat(values), torch.cat(places)
+
+    def subtract(self, values: Tensor, places: Tensor) -> None:
+        """Take `subtract` times what these coefficients stand for."""
+        alpha = self.config.subtract
+        if not alpha:
+            return
+        values, places = values.to(self.device), places.to(self.device)
+        for piece in self.blocks.pieces(self.device):
+            group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
+            part = self.vector[piece.first : piece.last].view(-1, *group.edges)
+            sent = values[pairs].view(len(part), -1)
+            if self.packing.is_listed(piece.group):
+                sent = part.new_zeros(len(part), group.entries).scatter_(1, places[pairs].view_as(sent), sent)
+            part.sub_(self.transform.inverse(sent, group.edges), alpha=alpha)
+
+    def decode(self, everyone: Sequence[Sent]) -> Tensor:
+        """U (entries,), or its sign, from what the workers sent, added up in their order."""
+        if self.update is None:
+            self.update = torch.empty_like(self.vector)
+            tensors = range(len(self._inside))
+            self._decoded = [view for index in tensors for view in self.blocks.views(self.update, index)]
+        moved = [(sent.values.to(self.device), sent.places.to(self.device)) for sent in everyone]
+        for piece in self.blocks.pieces(self.device):
+            group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
+            mean = self.update[piece.first : piece.last].view(-1, group.entries).zero_()
+            shares = [
+                (values[pairs].view(len(mean), -1), places[pairs].view(len(mean), -1)) for values, places in moved
+            ]
+            if self.packing.is_listed(piece.group):
+                self._gather(mean, shares)
+            else:
+                for values, _ in shares:
+                    mean.add_(values)
+                mean.div_(len(shares))
+            decoded = snapped(self.transform.inverse(mean, group.edges).view_as(mean), self.config.zero_tol)
+            mean.copy_(decoded.sign_() if self.config.base == "sign" else decoded)
+        return self.update
+
+    def _gather(self, mean: Tensor, shares: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add up values at their places, and divide by how many there are of each, or by the number of workers."""
+        for values, places in shares:
+            mean.scatter_add_(1, places, values)
+        if self.config.reduce == "world":
+            mean.div_(len(shares))
+        elif len(shares) > 1:
+            counts = torch.zeros_like(mean)
+            for values, places in shares:
+                counts.scatter_add_(1, places, torch.ones_like(values))
+            mean.div_(counts.clamp_min_(1.0))
+
+    def write(self, gradients: Sequence[Tensor]) -> None:
+        """Copy U into tensors of all the shapes."""
+        cut = [part for index, gradient in enumerate(gradients) for part in self.blocks.cut(gradient, index)]
+        torch._foreach_copy_(cut, self._decoded)

@@ -1,0 +1,45 @@
+"""Eager Updates (Kale et al., 2025, arXiv 2502.12996, Algorithm 3): a mean takes a whole round to arrive, and meanwhile
+this worker's own share of it is replaced by its fresh one.
+
+    at boundary k, every H inner steps:    g_i(k) = anchor_i - theta_i             sent
+                                           A      = mean_j g_j(k - d)              arrives now; 0 for the first d
+                                           e      = A + (g_i(k) - g_i(k - d)) / M  own terms as the others decode them
+                                           v_i <- mu v_i + e;  anchor_i <- anchor_i - lr (e + mu v_i)
+                                           theta_i <- anchor_i
+
+theta_i: live weights of worker i; H: sync_every; d: outer_delay; M: workers. Anchors and momenta are each worker's own:
+they differ by the rounds in flight, a bounded amount; the model of the run is their mean. With d rounds' fresh shares
+being 1/M of a step, it is meant for two islands; lower outer_lr with more. Memory: DiLoCo's, d + 1 buffers of own
+shares, and d + 1 for what is under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isles.replicas.checks import eager_rate
+from isles.replicas.methods.delayed import DelayedConfig, DelayedDiLoCo
+from isles.replicas.parts.interfaces import Reading
+from isles.replicas.parts.reading import Eager
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerConfig(DelayedConfig):
+    """Defaults of the paper. sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as in DiLoCo.
+    outer_delay: rounds that a mean comes late (d). fragments, layers_per_fragment: as in Streaming DiLoCo; "whole": the
+    model at a time.
+    """
+
+    outer_lr: float = 0.4
+
+
+class EagerDiLoCo(DelayedDiLoCo):
+    """See the module. Workers' anchors agree up to what is in flight."""
+
+    Config = EagerConfig
+    config: EagerConfig
+    reading: Reading = Eager()
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        return super().advise(steps) + eager_rate(self.config.outer_lr, self.group.size)

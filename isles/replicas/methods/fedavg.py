@@ -1,0 +1,79 @@
+"""FedAvg (McMahan et al., 2017, arXiv 1602.05629) as an outer method: the anchor moves to the mean of what the workers
+made of it.
+
+    every H inner steps:    g = mean_i (anchor - theta_i);  anchor <- anchor - lr g;  theta_i <- anchor
+
+lr = 1 is the paper's average of the clients' models; other rates are the server's learning rate of Reddi et al. (2021).
+All workers take part in every round, with equal weight (shares of data are equal here). Unlike `localsgd` changes
+travel, not parameters, so lossy codecs with error feedback are allowed. Memory: the anchor, 4 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isles.comm.codecs import form
+from isles.replicas.checks import at_least, positive_rate
+from isles.replicas.loop.outer import OuterSync
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.landing import Replace
+from isles.replicas.parts.mixing import Everyone
+from isles.replicas.sync import MethodConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgConfig(MethodConfig):
+    """sync_every: inner steps a round (H). outer_lr: the server's rate. codec, error_feedback, feedback_decay: as in
+    DiLoCo.
+    """
+
+    sync_every: int = 50
+    outer_lr: float = 1.0
+    codec: str = "none"
+    error_feedback: Feedback = "none"
+    feedback_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least("sync_every", self.sync_every, 1)
+        positive_rate(self.outer_lr)
+        form(self.codec)  # refuses an unknown one
+        check_feedback(self.error_feedback, self.feedback_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent(OuterRule):
+    """anchor <- anchor - lr g."""
+
+    name = "sgd"
+    lr: float
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """The outer gradient travels."""
+        outer_gradient(out, live, reference)
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+        """See the class."""
+        anchor.sub_(answer.mean, alpha=self.lr)
+
+
+class FedAvg(OuterSync):
+    """See the module. All workers leave each exchange with equal anchors and weights."""
+
+    Config = FedAvgConfig
+    config: FedAvgConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        return Composition(
+            cadence=EveryH(self.config.sync_every),
+            mixing=Everyone(),
+            rule=Descent(lr=self.config.outer_lr),
+            landing=Replace(),
+            codec=form(self.config.codec),
+            feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
+        )

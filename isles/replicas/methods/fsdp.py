@@ -1,0 +1,203 @@
+"""Fully sharded data parallel: data parallel training in which every worker holds a share of weights, gradients and
+inner state (Zhao et al., 2023, through torch's `fully_shard`; ZeRO-3, Rajbhandari et al., 2020).
+
+    every inner step:    grad <- mean_i grad_i, each worker its own rows; the inner optimizer steps on those
+
+For workers with fast links between them: a step moves three times the model (twice with reshard_after_forward = false)
+where `ddp` moves it twice. Bytes sent by each of R workers a step: (R - 1) times the share of every unit, for two
+gathers and a scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.group import Group
+from isles.replicas.island.island import Island, Shards
+from isles.replicas.island.sharded import Sharding, as_sharded, gathered, own_rows, shard, sharding_of, without_meshes
+from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
+from isles.replicas.start import bytes_by_format, same_settings
+from isles.replicas.sync import MethodConfig, ReplicaSync
+
+_NORM_BYTES = 8  # the square of a gradient's norm, float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig(MethodConfig):
+    """reshard_after_forward: gather a block's weights for its forward and again for its backward pass; false keeps them
+    in between, which sends a third less and holds the whole model meanwhile.
+    """
+
+    reshard_after_forward: bool = True
+
+
+class FSDP(ReplicaSync):
+    """See the module. Takes a model that went through `isles.shard`, and an inner optimizer made after that.
+
+    A killed worker is PeerLost on all others; exact resume with as many workers.
+    """
+
+    Config = FSDPConfig
+    config: FSDPConfig
+    level = "gradient"
+    agrees = True
+
+    @classmethod
+    def local_part(cls, model: nn.Module, group: Group, config: MethodConfig) -> nn.Module:
+        """See ReplicaSync.local_part."""
+        assert isinstance(config, FSDPConfig)
+        return shard(model, group, reshard_after_forward=config.reshard_after_forward)
+
+    def _begin(self) -> None:
+        sharding = self.sharding
+        if sharding.group.ranks != self.group.ranks:
+            raise ValueError("the model is sharded over another group of workers: give both the same")
+        if sharding.reshard_after_forward != self.config.reshard_after_forward:
+            raise ValueError("reshard_after_forward is not what isles.shard was given: give both the same")
+        self.shares = []  # every worker has rows of its own
+        if not self.is_sketch:
+            same_settings(self.group, self._settings())
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the model is cut."""
+        return sharding_of(self.model)
+
+    def as_island(self) -> Island:
+        """See ReplicaSync.as_island."""
+        return Shards(self.parameters, self.group)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See ReplicaSync.no_sync: gradients stay whole and are scattered in the last backward pass."""
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(True)
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[nn.Module]:
+        """See ReplicaSync.evaluation_weights: sharded as ever, so all workers must judge the same batches together. The
+        gathers are counted on the channel "eval".
+        """
+        self._reshard()  # weights may have been written to since they were gathered
+        for messages in self.sharding.messages:
+            messages.channel = "eval"
+        try:
+            yield self.model
+        finally:
+            for messages in self.sharding.messages:
+                messages.channel = self.group.channel
+            self._reshard()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """See ReplicaSync.clip: the norm of the whole gradient, of which every worker has its rows."""
+        rows = [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(rows))) if rows else torch.zeros(())
+        squares = self.group.all_gather(own.double().square().reshape(1).cpu(), self.group.channel)
+        norm = torch.cat(squares).sum().sqrt().to(own)
+        torch._foreach_mul_(rows, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+        return norm
+
+    def consolidate(self) -> nn.Module:
+        """See ReplicaSync.consolidate: a plain model, whole on every worker."""
+        super().consolidate()
+        return gathered(self.model)
+
+    def replica_std(self) -> float:
+        """See ReplicaSync.replica_std: there is one replica."""
+        return 0.0
+
+    def schedule(self, steps: int) -> list[Planned]:
+        """See ReplicaSync.schedule: weights are gathered for every batch, gradients scattered once a step."""
+        size = self.group.size
+        everyone = (tuple(range(size)),)
+        gathers = self.batches * (2 if self.config.reshard_after_forward else 1)
+        each = [
+            (index, what, (size - 1) * nbytes)
+            for index, unit in enumerate(self.sharding.units)
+            for what, nbytes in [("weights", unit.held)] * gathers + [("gradient", unit.trained)]
+        ]
+        each += [(len(self.sharding.units), "norm", (size - 1) * _NORM_BYTES)] if self.max_norm is not None else []
+        return (
+            [
+                Planned(step, step, index, what, everyone, (nbytes,) * size)
+                for step in range(1, steps + 1)
+                for index, what, nbytes in each
+            ]
+            if size > 1
+            else []
+        )
+
+    def outline(self, steps: int) -> Outline:
+        """See ReplicaSync.outline: every step is like the first."""
+        return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
+
+    def opening(self) -> tuple[int, ...]:
+        """See ReplicaSync.opening: worker 0's tensors, and one hash."""
+        skeleton, size = self.sharding.skeleton, self.group.size
+        tensors = [*skeleton.parameters(), *skeleton.buffers()]
+        return tuple(nbytes - 8 * (size - 1) for nbytes in opening_bytes(bytes_by_format(tensors), size))
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory: where the weights are."""
+        units, size = self.sharding.units, self.group.size
+        if size == 1:
+            return []
+        whole = max(unit.held for unit in units) if self.config.reshard_after_forward else sum(u.held for u in units)
+        kept = sum(unit.trained for unit in units) if self.batches > 1 else max(unit.trained for unit in units)
+        return [
+            Held("gathered weights", size * whole, "exchange"),
+            Held("gradients, whole", size * kept, "exchange"),
+            Held("gradients on their way", size * max(unit.trained for unit in units), "exchange"),
+            Held("the whole model", size * sum(unit.held for unit in units), "end"),
+        ]
+
+    def inner_state(self) -> Any:
+        """See ReplicaSync.inner_state: of the own rows."""
+        return without_meshes(super().inner_state())
+
+    def load_inner_state(self, state: Any) -> None:
+        """See ReplicaSync.load_inner_state."""
+        trained = [parameter for group in self.param_groups for parameter in group["params"]]
+        sharded = {
+            index: {
+                key: as_sharded(value, trained[index]) if isinstance(value, Tensor) else value
+                for key, value in own.items()
+            }
+            for index, own in state["state"].items()
+        }
+        super().load_inner_state({**state, "state": sharded})
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """See ReplicaSync.regrouped: not built."""
+        raise ValueError("with fsdp every worker has rows of its own: resume with as many workers as before")
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ReplicaSync.weights: the own rows."""
+        return without_meshes(super().weights())
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """See ReplicaSync.load_weights."""
+        like = self.model.state_dict()
+        super().load_weights({name: as_sharded(rows, like[name]) for name, rows in weights.items()})
+
+    def _sync(self, on: bool) -> None:
+        for unit in self._units():
+            unit.set_requires_gradient_sync(on, recurse=False)
+
+    def _reshard(self) -> None:
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> list[Any]:
+        return [module for module in self.model.modules() if hasattr(module, "set_requires_gradient_sync")]

@@ -1,0 +1,1 @@
+"""Independent subnet training (arXiv 1910.02120)."""

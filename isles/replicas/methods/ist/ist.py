@@ -1,0 +1,264 @@
+"""Independent Subnetwork Training (Yuan et al., PVLDB 2022): every worker trains a narrow model of its own.
+
+    every H inner steps (a round):
+        up        the units of each worker go back to their keepers, with their share of the inner optimizer's state
+        average   what all workers hold (embeddings, norms, head) becomes its mean
+        down      the units are divided anew, and go to whom they now belong
+
+Units are attention heads (query, key and value rows, output columns) and hidden units of the MLP (gate and up rows,
+down columns); the residual width is whole everywhere. With n workers each holds 1/n of the units, so its weights,
+gradients, optimizer state and computing shrink with them: the divided parameters of `model` are **physically narrower**
+while it trains, always of the same widths, and have their full ones again inside `evaluation_weights` and after
+`consolidate`. Subnets are disjoint, so the merge is an exchange of pieces, not a mean.
+
+The full model sums n times as many units as any subnet did. So where it is judged, and in the model of the run, the
+columns that read divided units are multiplied by 1/n (`eval_scale`; without it the paper's networks need BatchNorm).
+
+Bytes of a worker and round each way, to and from a central server: b (divided entries that it holds) (1 + moments that
+travel); a partitioned server spares the share that a worker keeps itself. The mean of the rest comes on top.
+Deviations: heads and MLP units of a transformer (the paper: neurons); the rest is averaged in two shots whatever the
+server is; the last, partial round is not lost; the workers read different data. A lost worker ends the run (PeerLost
+names it). The state of what all hold stays each worker's own. Permutations: `ist_partition`; exchange: `ist_store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.codecs import codec
+from isles.comm.collectives.mean import Stamp, sent_bytes, working_bytes
+from isles.comm.tags import Channel
+from isles.models.subnet import put, reads, split_axes, take
+from isles.replicas.checks import at_least, one_of
+from isles.replicas.flat import FlatParameters
+from isles.replicas.methods.ist.advice import advice
+from isles.replicas.methods.ist.moments import moments_of
+from isles.replicas.methods.ist.partition import SAMPLERS, SERVERS, Division
+from isles.replicas.methods.ist.store import Key, Store
+from isles.replicas.methods.ist.subnet import Subnet
+from isles.replicas.schedule import Held, Planned
+from isles.replicas.sync import MethodConfig, ReplicaSync
+
+
+@dataclass(frozen=True, kw_only=True)
+class ISTConfig(MethodConfig):
+    """sync_every: inner steps between two divisions (H). split: what is divided: heads, ffn, heads+ffn, or "all" that
+    the model can (never whole blocks). sampler: who gets which units: random; stratified (equally many from each
+    keeper); rolling (neighbours, moved on by one a round); fixed. server: who keeps them between rounds: partitioned
+    (1/n each) or central (worker 0). optimizer_state: travel (moments go with their units) or reset (a fresh inner
+    optimizer every round). eval_scale: keep_fraction (1/n on what reads divided units, in the full model) or none.
+    seed: of the divisions.
+    """
+
+    sync_every: int = 50
+    split: str = "all"
+    sampler: Literal["random", "stratified", "rolling", "fixed"] = "random"
+    server: Literal["partitioned", "central"] = "partitioned"
+    optimizer_state: Literal["travel", "reset"] = "travel"
+    eval_scale: Literal["keep_fraction", "none"] = "keep_fraction"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("sync_every", self.sync_every, 1)
+        one_of("sampler", self.sampler, SAMPLERS)
+        one_of("server", self.server, SERVERS)
+        one_of("optimizer_state", self.optimizer_state, ("travel", "reset"))
+        one_of("eval_scale", self.eval_scale, ("keep_fraction", "none"))
+
+
+class IST(ReplicaSync):
+    """See the module. One worker alone trains to the bit as without it. The inner optimizer must not have stepped yet;
+    after `consolidate` there is nothing narrow left to step.
+    """
+
+    Config = ISTConfig
+    config: ISTConfig
+    level = "parameter"
+    agrees = True  # on what all hold, after each round
+
+    def _begin(self) -> None:
+        if self.inner.state:
+            raise ValueError(
+                "the inner optimizer has state of the full model already: wrap it before its first step "
+                "(Adagrad, which has it from the start, does not go with IST)"
+            )
+        axes = split_axes(self.model, self.config.split)
+        self.division = Division(
+            axes=axes,
+            shapes={name: tuple(p.shape) for name, p in self.model.named_parameters() if name in axes},
+            workers=self.group.size,
+            sampler=self.config.sampler,
+            server=self.config.server,
+            seed=self.config.seed,
+        )
+        super()._begin()
+        self._opening = super().opening()  # of the full model, which all start from
+        self.subnet = Subnet(self.model, self.division)
+        divided = self.subnet.parameters
+        travels = moments_of(self.inner) if self.config.optimizer_state == "travel" else {}
+        moments = {name: travels.get(id(parameter), {}) for name, parameter in divided.items()}
+        self.store = Store(self.division, self.group.rank, divided, moments)
+        self.subnet.begin(self.group.rank)
+        self.shares = list(self.subnet.undivided)
+        self.round = 0
+        self.merged = 0  # inner steps done at the last merge
+        self._consolidated = False
+
+    def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
+        """See ReplicaSync.step. ValueError after `consolidate`."""
+        if self._consolidated:
+            raise ValueError("the model was consolidated and is no subnet any more: wrap it anew to train on")
+        return super().step(closure, scaler=scaler)
+
+    @torch.no_grad()
+    def after_inner_step(self) -> None:
+        """See ReplicaSync.after_inner_step."""
+        if self.steps % self.config.sync_every == 0:
+            self._next_round()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See ReplicaSync.finish."""
+        if self.merged < self.steps:
+            self._next_round()
+
+    @torch.no_grad()
+    def consolidate(self) -> nn.Module:
+        """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
+        if not self._consolidated:
+            super().consolidate()
+            self.subnet.wear(self._full("control"))
+            self._consolidated = True
+        return self.model
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[nn.Module]:
+        """See ReplicaSync.evaluation_weights: the full model of this moment, scaled as `eval_scale` says. All workers
+        must come here together: the parts travel.
+        """
+        if self._consolidated:
+            yield self.model
+            return
+        shared = [parameter.detach().clone() for parameter in self.shares]
+        with self.subnet.set_aside():
+            try:
+                with torch.no_grad():
+                    self.subnet.wear(self._full("eval"))
+                yield self.model
+            finally:
+                for parameter, before in zip(self.shares, shared, strict=True):
+                    parameter.data.copy_(before)
+
+    def opening(self) -> tuple[int, ...]:
+        """See ReplicaSync.opening: the full model travels once."""
+        return self._opening
+
+    def schedule(self, steps: int) -> list[Planned]:
+        """See ReplicaSync.schedule. merge: units to their keepers; average: what all hold; divide: units to their next
+        holders.
+        """
+        size, every = self.group.size, self.config.sync_every
+        ends = [*range(every, steps + 1, every), *([steps] if steps % every else [])]
+        everyone, flat = (tuple(range(size)),), FlatParameters(self.shares)
+        averaged = tuple(sent_bytes(flat.numel, flat.dtype, codec("none"), size, place) for place in range(size))
+        planned, always = [], self.store.sent_bytes(0)
+        for round, step in enumerate(ends):
+            up, down = always if self.division.steady else self.store.sent_bytes(round)
+            planned.append(Planned(step, step, 0, "merge", everyone, up))
+            if flat.numel:
+                planned.append(Planned(step, step, 1, "average", everyone, averaged))
+            planned.append(Planned(step, step, 2, "divide", everyone, down))
+        return planned
+
+    def memory(self) -> list[Held]:
+        """See ReplicaSync.memory."""
+        flat, size, rank = FlatParameters(self.shares), self.group.size, self.group.rank
+        between = self.store.messages(0)
+        pieces = int(between[rank].sum() + between[:, rank].sum())
+        averaging = flat.numel * flat.dtype.itemsize + working_bytes(flat.numel, flat.dtype, codec("none"), size)
+        return [
+            Held("units kept between rounds", self.store.nbytes(), "always"),
+            Held("messages under way", pieces + averaging, "exchange"),
+            Held("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
+        ]
+
+    def gauges(self) -> dict[str, float]:
+        """See ReplicaSync.gauges: the round, and 32 bits of the hash of who holds what: equal on all workers."""
+        return {"round": self.round, "division": self.division.digest(self.round) % 2**32}
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        if self.config.sync_every > steps:
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+        return [*super().advise(steps), *advice(self.model, self.division)]
+
+    def outer_state(self) -> dict[str, Any]:
+        """See ReplicaSync.outer_state."""
+        return {"round": self.round, "merged": self.merged, "kept": self.store.state_dict()}
+
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        """See ReplicaSync.load_outer_state."""
+        self.round, self.merged = state["round"], state["merged"]
+        self.store.load_state_dict(state["kept"])
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """See ReplicaSync.regrouped: refused."""
+        raise ValueError(
+            "a subnet of IST is as narrow as there are workers, so another number of them changes every shape: resume "
+            "with as many, or begin a new run with run.start = a finished one"
+        )
+
+    # One round.
+
+    def _next_round(self) -> None:
+        """Merge, average, divide anew. All of it is waited for: the next step needs the other units."""
+        live = self.subnet.live(self.inner, self.store.keys(moments=True))
+        sent_up, sent_down = (each[self.group.rank] for each in self.store.sent_bytes(self.round))
+        up = self.store.up(self.group.call(), live, self.store.kept, self.round)
+        merging = self.group.start(up, nbytes=sent_up)
+        self._average("outer", Stamp(self.steps, self.division.digest(self.round)))
+        merging.wait()
+        self.round += 1
+        down = self.store.down(self.group.call(), live, self.round)
+        self.group.start(down, nbytes=sent_down).wait()
+        if self.config.optimizer_state == "reset":
+            self.inner.state.clear()
+        self.merged = self.steps
+
+    def _average(self, channel: Channel, stamp: Stamp | None = None) -> None:
+        shared = FlatParameters(self.shares)
+        if shared.numel:
+            flat = shared.read(shared.new())
+            self.group.mean(flat, codec("none"), channel, stamp)
+            shared.write(flat)
+
+    def _full(self, channel: Channel) -> dict[str, Tensor]:
+        """The divided parameters with all their units, as all workers hold them now; what all hold is averaged in
+        place.
+        """
+        kept = self.store.weights()
+        if self.merged < self.steps:
+            live = self.subnet.live(self.inner, list(kept))
+            up = self.store.up(self.group.call(channel), live, kept, self.round)
+            self.group.start(up, channel, nbytes=sum(tensor.nbytes for tensor in live.values())).wait()
+            self._average(channel)
+        share = 1 / self.group.size if self.config.eval_scale == "keep_fraction" else 1.0
+        full = {}
+        for name, parameter in self.subnet.parameters.items():
+            axes = self.division.axes[name]
+            whole = torch.empty(self.division.shapes[name], dtype=parameter.dtype)
+            for keeper in range(self.group.size):
+                units = self.division.kept_units(name, keeper)
+                part = kept[Key(name)] if keeper == self.group.rank else torch.empty_like(take(whole, axes, units))
+                if part.numel():
+                    self.group.broadcast(part, keeper, channel)
+                    put(whole, axes, units, part)
+            full[name] = (whole * share if reads(axes) else whole).to(parameter.device)
+        return full

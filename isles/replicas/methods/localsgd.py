@@ -1,0 +1,65 @@
+"""LocalSGD (Stich, 2018; FedAvg, McMahan et al., 2016): average the parameters every H steps.
+
+    every H inner steps:    theta_i <- mean_j theta_j
+
+theta: live weights. The parameters themselves travel, not differences, so one worker alone reproduces plain training to
+the bit. Inner optimizer states stay local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isles.comm.codecs import codec
+from isles.replicas.checks import at_least
+from isles.replicas.loop.outer import OuterSync
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.landing import Replace
+from isles.replicas.parts.mixing import Everyone
+from isles.replicas.sync import MethodConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig(MethodConfig):
+    """sync_every: inner steps between two averages."""
+
+    sync_every: int = 50
+
+    def __post_init__(self) -> None:
+        at_least("sync_every", self.sync_every, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average(OuterRule):
+    """anchor = mean of the live weights."""
+
+    name = "average"
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """The live weights travel."""
+        out.copy_(live)
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+        """See the module."""
+        anchor.copy_(answer.mean)
+
+
+class LocalSGD(OuterSync):
+    """See the module. All workers leave each exchange with equal weights."""
+
+    Config = LocalSGDConfig
+    config: LocalSGDConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        return Composition(
+            cadence=EveryH(self.config.sync_every),
+            mixing=Everyone(),
+            codec=codec("none"),  # lossy parameters, without an anchor to correct them, stay wrong for good
+            rule=Average(),
+            landing=Replace(),
+        )

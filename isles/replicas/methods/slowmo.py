@@ -1,0 +1,59 @@
+"""SlowMo (Wang et al., 2019, arXiv 1910.00643): a slow momentum on top of local SGD.
+
+    every H inner steps:    g = mean_i (anchor - theta_i)
+                            v <- beta v + g;  anchor <- anchor - alpha v;  theta_i <- anchor
+
+alpha: outer_lr (1 in the paper), beta: outer_momentum. The paper divides g by the inner learning rate and multiplies v
+by it again; with a rate that changes slowly this is the same, and a decaying one then damps old rounds less here. Inner
+optimizer states are kept (its "maintain"). Memory: anchor and v, 8 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMoConfig(DiLoCoConfig):
+    """sync_every: inner steps a round (H). outer_lr: alpha. outer_momentum: beta; tune it between 0.4 and 0.8. codec,
+    error_feedback, feedback_decay: as in DiLoCo.
+    """
+
+    sync_every: int = 48
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyBall(OuterRule):
+    """v <- momentum v + g;  anchor <- anchor - lr v."""
+
+    name = "heavy_ball"
+    vectors = ("momentum",)
+    lr: float
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """The outer gradient travels."""
+        outer_gradient(out, live, reference)
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+        """See the class."""
+        anchor.sub_(vectors["momentum"].mul_(self.momentum).add_(answer.mean), alpha=self.lr)
+
+
+class SlowMo(DiLoCo):
+    """See the module. All workers leave each exchange with equal anchors and weights."""
+
+    Config = SlowMoConfig
+    config: SlowMoConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        rule = HeavyBall(lr=self.config.outer_lr, momentum=self.config.outer_momentum)
+        return replace(super().compose(), rule=rule)

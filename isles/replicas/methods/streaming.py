@@ -1,0 +1,93 @@
+"""Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512, Algorithm 2): one fragment at a time, behind the
+computation.
+
+    every H inner steps, fragment q at its own offset t_q:
+        at step t           g_i = anchor_q - theta_iq          sent as 4-bit floats
+        at step t + tau     g   = mean_i g_i                   summed in float32
+                            v_q <- mu v_q + g;  anchor_q <- anchor_q - lr (g + mu v_q)
+                            theta_iq <- alpha theta_iq + (1 - alpha) anchor_q
+
+theta_i: live weights of worker i; H: sync_every; tau: overlap_steps; alpha: merge_alpha, the weight of the local value;
+fragments: see `fragmentation`. All workers hold equal anchors whatever tau and alpha, which is why a model is judged by
+its anchors. One fragment, tau = 0 and alpha = 0 are DiLoCo. Peak traffic is that of one fragment. The paper prints
+neither mu nor alpha of its main runs: 0.9 and 0.5 (its ablation's) are the defaults here. Memory: as DiLoCo's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isles.comm.codecs import form
+from isles.replicas.checks import uneven_fragments
+from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
+from isles.replicas.loop.outer import OuterSync
+from isles.replicas.methods.diloco import DiLoCoConfig, Nesterov
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.feedback import feedback
+from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.landing import Blend
+from isles.replicas.parts.mixing import Everyone
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfig(DiLoCoConfig):
+    """Defaults of the paper, section 3. sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as
+    in DiLoCo. fragments: "strided", "sequential", "whole", or lists of parameter names or their beginnings.
+    layers_per_fragment: blocks in each; left out, 3, or half of a shorter model's. overlap_steps: tau, below
+    sync_every; a list gives each worker its own. merge_alpha: alpha, 0..1. first_sync: "full_window": a fragment is
+    first sent after H steps; "offset": at t_q.
+    """
+
+    sync_every: int = 100
+    outer_lr: float = 0.4
+    codec: str = "fp4"
+    fragments: Fragments = "strided"
+    layers_per_fragment: int | None = None
+    overlap_steps: int | tuple[int, ...] = 1
+    merge_alpha: float = 0.5
+    first_sync: FirstSync = "full_window"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
+        steps = (self.overlap_steps,) if isinstance(self.overlap_steps, int) else self.overlap_steps
+        if not steps or not all(0 <= tau < self.sync_every for tau in steps):
+            raise ValueError(
+                f"overlap_steps = {self.overlap_steps}: choose 0 or more, below sync_every = {self.sync_every}, or "
+                "such a number for each worker"
+            )
+        if not 0 <= self.merge_alpha <= 1:
+            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
+
+
+class StreamingDiLoCo(OuterSync):
+    """See the module. Anchors stay equal on all workers; live weights differ by what they did since the sending."""
+
+    Config = StreamingConfig
+    config: StreamingConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        config = self.config
+        fragments = cut(self.model, config.fragments, config.layers_per_fragment)
+        return Composition(
+            cadence=EveryH(config.sync_every, len(fragments), self._overlap(), first_sync=config.first_sync),
+            mixing=Everyone(),
+            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
+            landing=Blend(config.merge_alpha),
+            fragments=fragments,
+            codec=form(config.codec),
+            feedback=feedback(config.error_feedback, config.feedback_decay),
+        )
+
+    def _overlap(self) -> int:
+        steps = self.config.overlap_steps
+        if isinstance(steps, int):
+            return steps
+        if len(steps) != self.group.size:
+            raise ValueError(f"overlap_steps names {len(steps)} workers of {self.group.size}: give one number for each")
+        return steps[self.group.rank]
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

@@ -1,0 +1,64 @@
+"""NoLoCo by fragments: its outer step with one random partner, a part of the model at a time, landing some steps later.
+
+    every m inner steps, fragment q at its own offset, in the random group of its round:
+        at step t           Delta_iq = theta_iq - phi_iq leaves; phi_iq left when it last moved
+        at step t + tau     delta_iq, phi_iq as in `noloco`
+                            theta_iq <- alpha theta_iq + (1 - alpha) phi_iq
+
+A composition of `noloco`'s rule and mixing with Streaming DiLoCo's cadence and landing (see there for tau, alpha and
+the offsets), which neither paper has. One fragment, tau = 0 and alpha = 0 are NoLoCo. Each message is one fragment's to
+one partner: the least peak traffic of all methods here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from isles.replicas.checks import uneven_fragments
+from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
+from isles.replicas.methods.noloco import NoLoCo
+from isles.replicas.noloco_config import NoLoCoConfig
+from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.landing import Blend
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingNoLoCoConfig(NoLoCoConfig):
+    """sync_every, outer_lr, outer_momentum, gamma, group_size, exchange, prefetch_phi, codec, anchor_codec,
+    on_peer_failure, seed: as in NoLoCo. fragments, layers_per_fragment, merge_alpha, first_sync: as in Streaming
+    DiLoCo. overlap_steps: tau, below sync_every, the same for all.
+    """
+
+    sync_every: int = 100
+    fragments: Fragments = "strided"
+    layers_per_fragment: int | None = None
+    overlap_steps: int = 1
+    merge_alpha: float = 0.5
+    first_sync: FirstSync = "full_window"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
+        if not 0 <= self.overlap_steps < self.sync_every:
+            raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
+        if not 0 <= self.merge_alpha <= 1:
+            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
+
+
+class StreamingNoLoCo(NoLoCo):
+    """See the module. Only partners wait for each other; under failure as NoLoCo."""
+
+    Config = StreamingNoLoCoConfig
+    config: StreamingNoLoCoConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        config = self.config
+        fragments = cut(self.model, config.fragments, config.layers_per_fragment)
+        cadence = EveryH(config.sync_every, len(fragments), config.overlap_steps, first_sync=config.first_sync)
+        return replace(super().compose(), cadence=cadence, fragments=fragments, landing=Blend(config.merge_alpha))
+
+    def advise(self, steps: int) -> list[str]:
+        """See ReplicaSync.advise."""
+        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

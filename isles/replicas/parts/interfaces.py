@@ -1,0 +1,202 @@
+"""The small parts an outer method is composed of, as interfaces. A method's file names its parts and holds its own
+rule.
+
+    cadence   which fragment is sent at step t, and when its answer lands
+    mixing    with whom
+    codec     in what form (`isles.comm.codecs`), with or without error feedback
+    reading   what of the answer counts as the outer gradient
+    rule      what that does to the anchor
+    landing   what the anchor does to the live weights
+
+Signs: outer gradient = reference - live, positive values are subtracted. All vectors are flat, float32 (float64 for
+float64 models), and the functions work on cache-sized blocks of them, in place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.codecs import Codec, Form
+from isles.comm.codecs.lowrank import LowRank
+from isles.replicas.parts.legal import refuse
+from isles.replicas.parts.reading import Received
+
+
+class Cadence(Protocol):
+    """Steps are counted from 1: step t is the t-th inner step, just done."""
+
+    @property
+    def fragments(self) -> int:
+        """Number of fragments that the model is cut into."""
+        ...
+
+    def sends(self, step: int) -> Sequence[int]:
+        """Fragments that are sent right after inner step `step`."""
+        ...
+
+    @property
+    def rounds_late(self) -> int:
+        """0: an answer lands before its fragment is sent again. d: when its fragment is sent for the d-th time after;
+        a fragment then lands whenever it is sent, the first d times on an answer of nothing.
+        """
+        ...
+
+    def lands(self, sent: int) -> int:
+        """The step after which the answer to what was sent at step `sent` lands (>= sent)."""
+        ...
+
+
+class Mixing(Protocol):
+    """Who exchanges with whom in a round; known in advance to everyone, without a message."""
+
+    @property
+    def agrees(self) -> bool:
+        """True if all workers receive the same answer, so that their anchors stay equal to the bit."""
+        ...
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        """Ascending positions of the group of `position` in round 1, 2, ... of a world of `size`; includes
+        `position`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back of one round, as blocks (b,) of the same entries.
+
+    mean: the mean of what the participants sent, as every one of them decoded it; may be written to.
+    anchors: the mean of the participants' anchors, where the rule shares anchors; may be written to.
+    own_anchor: with them, this worker's anchor as the others decoded it: what `anchors` must be compared with, or a
+    lossy codec's rounding would pull anchors to its grid.
+    left: where the rule keeps it, this worker's payload less what of it got into the mean.
+    """
+
+    mean: Tensor
+    anchors: Tensor | None = None
+    own_anchor: Tensor | None = None
+    left: Tensor | None = None
+
+
+class Reading(Protocol):
+    """What of an answer counts as the outer gradient."""
+
+    @property
+    def needs_own(self) -> bool:
+        """True if it asks for what this worker itself sent; anchors are then each worker's own."""
+        ...
+
+    def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
+        """The outer gradient's block, which may be `mean`'s memory. fresh: what this worker sends just now, where it
+        does; own: what it contributed to the mean; both as the others decode them. participants: of the mean.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterRule(ABC):
+    """What a round does to the anchor. momentum: outer momentum in [0, 1); 0 without."""
+
+    momentum: float = 0.0
+    name: ClassVar[str] = "own"
+    vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
+    shares_anchors: ClassVar[bool] = False
+    """Workers also exchange their anchors."""
+    keeps_left: ClassVar[bool] = False
+    """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
+
+    @abstractmethod
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """Write the block that travels into `out`, from the live weights, what they were when they last landed, and
+        the anchor.
+        """
+
+    @abstractmethod
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+        """Move the anchor's block, in place."""
+
+
+class Landing(Protocol):
+    """What the moved anchor does to the live weights."""
+
+    @property
+    def moves_reference(self) -> bool:
+        """True if it leaves the live weights elsewhere than on the anchor, and counts their progress from there."""
+        ...
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
+        """Write the live weights, in place, from anchors of the same shapes (the dtypes may differ), and the reference
+        where it moves.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFeedback:
+    """What a codec loses of a fragment is added to the next one of it: a = x + E is sent, then
+
+        local    E <- decay (a - what the others decoded of it)
+        global   E <- decay (a - the mean that came back)
+
+    A round in which some worker's a is not finite is skipped by all: E <- 0, anchors stay (compression.md 2.2, 3.4).
+    """
+
+    form: Literal["local", "global"] = "local"
+    decay: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """One choice on each axis: a whole outer method. ValueError for parts that do not go together (`legal`)."""
+
+    cadence: Cadence
+    mixing: Mixing
+    codec: Form
+    reading: Reading = field(default_factory=Received)
+    rule: OuterRule
+    landing: Landing
+    fragments: Sequence[Sequence[nn.Parameter]] | None = None
+    """The parameters of each; None: all in one."""
+    feedback: ErrorFeedback | None = None
+    anchor_codec: Codec | None = None
+    prefetch_anchors: bool = False
+    """Send the anchor right after it moved, for the next round, behind the next inner steps."""
+    on_peer_failure: Literal["raise", "solo"] = "raise"
+    """solo: a round whose partner is lost or late is done alone."""
+
+    def __post_init__(self) -> None:
+        refuse(self.choice)
+        late = self.on_peer_failure == "solo" and self.cadence.lands(0) > 0
+        if isinstance(self.codec, LowRank) and (self.reading.needs_own or late):
+            raise ValueError(
+                f"codec = {self.codec.name!r}: what others make of a low-rank share is known only with the mean, so it "
+                'cannot stand in for a lost answer: choose on_peer_failure = "raise", or another codec'
+            )
+
+    @property
+    def choice(self) -> dict[str, str]:
+        """Its members by axis, for `legal`; parts of one's own without a name are "own"."""
+        parts = {"cadence": self.cadence, "mixing": self.mixing, "reading": self.reading, "landing": self.landing}
+        return {axis: getattr(part, "name", "own") for axis, part in parts.items()} | {
+            "codec": self.codec.name.partition(":")[0],
+            "error_feedback": "none" if self.feedback is None else self.feedback.form,
+            "rule": self.rule.name,
+        }
+
+    @property
+    def own_answer(self) -> bool:
+        """True if what a worker forms is, to the bit, the answer that it lands on at once in a round of its own."""
+        plain = self.codec.lossless and self.feedback is None and not self.reading.needs_own
+        return plain and not self.rule.shares_anchors and self.cadence.lands(0) == 0
+
+
+def outer_gradient(out: Tensor, live: Tensor, reference: Tensor) -> None:
+    """out = reference - live: what most rules send."""
+    torch.sub(reference, live, out=out)

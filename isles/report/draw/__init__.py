@@ -1,0 +1,1 @@
+"""Drawing: SVG and PNG, axes, styles."""

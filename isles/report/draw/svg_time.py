@@ -1,0 +1,75 @@
+"""Bars and lanes of time as inline SVG; colours as in `svg`."""
+
+from __future__ import annotations
+
+from html import escape
+
+from isles.report.draw.axes import linear
+from isles.report.draw.svg import WIDTH, line_chart
+from isles.report.panels import Bars, Chart, Lanes, Picture
+from isles.report.units import format_seconds
+
+LEFT = 84
+_BAR_TEXT = 190  # pixels behind the longest bar
+_LANE, _ROWS = 38, ((0, 20), (22, 8))  # a lane's pitch; each row's offset and thickness, pixels
+_RIGHT = 16
+
+
+def draw(picture: Picture) -> str:
+    """The `<svg>` of any picture."""
+    if isinstance(picture, Chart):
+        return line_chart(picture)
+    return bars(picture) if isinstance(picture, Bars) else lanes(picture)
+
+
+def bars(picture: Bars) -> str:
+    """Bars on one scale, thinner where there are many."""
+    longest = max(sum(seconds for _, seconds in bar.parts) for bar in picture.bars)
+    pitch = 26 if len(picture.bars) <= 16 else 14
+    scale = (WIDTH - LEFT - _BAR_TEXT) / longest
+    thick = pitch * 0.75
+    out = [_svg(picture.title, pitch * len(picture.bars) + 8)]
+    for index, bar in enumerate(picture.bars):
+        y, x = 4 + index * pitch, float(LEFT)
+        out.append(f"<g><title>{escape(bar.hint)}</title>{_label(bar.label, y + thick / 2)}")
+        for css, seconds in bar.parts:
+            out.append(f'<rect class="{css}" x="{x:.1f}" y="{y}" width="{seconds * scale:.1f}" height="{thick}"/>')
+            x += seconds * scale
+        out.append(f'<text class="tick" x="{x + 8:.1f}" y="{y + thick / 2 + 4:.1f}">{escape(bar.text)}</text></g>')
+    return "".join([*out, "</svg>"])
+
+
+def lanes(picture: Lanes) -> str:
+    """Lanes of two rows over a common axis of seconds."""
+    width, height = WIDTH - LEFT - _RIGHT, _LANE * len(picture.lanes)
+
+    def x_at(seconds: float) -> float:
+        return LEFT + (seconds - picture.start) / (picture.end - picture.start) * width
+
+    out = [_svg(picture.title, height + 44)]
+    for tick in linear(picture.start, picture.end, 8, tight=True).ticks:
+        x = f"{x_at(tick):.1f}"
+        out.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height}"/>')
+        out.append(f'<text class="tick mid" x="{x}" y="{height + 18}">{tick:,.6g}</text>')
+    middle = LEFT + width / 2
+    out.append(f'<text class="tick mid" x="{middle:.0f}" y="{height + 38}">{escape(picture.x_label)}</text>')
+    for index, lane in enumerate(picture.lanes):
+        out.append(_label(lane.label, index * _LANE + 4 + _ROWS[0][1] / 2))
+        for piece in lane.stretches:
+            left, right = x_at(max(piece.start, picture.start)), x_at(min(piece.end, picture.end))
+            offset, thick = _ROWS[piece.row]
+            # Half a pixel is the least that can be seen; what took less is drawn wider than it was.
+            out.append(
+                f'<rect class="{piece.css}" x="{left:.1f}" y="{index * _LANE + 4 + offset}" '
+                f'width="{max(right - left, 0.5):.1f}" height="{thick}">'
+                f"<title>{escape(f'{piece.hint} {format_seconds(piece.end - piece.start)}')}</title></rect>"
+            )
+    return "".join([*out, "</svg>"])
+
+
+def _svg(title: str, height: float) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+
+
+def _label(text: str, middle: float) -> str:
+    return f'<text class="tick end" x="{LEFT - 8}" y="{middle + 4:.1f}">{escape(text)}</text>'

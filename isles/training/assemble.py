@@ -1,0 +1,52 @@
+"""The optimizer of a run: the method that the configuration names, around the inner one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import nn
+
+from isles.comm.group import Group
+from isles.errors import in_section
+from isles.replicas import method
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.inner import inner_notices, inner_optimizer
+from isles.training.config.sections import Config
+
+
+def wrapped(
+    config: Config, model: nn.Module, group: Group, island: Group | None = None
+) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
+    `group` is then across them. ValueError, with the key, where the run cannot mean what they say.
+    """
+    kind, max_norm = method(config.method), config.inner.max_norm or None
+    try:
+        if kind.level == "optimizer" and config.model.autocast == "fp16":
+            raise ValueError(
+                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} does not take: choose "bf16"'
+            )
+        if island is None or island.size == 1:
+            part = kind.local_part(model, group, config.replicas)
+            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
+        else:
+            if not kind.spans_islands:
+                raise ValueError(
+                    f"world.inner = {config.world.inner}: {config.method} does not exchange between islands; take an "
+                    "outer method, such as diloco, or leave world.inner out"
+                )
+            inside = method(config.world.inside)
+            part = inside.local_part(model, island, inside.Config())
+            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            replica = inside(part, inner, island, max_norm=max_norm)
+            replica.batches = config.inner.accumulation
+            optimizer = kind(part, replica, group, config.replicas)
+        optimizer.batches = config.inner.accumulation
+        notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
+        if config.data.validation_fraction == 0:
+            notices.append("data.validation_fraction = 0: there will be no validation loss")
+        return optimizer, notices + optimizer.advise(config.run.steps)
+    except ValueError as error:
+        keys = [field.name for field in fields(config.replicas)]
+        raise ValueError(in_section("replicas", str(error), keys)) from error

@@ -1,0 +1,184 @@
+"""Where a user's words become a `Config`: TOML, `--set`, and the checks, one line an error that names key and mend.
+
+embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
+
+`gather` does all that needs no torch, so that a slip is answered at once; `resolve` the rest, the method's settings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from importlib.resources import files
+from typing import Any
+
+import tomlkit
+
+from isles.data.config import DataConfig
+from isles.errors import unknown_name
+from isles.imports import is_place
+from isles.models.config import ModelConfig
+from isles.replicas import METHODS, method
+from isles.tables import read_toml, typed
+from isles.training.config.inner import InnerConfig
+from isles.training.config.sections import Config, RunConfig, WorldConfig
+
+SECTIONS = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig, "world": WorldConfig, "run": RunConfig}
+DEFAULT_METHOD = "noloco"
+_OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
+
+Tables = dict[str, dict[str, Any]]
+
+
+def read_config(
+    path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, shared: bool = False
+) -> Config:
+    """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments:
+    "section.key=value".
+
+    shared: the words are for several methods, as in a comparison: settings of [replicas] that this one does not have,
+    but another one does, are left to the others.
+
+    ValueError: anything that is not as it should be.
+    """
+    tables = gather(path, flags, assignments)
+    return resolve(_own(tables) if shared else tables)
+
+
+def _own(tables: Tables) -> Tables:
+    """Without the settings of other methods."""
+    known = {field.name for field in fields(method(_method_of(tables)).Config)}
+    others = {field.name for other in METHODS for field in fields(method(other).Config)} - known
+    kept = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
+    return {**tables, "replicas": kept}
+
+
+def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+    """The user's tables, over the embedded ones where no file is given; all but [replicas] is checked. Arguments as in
+    `read_config`.
+    """
+    given = words(path, flags, assignments)
+    for name in given:
+        if name not in (*SECTIONS, "replicas"):
+            raise ValueError(unknown_name("section", name, [*SECTIONS, "replicas"]))
+    tables = given if path is not None else over(_embedded(_method_of(given)), given)
+    _sections(tables)
+    return tables
+
+
+def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+    """What a user said, section by section, unchecked: for commands with sections of their own. Arguments as in
+    `read_config`.
+    """
+    given = _parse_file(path) if path is not None else {}
+    for key, value in flags.items():
+        if value is not None:
+            _assign(given, key, value)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment}: write --set section.key=value")
+        _assign(given, key.strip(), _parse_value(text.strip()))
+    return given
+
+
+def over(below: Tables, above: Tables) -> Tables:
+    """Tables laid over others, key by key."""
+    return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
+
+
+def resolve(tables: Tables) -> Config:
+    """The typed configuration of complete tables."""
+    name, sections = _method_of(tables), _sections(tables)
+    made_for = method(name).Config
+    settings = {key: value for key, value in tables.get("replicas", {}).items() if key != "method"}
+    known = [field.name for field in fields(made_for)]
+    for key in settings:
+        if key not in known:
+            raise ValueError(_foreign(key, name, known))
+    if "seed" in known:  # one seed makes the whole run another one
+        settings.setdefault("seed", sections["run"].seed)
+    return Config(method=name, replicas=typed("replicas", made_for, settings), **sections)
+
+
+def _sections(tables: Tables) -> dict[str, Any]:
+    return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
+
+
+def _foreign(key: str, name: str, known: Sequence[str]) -> str:
+    """The line for a key of [replicas] that method `name` does not have: a slip, or another method's."""
+    owners = [other for other in METHODS if key in [field.name for field in fields(method(other).Config)]]
+    if not owners:
+        return unknown_name("key", f"replicas.{key}", [f"replicas.{key}" for key in ("method", *known)])
+    return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as TOML that `read_config` reads back to an equal one."""
+    document = tomlkit.document()
+    for section in ("model", "data", "inner"):
+        document.add(section, _table(asdict(getattr(config, section))))
+    document.add("replicas", _table({"method": config.method, **asdict(config.replicas)}))
+    for section in ("world", "run"):
+        document.add(section, _table(asdict(getattr(config, section))))
+    return tomlkit.dumps(document)
+
+
+def _table(values: Mapping[str, Any]) -> Any:
+    table = tomlkit.table()
+    for key, value in values.items():
+        if value is not None:  # TOML has no null; a key that is absent has its default
+            table.add(key, list(value) if isinstance(value, tuple) else value)
+    return table
+
+
+def _parse_file(path: str) -> Tables:
+    tables = read_toml(path)
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(
+                f"{path}: {name} stands outside a section; put it below [{'], ['.join(SECTIONS)}] or [replicas]"
+            )
+    return tables
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assign(tables: Tables, key: str, value: Any) -> None:
+    section, dot, name = key.partition(".")
+    if not dot or not name:
+        raise ValueError(f"{key}: write section.key, such as replicas.sync_every")
+    table = tables.setdefault(section, {})
+    if key.startswith(_OPTIONS):
+        table = table.setdefault("options", {})
+        name = key.removeprefix(_OPTIONS)
+        if not isinstance(table, dict) or not name:
+            raise ValueError(f"{key}: write model.options.NAME=VALUE, or model.options={{NAME = VALUE}} alone")
+    table[name] = value
+
+
+def _method_of(tables: Tables) -> str:
+    name = tables.get("replicas", {}).get("method", DEFAULT_METHOD)
+    if not isinstance(name, str):
+        raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
+    if ":" not in name and name not in METHODS:
+        raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
+    if ":" in name and not is_place(name):
+        raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
+    return name
+
+
+def _embedded(name: str) -> Tables:
+    """The built-in small run, with its table for the method, and what that says of the inner optimizer."""
+    tables = tomllib.loads(files("isles.training.config").joinpath("embedded.toml").read_text(encoding="utf-8"))
+    own = tables.pop("methods").get(name, {})
+    tables["inner"] |= own.pop("inner", {})
+    tables["replicas"] = {"method": name, **own}
+    return tables

@@ -1,0 +1,180 @@
+"""The configuration of a run: one frozen dataclass a section, each beside its owner.
+
+[model] isles.models.config    [data] isles.data.config    [inner] inner.py    [replicas] the method's own Config
+[world] [run] here
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Literal
+
+from isles.data.config import DataConfig
+from isles.errors import unknown_name
+from isles.models.config import ModelConfig
+from isles.network.named import links
+from isles.network.pauses import Pauses
+from isles.training.config.inner import InnerConfig
+
+if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
+    from isles.replicas.sync import MethodConfig
+
+_MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
+_PAUSE = 60.0  # seconds
+_LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Who trains, and over what.
+
+    workers: all of them; replicas, unless inner is above 1. inner: workers of an island, which are one replica and
+    share its batch; across islands the run's method exchanges, each worker its part. inside: the method inside islands:
+    ddp or fsdp. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in
+    this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results equal
+    to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a file of your own
+    (`isles.network.own`). inner_links: virtual only: the same inside islands. step_seconds: virtual only: what an inner
+    step is charged with. step_factors: virtual only: factor on the step of worker r, the list repeated over all
+    workers; [1.0, 1.0, 1.0, 2.0] makes every fourth half as fast; empty: all alike. step_jitter: virtual only: sigma of
+    a log-normal factor (mean 1) on every step. pause_every: virtual only: mean seconds from a worker's return to its
+    next pause, exponential; 0: nobody pauses. pause_seconds: virtual only: mean length of a pause, exponential; NoLoCo
+    with on_peer_failure = "solo" goes on without a paused partner after outer_deadline, all other methods wait.
+    outer_deadline: longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed.
+    meeting_deadline: longest wait for the other machines at the start, seconds; raise it if they are started at
+    different times. slowest_link: bits per second; long transfers get five times what such a link would need; lower it
+    if a big model's peers are called late on slower links.
+    """
+
+    workers: int = 4
+    inner: int = 1
+    inside: Literal["ddp", "fsdp"] = "ddp"
+    backend: Literal["distributed", "virtual"] = "distributed"
+    threads: int = 1
+    links: str = "home-fibre"
+    inner_links: str = "lan"
+    step_seconds: float = 0.1
+    step_factors: tuple[float, ...] = ()
+    step_jitter: float = 0.0
+    pause_every: float = 0.0
+    pause_seconds: float = _PAUSE
+    outer_deadline: float = 60.0
+    meeting_deadline: float = 300.0
+    slowest_link: float = 10e6
+
+    def __post_init__(self) -> None:
+        for key in ("workers", "inner", "threads"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        if self.workers % self.inner:
+            raise ValueError(
+                f"inner = {self.inner}: {self.workers} workers are not islands of {self.inner}; choose a divisor of "
+                "world.workers"
+            )
+        if self.inside != "ddp" and self.inner == 1:
+            raise ValueError(f'inside = "{self.inside}" acts within islands only: set world.inner, or method = "fsdp"')
+        if self.inner_links != "lan" and (self.inner == 1 or self.backend != "virtual"):
+            raise ValueError(
+                f"inner_links = {self.inner_links!r} acts within islands on the virtual clock only: set world.inner "
+                'and world.backend = "virtual", or leave it out'
+            )
+        if not 0 <= self.step_seconds < math.inf:
+            raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
+        if not 0 < self.slowest_link < math.inf:
+            raise ValueError(
+                f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
+            )
+        for key in ("outer_deadline", "meeting_deadline"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
+        for factor in self.step_factors:
+            if not 0 < factor < math.inf:
+                raise ValueError(f"step_factors: {factor}: choose positive factors, such as [1.0, 1.0, 2.0]")
+        if not 0 <= self.step_jitter <= _MOST_JITTER:
+            raise ValueError(f"step_jitter = {self.step_jitter}: choose 0 to {_MOST_JITTER:g}, such as 0.2")
+        for key in ("pause_every", "pause_seconds"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more seconds")
+        if self.pause_every and not self.pause_seconds:
+            raise ValueError("pause_seconds = 0.0: choose how long a pause is, or pause_every = 0 for none")
+        if self.pause_seconds != _PAUSE and not self.pause_every:
+            raise ValueError(
+                f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600"
+            )
+        uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
+        if uneven and self.backend != "virtual":
+            raise ValueError(
+                f"{uneven[0]} is of the virtual clock; on real workers speeds and pauses are as they are: take it out, "
+                'or set world.backend = "virtual"'
+            )
+        networks = links(self.links), links(self.inner_links)  # refuses an unknown name
+        if self.backend == "virtual":
+            for network in networks[: 1 + (self.inner > 1)]:
+                network.check(self.workers)
+
+    @property
+    def pauses(self) -> Pauses | None:
+        """When workers of a virtual run are away."""
+        return Pauses(every=self.pause_every, seconds=self.pause_seconds) if self.pause_every else None
+
+    @property
+    def islands(self) -> int:
+        """Replicas: islands, or workers where each is one."""
+        return self.workers // self.inner
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Of every worker's step."""
+        return tuple(islice(cycle(self.step_factors or (1.0,)), self.workers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, how often.
+
+    steps: inner steps a worker. seed: of the weights and the data order, and of a method that draws (NoLoCo's pairs)
+    unless `replicas.seed` is given. start: a finished run (or its model.safetensors) whose weights training begins
+    from; "" draws them. Optimizer, schedule and data begin anew. log_every: steps between lines of metrics.jsonl.
+    validate_every: steps between validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only
+    when interrupted). keep_checkpoints: how many of the newest stay (0: all; with several machines at least two, so
+    that all have one in common). loggers: tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb
+    (offline): ["tensorboard", "wandb"]; each is an extra of this package.
+    """
+
+    steps: int = 800
+    seed: int = 0
+    start: str = ""
+    log_every: int = 10
+    validate_every: int = 200
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    loggers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "log_every"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more steps")
+        for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
+        for name in self.loggers:
+            if name not in _LOGGERS:
+                raise ValueError(unknown_name("loggers", name, _LOGGERS))
+        if len(set(self.loggers)) < len(self.loggers):
+            raise ValueError(f"loggers = {list(self.loggers)}: name each one once")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed}: choose 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. method: a name of `isles.METHODS` or package.module:Class; replicas: that method's settings."""
+
+    method: str
+    replicas: MethodConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,1 @@
+"""What a run leaves: the run directory, checkpoints, metrics, logs."""

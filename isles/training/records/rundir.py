@@ -1,0 +1,79 @@
+"""The run directory as a place: whose it is, what a failed run leaves behind, and what to do then."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+from isles.comm.errors import CommError, MeetingFailed
+from isles.launch.nodes import Place
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.lock import locked
+
+CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "logs"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """`out`, made where it is missing, as this run's alone. ValueError where it is another's or cannot be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out))
+        except OSError as error:
+            raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
+        yield
+
+
+def claim(out: Path) -> None:
+    """Begin a new run in `out`, which is held. ValueError where it holds another run."""
+    there = [name for name in (CONFIG, SUMMARY) if (out / name).exists()]
+    if there or _has_begun(out):
+        raise ValueError(f"--out {out}: holds a run already ({(there or [METRICS])[0]}); name another directory")
+    clear_logs(out, all_of_them=True)  # of a run that failed before it had begun
+    (out / METRICS).touch()
+
+
+def say_what_is_left(error: BaseException, out: Path, place: Place) -> None:
+    """After a run that failed: remove what is of no use, and note on the error how to go on."""
+    steps = Checkpoints(out).steps()
+    clear_logs(out, all_of_them=isinstance(error, ValueError))
+    if not _has_begun(out) and not steps:
+        (out / METRICS).unlink(missing_ok=True)
+        (out / CONFIG).unlink(missing_ok=True)
+    if isinstance(error, CommError | OSError) and has_room(error) and not isinstance(error, MeetingFailed):
+        error.add_note(
+            f"go on after step {steps[-1]} with: isles resume {out}{place.flags}"
+            if steps
+            else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
+        )
+
+
+def has_room(error: BaseException) -> bool:
+    """False where the disk was full, or not to be written to."""
+    return not (isinstance(error, OSError) and error.errno in _NO_ROOM)
+
+
+def go_on(out: Path, place: Place) -> str:
+    """What to do once there is room again."""
+    if Checkpoints(out).steps():
+        return f"make room and go on with: isles resume {out}{place.flags}"
+    return "make room and start again (no checkpoint was written yet, see run.checkpoint_every)"
+
+
+def clear_logs(out: Path, *, all_of_them: bool = False) -> None:
+    """Remove the logs of workers that had nothing to say."""
+    for log in (out / LOGS).glob("worker-*.log"):
+        if all_of_them or log.stat().st_size == 0:
+            log.unlink()
+    with contextlib.suppress(OSError):  # not empty, or not there
+        (out / LOGS).rmdir()
+
+
+def _has_begun(out: Path) -> bool:
+    """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
+    metrics = out / METRICS
+    return metrics.exists() and metrics.stat().st_size > 0

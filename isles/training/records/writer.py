@@ -1,0 +1,133 @@
+"""What a run leaves on the disk while it goes on: everything that workers report goes through here, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from isles.launch.nodes import Party
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.loggers import Loggers
+from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
+from isles.training.records.spread import Spread
+from isles.version import __version__
+
+
+class Records:
+    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
+
+    def __init__(
+        self,
+        config: Config,
+        out: Path,
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+        party: Party,
+        loggers: Loggers,
+        resume: int | None,
+    ) -> None:
+        self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
+        self.party, self.loggers, self.resume = party, loggers, resume
+        self.file: TextIO | None = None
+        self.shards: Counter[int] = Counter()
+        self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
+        self.spread = Spread(config.world.islands)
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event of one worker."""
+        if "notice" in event:
+            self.on_notice(event["notice"])
+        elif "checkpoint" in event:
+            self._shard(event["checkpoint"])
+        elif "corpus" in event:
+            self._same_corpus(event["corpus"], event["rank"])
+        elif "sample" in event:
+            spread = self.spread.take(event["step"], event["worker"], event["sample"])
+            if spread is not None:
+                self._line({"step": event["step"], "replica_std": spread})
+        elif "spans" in event:
+            with (self.out / TIMELINE).open("a", encoding="utf-8") as file:
+                file.writelines(as_json(span) + "\n" for span in event["spans"])
+        else:
+            write_config(self.config, self.out)
+            self._line({key: value for key, value in event.items() if value is not None})
+            self.on_line(event)
+
+    def _line(self, record: dict[str, Any]) -> None:
+        if self.file is None:  # not before: a resume that is refused has cut nothing
+            for name in (METRICS, TIMELINE) if self.resume is not None else ():
+                cut_metrics(self.out / name, self.resume or 0)
+            self.file = (self.out / METRICS).open("a", encoding="utf-8")
+        self.file.write(as_json(record) + "\n")
+        self.file.flush()
+        self.loggers.line(record)
+
+    def _shard(self, step: int) -> None:
+        self.shards[step] += 1
+        if self.shards[step] == self.config.world.workers:
+            self.party.tell({"order": {"commit": step}})
+            commit(self.config, self.out, step, self.party)
+
+    def _same_corpus(self, sha256: str, rank: int) -> None:
+        self.corpora.setdefault(sha256, rank)
+        if len(self.corpora) > 1:
+            (one, first), (other, second) = sorted(self.corpora.items(), key=lambda item: item[1])
+            raise ValueError(
+                f"data.path = {self.config.data.path!r}: worker {second} reads another text (sha256 {other[:8]}...) "
+                f"than worker {first} ({one[:8]}...): put the same files on both machines"
+                + ("" if self.config.data.path else "; without data.path it is the standard library of their Pythons")
+            )
+
+
+def write_config(config: Config, out: Path) -> None:
+    """RUN/config.toml, once."""
+    path = out / CONFIG
+    if not path.exists():
+        path.write_text(to_toml(config), encoding="utf-8")
+
+
+def commit(config: Config, out: Path, step: int, party: Party) -> None:
+    """Make the checkpoint of `step`, whose shards are all written, exist on this machine."""
+    write_config(config, out)
+    workers, keep = config.world.workers, config.run.keep_checkpoints
+    if keep and party.nodes > 1:
+        keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
+    facts = {"isles_version": __version__, "method": config.method}
+    own = None if party.place.one_folder else party.shares(workers)[party.node]
+    Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl (or timeline.jsonl) beyond `step`, and a half-written last one: they will be
+    written again.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def as_json(record: dict[str, Any], indent: int | None = None) -> str:
+    """JSON of a flat record; a loss that is no number any more (nan, inf) becomes null: JSON has no such numbers."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, indent=indent)

@@ -1,0 +1,1 @@
+"""Starting a run: one machine, several, torchrun; and what follows it."""

@@ -1,0 +1,111 @@
+"""Before a run on several machines: they meet, and node 0 sees to it that all of them mean the same run.
+
+What must be the same: the version of Isles, the configuration, the command (train or resume). What must differ: --node,
+and the run directory, where each machine keeps its own workers' shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tomllib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from isles.launch.nodes import Party, Place
+from isles.launch.rendezvous import meet
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+
+_SHOWN = 3  # differing keys that are named
+
+
+@contextlib.contextmanager
+def met(config: Config, place: Place, out: Path, resume: int | None, tell: Callable[[str], None]) -> Iterator[Party]:
+    """The machines of this run, for as long as it goes; then they part, and are told what went wrong if anything did.
+
+    resume: None for a new run. `party.facts["resume"]` is then the step of the newest checkpoint that all have.
+    tell: is told what is being waited for.
+    """
+    if place.nodes == 1:
+        yield Party(place=place)
+        return
+    world = config.world
+    if world.backend != "distributed":
+        raise ValueError(f'--nodes {place.nodes}: world.backend = "{world.backend}" runs on one machine; take one out')
+    if world.workers < place.nodes:
+        raise ValueError(
+            f"--nodes {place.nodes}: more machines than world.workers = {world.workers}, which counts the workers of "
+            "all of them; raise it"
+        )
+    card = {
+        "config": tomllib.loads(to_toml(config)),
+        "checkpoints": None if resume is None else Checkpoints(out).steps(),
+        "out": None if place.one_folder else [uuid.getnode(), str(out.resolve())],
+    }
+    if place.one_folder:
+        tell = _nobody  # torchrun starts all at once: they come before a word about it is read
+    party = meet(place, card, partial(_disagreement, card), world.meeting_deadline, tell)
+    try:
+        if place.node == 0:
+            party.facts.update(resume=None if resume is None else _common_step(card, party.cards))
+        yield party
+    except KeyboardInterrupt as error:
+        party.part(None if hasattr(error, "step") else error)  # None: all have stopped together
+        raise
+    except BaseException as error:
+        party.part(error)
+        raise
+    party.part()
+
+
+def _nobody(text: str) -> None:
+    pass
+
+
+def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
+    """Why `node`, with its card, cannot take part in node 0's run; empty where it can."""
+    if (theirs.get("checkpoints") is None) != (mine["checkpoints"] is None):
+        commands = ["isles train" if card.get("checkpoints") is None else "isles resume" for card in (theirs, mine)]
+        return f"node {node} was started with `{commands[0]}`, node 0 with `{commands[1]}`: use the same on both"
+    if different := _differences(mine["config"], theirs.get("config")):
+        more = f" (and {len(different) - _SHOWN} more keys)" if len(different) > _SHOWN else ""
+        return (
+            f"node {node} has another configuration: {'; '.join(different[:_SHOWN])}{more}: start all nodes with the "
+            "same CONFIG.toml and flags"
+        )
+    if mine["out"] is not None and theirs.get("out") == mine["out"]:
+        return f"node {node} writes into the same directory as node 0, {mine['out'][1]}: give each its own --out"
+    return ""
+
+
+def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:
+    """As in "run.steps = 20 there, 10 on node 0"."""
+
+    def flat(tables: Any) -> dict[str, Any]:
+        sections = tables.items() if isinstance(tables, Mapping) else ()
+        return {
+            f"{section}.{key}": value
+            for section, table in sections
+            if isinstance(table, Mapping)
+            for key, value in table.items()
+        }
+
+    here, there = flat(mine), flat(theirs)
+    return [
+        f"{key} = {there.get(key, 'not set')!r} there, {here.get(key, 'not set')!r} on node 0"
+        for key in sorted({*here, *there}, key=list({**here, **there}).index)
+        if here.get(key) != there.get(key)
+    ]
+
+
+def _common_step(mine: Mapping[str, Any], cards: Mapping[int, Any]) -> int:
+    steps = {0: mine["checkpoints"], **{node: card["checkpoints"] for node, card in cards.items()}}
+    common = set.intersection(*map(set, steps.values()))
+    if not common:
+        held = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in steps.items())
+        raise ValueError(f"no checkpoint is on all nodes (steps on {held}): start again with `isles train`")
+    return max(common)

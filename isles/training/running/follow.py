@@ -1,0 +1,93 @@
+"""A run on a machine that is not node 0: start this machine's workers, keep their shards, do as node 0 says.
+
+OUT/checkpoints/           shards of this machine's workers, committed when node 0 says that all machines have theirs
+OUT/config.toml            for `isles resume`
+OUT/logs/worker-N.log      what this machine's workers printed, if anything
+
+Metrics, summary and model are node 0's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from isles.launch.nodes import Party, Place
+from isles.launch.relay import RemoteWorkers
+from isles.launch.workers import seats
+from isles.training.config.sections import Config
+from isles.training.records.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
+from isles.training.records.writer import commit
+from isles.training.running.agree import met
+from isles.training.running.run import Interrupted, deadlines, first_interrupt, train_process
+from isles.training.running.server import start_server
+
+
+def follow(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    place: Place,
+) -> str:
+    """Take part in node 0's run; returns node 0's address when it is done. Arguments and errors as in `launch`; on_line
+    sees this machine's workers only.
+    """
+    assert place.node > 0
+    try:
+        with held(out):
+            return _follow(config, out, on_line, on_notice, resume, place)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        raise
+
+
+def _follow(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None,
+    place: Place,
+) -> str:
+    if resume is None:
+        claim(out)
+        (out / METRICS).unlink()
+    try:
+        with met(config, place, out, resume, on_notice) as party:
+            results = _work(config, out, on_line, party)
+            if None in results:
+                raise Interrupted(out, place)
+    except BaseException as error:  # Ctrl-C too
+        say_what_is_left(error, out, place)
+        raise
+    clear_logs(out)
+    return party.host
+
+
+def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], party: Party) -> list[Any]:
+    def take(event: Any) -> None:
+        if isinstance(event, dict) and "loss" in event:
+            on_line(event)
+
+    def obey(order: Any) -> None:
+        if isinstance(order, dict) and "commit" in order:
+            commit(config, out, int(order["commit"]), party)
+
+    world = config.world
+    start_server()
+    own = seats(
+        party,
+        world.workers,
+        int(party.facts["store"]),
+        threads=world.threads,
+        deadlines=deadlines(config),
+        logs=out / LOGS,
+    )
+    pool = RemoteWorkers(train_process, own, args=(config, out, party.facts["resume"]), party=party)
+    with first_interrupt(pool.stop):
+        return pool.join(take, obey)

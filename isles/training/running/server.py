@@ -1,0 +1,24 @@
+"""The process that workers are forked from, started early: it loads torch while the launcher does, once for all.
+
+launcher       reads the settings    loads torch       starts the workers
+fork server    loads torch, the trainer, what the first optimizer step needs     forks them: ready at once
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from multiprocessing import forkserver, resource_tracker
+
+
+def start_server() -> None:
+    """Begin, unless it runs already. It ends when this process does, however that ends. Returns at once."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["isles.training.running.preload"])
+    resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
+    # Ctrl-C reaches every process of a terminal. The server and its children inherit the mask and never see it; what it
+    # means is the launcher's to say.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,327 @@
+"""Lines between launchers, and how they meet: over this machine's own loopback, with a thread for each machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from isles.comm.errors import (
+    CommError,
+    DeadlinePassed,
+    Diverged,
+    MeetingFailed,
+    NodeLost,
+    PeerLost,
+    WorkerFailed,
+    from_plain,
+    to_plain,
+)
+from isles.launch import admission as guests
+from isles.launch import link as line
+from isles.launch import rendezvous as meeting
+from isles.launch import workers as local
+from isles.launch.link import Line, LineLost, connect, listen, parse_address
+from isles.launch.nodes import Party, Place, split
+from isles.launch.reachable import Door, interface_of, knock
+from isles.launch.rendezvous import meet
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Line, Line]]:
+    """Two ends of a line."""
+    with listen(0) as door:
+        here = connect("127.0.0.1", door.getsockname()[1], 5.0)
+        there = Line(door.accept()[0])
+    yield here, there
+    here.close()
+    there.close()
+
+
+def raw(data: bytes) -> Line:
+    """The end of a line on whose other end somebody says `data`."""
+    with listen(0) as door:
+        other = socket.create_connection(("127.0.0.1", door.getsockname()[1]))
+        end = Line(door.accept()[0])
+    other.sendall(data)
+    other.close()
+    return end
+
+
+def test_messages_come_whole_and_in_order(ends: tuple[Line, Line]) -> None:
+    """Of any JSON, floats to the bit; signs of life are no messages."""
+    here, there = ends
+    sent = [{"loss": 0.1 + 0.2}, [1, "two", None], "x" * 300_000, {}]
+    here._send(b"")
+    for message in sent:
+        here.send(message)
+    assert [there.receive(5.0) for _ in sent] == sent
+    assert there.ready() == [] and there.next() is None
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "it closed the connection"),
+        (b"GET / HTTP/1.1\r\n\r\n", "is not Isles"),
+        (struct.pack(">4sI", b"isle", 1 << 30), "is not Isles"),
+        (struct.pack(">4sI", b"isle", 3) + b"{,}", "is not Isles"),
+        (struct.pack(">4sI", b"isle", 9) + b"{", "it closed the connection"),
+    ],
+    ids=["nothing", "another protocol", "too long", "no JSON", "cut off"],
+)
+def test_what_is_no_message_ends_the_line(data: bytes, words: str) -> None:
+    with pytest.raises(LineLost, match=words):
+        raw(data).receive(5.0)
+
+
+def test_what_came_before_the_end_is_heard_first() -> None:
+    body = json.dumps("last words").encode()
+    end = raw(struct.pack(">4sI", b"isle", len(body)) + body)
+    time.sleep(0.1)
+    assert end.receive(5.0) == "last words"
+    with pytest.raises(LineLost):
+        end.receive(5.0)
+
+
+def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "SILENCE", 0.6)
+    monkeypatch.setattr(line, "_BEAT", 0.1)
+    here, there = ends
+    here.keep_alive()
+    with pytest.raises(LineLost, match=r"no answer within 1 s"):  # alive, but says nothing
+        there.receive(1.0)
+    started = time.monotonic()
+    with pytest.raises(LineLost, match=r"no sign of life for 0.6 s"):
+        here.receive(5.0)
+    assert time.monotonic() - started < 1.5
+
+
+def test_addresses() -> None:
+    assert parse_address("host:1", "--peer") == ("host", 1)
+    assert parse_address("[::1]:29400", "--peer") == ("::1", 29400)
+    for text in ("host", ":1", "host:", "host:0", "host:65536", "host:-1", "host:x"):
+        with pytest.raises(ValueError, match=r"--peer .*: write HOST:PORT"):
+            parse_address(text, "--peer")
+
+
+def test_doors_answer_and_closed_ones_do_not() -> None:
+    with Door() as door:
+        assert knock("127.0.0.1", door.port) == ""
+    assert knock("127.0.0.1", door.port) == "connection refused"
+    assert interface_of("127.0.0.1") in ("lo", None) and interface_of("192.0.2.1") is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerLost(3, "gone"),
+        DeadlinePassed(1, "outer", 2.5),
+        Diverged(2, 7, "hash"),
+        WorkerFailed(1, "text"),
+        NodeLost(1, "(a) is lost"),
+        MeetingFailed("late"),
+        ValueError("steps = 0"),
+        CommError("other"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel(error: Exception) -> None:
+    """As JSON, to an equal error of the same class; anything else arrives as its words."""
+    there = from_plain(json.loads(json.dumps(to_plain(error))))
+    assert (type(there), str(there), there.__reduce__()[1]) == (type(error), str(error), error.__reduce__()[1])
+
+
+def test_no_other_class_is_made_from_what_comes() -> None:
+    assert str(from_plain(to_plain(OSError("disk")))) == "disk"
+    for plain in (["OSError", ["x"]], ["eval", ["1"]], ["PeerLost", []], None, 3, ["a"], {"ValueError": []}):
+        assert type(from_plain(plain)) is CommError
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Places
+
+
+def test_workers_are_split_evenly_and_in_order() -> None:
+    assert [list(ranks) for ranks in split(5, 2)] == [[0, 1, 2], [3, 4]]
+    for workers in range(1, 12):
+        for nodes in range(1, workers + 1):
+            shares = split(workers, nodes)
+            assert [rank for share in shares for rank in share] == list(range(workers))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            assert sorted(map(len, shares), reverse=True) == list(map(len, shares))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"nodes": 0}, "--nodes 0: choose 1 or more"),
+        ({"nodes": 2, "node": 2, "rendezvous": "a:1"}, "--node 2: with --nodes 2 it is one of 0 to 1"),
+        ({"nodes": 2, "node": -1, "rendezvous": "a:1"}, "--node -1"),
+        ({"node": 1}, "--node 1: with --nodes 1"),
+        ({"nodes": 2}, "needs --rendezvous HOST:PORT"),
+        ({"rendezvous": "a:1"}, "needs --nodes"),
+        ({"nodes": 2, "rendezvous": "a"}, "--rendezvous a: write HOST:PORT"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ",
+)
+def test_impossible_places(place: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Place(**place)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Meetings
+
+
+class Meeting:
+    """Nodes that come to one rendezvous, each in a thread of its own."""
+
+    def __init__(self, nodes: int, seconds: float = 10.0) -> None:
+        with listen(0) as free:
+            self.port = free.getsockname()[1]
+        self.nodes, self.seconds = nodes, seconds
+        self.told: list[str] = []
+        self.pool = ThreadPoolExecutor(8)
+
+    def come(self, node: int, card: Any = "same", nodes: int | None = None, seconds: float | None = None) -> Future:
+        """What `meet` returns to that node."""
+        place = Place(nodes=nodes or self.nodes, node=node, rendezvous=f"127.0.0.1:{self.port}")
+
+        def agree(theirs: Any, node: int) -> str:
+            return "" if theirs == {"card": "same"} else f"node {node} has another card: {theirs['card']}"
+
+        def take_part() -> Party:
+            party = meet(place, {"card": card}, agree, seconds or self.seconds, self.told.append)
+            if node == 0:
+                party.go(store=7)
+            return party
+
+        return self.pool.submit(take_part)
+
+    def hears(self, words: str) -> None:
+        """Wait until node 0, or another, says so."""
+        ends_at = time.monotonic() + 10.0
+        while not any(words in text for text in self.told):
+            assert time.monotonic() < ends_at, (words, self.told)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def gathering() -> Iterator[Callable[..., Meeting]]:
+    """Meetings whose threads have ended by the end of the test."""
+    made: list[Meeting] = []
+
+    def make(*arguments: Any) -> Meeting:
+        made.append(Meeting(*arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.pool.shutdown()
+
+
+def test_all_meet_in_any_order(gathering: Callable[..., Meeting]) -> None:
+    """Node 1 comes before anybody listens, node 0 last but one; all know where node 0 is and what it told."""
+    group = gathering(3)
+    early = group.come(1)
+    group.hears("nobody answers at")
+    parties = [group.come(0), early, group.come(2)]
+    found = [party.result(15.0) for party in parties]
+    assert [party.node for party in found] == [0, 1, 2]
+    assert all((party.host, party.facts["store"]) == ("127.0.0.1", 7) for party in found)
+    assert sorted(found[0].lines) == [1, 2] and list(found[1].lines) == list(found[2].lines) == [0]
+    found[0].lines[2].send("for two")
+    assert found[2].lines[0].receive(5.0) == "for two"
+    for party in found:
+        party.part()
+
+
+def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in one line, on both sides; node 0 goes on waiting, and the right ones still come together."""
+    group = gathering(3)
+    host = group.come(0)
+    group.hears("waiting at")
+    first = group.come(1)
+    group.hears("node 1 (127.0.0.1) is here; waiting for node 2")
+
+    def refusal(*arguments: Any, **more: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            group.come(*arguments, **more).result(10.0)
+        group.hears(f"refused 127.0.0.1: {caught.value}")
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert refusal(2, card="other") == "node 2 has another card: other"
+    assert "is taken by 127.0.0.1: give every machine a --node of its own" in refusal(1)
+    assert "started with --nodes 4, node 0 with --nodes 3" in refusal(2, nodes=4)
+    monkeypatch.setattr(meeting, "__version__", "9.9.9")
+    assert "node 2 runs isles 9.9.9, node 0 runs isles 0." in refusal(2)
+    monkeypatch.undo()
+    with pytest.raises(LineLost):  # a program of another kind
+        raw_line = connect("127.0.0.1", group.port, 5.0)
+        raw_line._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        raw_line.receive(5.0)
+    doctor = connect("127.0.0.1", group.port, 5.0)
+    doctor.send({"doctor": "0.1.0"})
+    assert "a run of isles listens here, not isles doctor" in doctor.receive(5.0)["over"][1][0]
+
+    second = group.come(2)
+    for party in [host.result(10.0), first.result(10.0), second.result(10.0)]:
+        party.part()
+
+
+def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting]) -> None:
+    group = gathering(3)
+    host = group.come(0)
+    group.hears("waiting at")
+    gone = connect("127.0.0.1", group.port, 5.0)
+    gone.send({"isles": guests.__version__, "node": 1, "nodes": 3, "door": 1, "ports": "", "card": {"card": "same"}})
+    group.hears("node 1 (127.0.0.1) is here")
+    gone.close()
+    group.hears("node 1 (127.0.0.1) went away")
+    for party in [group.come(1), group.come(2), host]:
+        party.result(10.0).part()
+
+
+def test_nobody_comes(gathering: Callable[..., Meeting]) -> None:
+    """Node 0 alone, node 1 alone, and one of three missing: those who are there are told who is not."""
+    with pytest.raises(MeetingFailed, match=r"node 1 did not come to 127.0.0.1:\d+ within 0.5 s"):
+        gathering(2, 0.5).come(0).result(5.0)
+    with pytest.raises(MeetingFailed, match=r"nobody answers at 127.0.0.1:\d+ since 0.5 s \(connection refused\)"):
+        gathering(2, 0.5).come(1).result(5.0)
+    group = gathering(3)
+    both = [group.come(0, seconds=2.0), group.come(1)]
+    for party in both:
+        with pytest.raises(MeetingFailed, match="node 2 did not come"):
+            party.result(10.0)
+
+
+def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
+    """A port in use, an address of another machine, an unknown name: a user's mistakes, told at once."""
+    group = gathering(2)
+    with listen(group.port), pytest.raises(ValueError, match=f"port {group.port} cannot be listened on"):
+        group.come(0).result(5.0)
+    for host, words in (("192.0.2.1", "is no address of this machine"), ("no.such.host.invalid", "no such host name")):
+        for node in (0, 1) if "name" in words else (0,):
+            place = Place(nodes=2, node=node, rendezvous=f"{host}:29400")
+            with pytest.raises(ValueError, match=words):
+                meet(place, {}, lambda card, node: "", 5.0, group.told.append)
+
+
+def test_seats_of_the_second_machine() -> None:
+    """Its workers count from 0 on their own machine, which is what a GPU is chosen by; the store is node 0's."""
+    party = Party(place=Place(nodes=2, node=1, rendezvous="10.0.0.1:29400"), here="127.0.0.1", host="10.0.0.1")
+    own = local.seats(party, 5, 1234, threads=1, deadlines=None, logs=None)
+    assert [(seat.rank, seat.local_rank, seat.size) for seat in own] == [(3, 0, 5), (4, 1, 5)]
+    assert {(seat.host, seat.port, seat.interface) for seat in own} == {("10.0.0.1", 1234, interface_of("127.0.0.1"))}

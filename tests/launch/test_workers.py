@@ -1,0 +1,192 @@
+"""`run_local`: results and failures reach the launcher, and no process outlives it."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import isles
+from isles.comm.errors import CommError, WorkerFailed
+from isles.launch import workers as local
+from isles.launch.workers import LocalWorkers
+from tests.launch import local_workers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Processes that this one's fork server has started and that still run."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    if server is None:
+        return []
+    return [child for child in psutil.Process(server).children() if runs(child)]
+
+
+def runs(process: psutil.Process) -> bool:
+    """Not ended; one that nobody has asked for its exit code (a zombie) has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def comes_true(condition, seconds: float) -> bool:
+    ends_at = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > ends_at:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch):
+    """After every test here, and the workers of a failed run get little time to notice."""
+    monkeypatch.setattr(local, "_GRACE", 0.3)
+    yield
+    assert comes_true(lambda: not worker_processes(), 1.0), worker_processes()
+
+
+def test_results_come_in_rank_order() -> None:
+    """With arguments, threads as asked for, and tensors as they were."""
+    assert isles.run_local(local_workers.identity, 3, args=("a", {"b": 1}), threads=2) == [
+        (rank, 3, 2, ("a", {"b": 1})) for rank in range(3)
+    ]
+    assert isles.run_local(local_workers.identity, 1) == [(0, 1, 1, ())]
+    for rank, result in enumerate(isles.run_local(local_workers.tensors, 2)):
+        assert torch.equal(result["rank"], torch.full((3,), rank)) and (result["large"] == rank).all()
+
+
+def test_two_runs_at_once_do_not_meet() -> None:
+    """Two launchers' threads in one process."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(isles.run_local, local_workers.identity, 2, args=(name,)) for name in "ab"]
+        assert [run.result() for run in runs] == [[(rank, 2, 1, (name,)) for rank in range(2)] for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("value", ValueError, "batch_size = 0: choose 1 or more"),
+        ("odd", WorkerFailed, "steps is -1"),
+        ("local", WorkerFailed, "nobody can import me"),
+        ("key", WorkerFailed, "KeyError: 'missing'"),
+        ("exit", WorkerFailed, "exit code 3"),
+        ("sys.exit", WorkerFailed, "exit code 4"),
+        ("abort", WorkerFailed, "exit code -6"),
+        ("lambda", WorkerFailed, "its result cannot be sent to the launcher"),
+        ("one way", WorkerFailed, "its result cannot be rebuilt in the launcher: RuntimeError('not twice')"),
+    ],
+)
+def test_a_failed_worker_is_raised_in_the_launcher(how: str, kind: type[Exception], text: str) -> None:
+    """The first cause, by rank, whatever the others made of it: the error itself where it can travel, else its
+    traceback. At once, though two others wait for the failed one with deadlines of two minutes.
+    """
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        isles.run_local(local_workers.misbehaves, 3, args=(how,))
+    assert text in str(caught.value)
+    if kind is WorkerFailed:
+        assert caught.value.rank == 1 and "worker 1" in str(caught.value)  # type: ignore[attr-defined]
+    assert time.monotonic() - start < 8.0
+
+
+def test_failures_in_the_list() -> None:
+    """`return_errors`: results and exceptions by rank, and nothing is raised."""
+    first, second, third = isles.run_local(local_workers.returns, 3, args=("lambda",), return_errors=True)
+    assert (first, third) == (0, 2) and isinstance(second, WorkerFailed) and second.rank == 1
+    results = isles.run_local(local_workers.misbehaves, 3, args=("value",), return_errors=True)
+    assert isinstance(results[1], ValueError) and all(isinstance(results[rank], CommError) for rank in (0, 2))
+
+
+def test_impossible_runs_are_refused_before_they_start() -> None:
+    """No worker at all, or a function that a new process cannot import."""
+    for workers in (0, -1):
+        with pytest.raises(ValueError, match=r"workers = .*choose 1 or more"):
+            isles.run_local(local_workers.identity, workers)
+    with pytest.raises(Exception, match="<lambda>"):
+        isles.run_local(lambda world: None, 2)
+
+
+def test_reports_come_in_each_workers_order() -> None:
+    """And all of them before the run is over."""
+    pool, seen = LocalWorkers(local_workers.reports, 2), []
+    assert pool.join(seen.append) == ["result of 0", "result of 1"]
+    assert [[event for event in seen if event[0] == rank] for rank in range(2)] == [
+        [(rank, number) for number in range(3)] for rank in range(2)
+    ]
+
+
+def test_ctrl_c_in_the_launcher_ends_the_run_at_once(tmp_path: Path) -> None:
+    """Or any error of its own, here in an event's handler: the workers, busy for a minute, are not waited for."""
+
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    pool = LocalWorkers(local_workers.lingers, 2, args=(str(tmp_path),))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pool.join(interrupt)
+    assert time.monotonic() - start < 8.0
+    assert all(process.exitcode is not None for process in pool.processes)
+
+
+LAUNCHER = """
+import sys
+from dataclasses import replace
+import isles
+from isles.launch import workers as local
+from tests.launch.local_workers import lingers
+
+if __name__ == "__main__":
+    if sys.argv[2] == "joining":  # the workers wait for one that never comes
+        seats = local.seats
+        local.seats = lambda *a, **k: [replace(seat, size=seat.size + 1) for seat in seats(*a, **k)]
+    isles.run_local(lingers, 4, args=(sys.argv[1],))
+"""
+
+
+def started(launcher: subprocess.Popen, folder: Path, how: str) -> list[psutil.Process]:
+    """The four workers, once they are where the test wants them."""
+    if how == "joining":
+        servers = psutil.Process(launcher.pid).children()
+        return [child for server in servers for child in server.children()]
+    return [psutil.Process(int(path.read_text())) for path in folder.glob("*.pid")]
+
+
+@pytest.mark.parametrize(
+    ("by", "how"),
+    [(signal.SIGKILL, "running"), (signal.SIGKILL, "joining"), (signal.SIGINT, "running")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_no_worker_outlives_its_launcher(tmp_path: Path, by: signal.Signals, how: str) -> None:
+    """However the launcher ends: within two seconds all workers are gone, those that compute, those that wait for
+    another, and those that still wait for the world to be complete.
+    """
+    script = tmp_path / "launch.py"
+    script.write_text(LAUNCHER)
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), how], env=environment, cwd=ROOT, stderr=subprocess.PIPE
+    )
+    try:
+        ready = comes_true(lambda: launcher.poll() is not None or len(started(launcher, tmp_path, how)) == 4, 60.0)
+        assert ready and launcher.poll() is None, launcher.stderr.read().decode()  # type: ignore[union-attr]
+        workers = started(launcher, tmp_path, how)
+        time.sleep(0.5 if how == "joining" else 0.0)
+        launcher.send_signal(by)
+        assert comes_true(lambda: not any(map(runs, workers)), 2.0), [w for w in workers if runs(w)]
+        assert launcher.wait(5.0) != 0
+    finally:
+        launcher.kill()
+        launcher.communicate()
