@@ -10,7 +10,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -142,6 +142,35 @@ def floor_complaints(tree: ast.Module, module: str, is_package: bool) -> list[tu
     return complaints
 
 
+def module_named(name: str, modules: Container[str]) -> str | None:
+    """The one of `modules` that a dotted name is in: a.b.c of an imported function c is the module a.b."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or over others, together; `imports`: whom each one names."""
+    reached: dict[str, set[str]] = {}
+    for start in imports:
+        reached[start], new = set(), imports[start]
+        while new:
+            reached[start] |= new
+            new = {further for module in new for further in imports.get(module, ())} - reached[start]
+    found = {tuple(sorted(other for other in reached[one] if one in reached[other])) for one in imports}
+    return [list(circle) for circle in sorted(found) if circle]
+
+
+def imports_between(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+    """Whom of `sources` (name: source, whether it is a package) each one imports, wherever in the file."""
+    return {
+        module: {
+            there for _, name in imported_modules(tree, module, is_package) if (there := module_named(name, sources))
+        }
+        for module, (tree, is_package) in sources.items()
+    }
+
+
 def unsafe_complaints(tree: ast.Module, module: str, is_package: bool) -> list[tuple[ast.AST, str]]:
     complaints = []
     for node, name in imported_modules(tree, module, is_package):
@@ -215,6 +244,12 @@ def test_imports_only_go_down() -> None:
         for node, text in floor_complaints(parse(path), module_name(path), path.name == "__init__.py")
     ]
     assert not complaints, listed(complaints)
+
+
+def test_no_files_import_each_other() -> None:
+    sources = {module_name(path): (parse(path), path.name == "__init__.py") for path in source_files()}
+    found = circles(imports_between(sources))
+    assert not found, listed([" <-> ".join(circle) for circle in found])
 
 
 def test_plan_and_report_stay_free_of_torch() -> None:
@@ -310,7 +345,7 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
         ("isles.training.running.run", "import importlib\nimportlib.import_module('isles.cli')", True),
         (
             "isles.training.running.run",
-            "from importlib import import_module\nimport_module('..cli', __package__)",
+            "from importlib import import_module\nimport_module('...cli', __package__)",
             True,
         ),
         ("isles.training.running.run", "from isles.replicas import sync", False),
@@ -326,6 +361,39 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
 )
 def test_floor_rule_fires(module: str, line: str, fires: bool) -> None:
     assert bool(floor_complaints(ast.parse(line), module, is_package=False)) == fires
+
+
+@pytest.mark.parametrize(
+    ("base", "user", "found"),
+    [
+        ("import torch", "from isles.comm.base import Base", []),
+        (
+            "from isles.comm.user import User",
+            "from isles.comm.base import Base",
+            [["isles.comm.base", "isles.comm.user"]],
+        ),
+        ("def make():\n    from .user import User", "from . import base", [["isles.comm.base", "isles.comm.user"]]),
+        (
+            "if TYPE_CHECKING:\n    from isles.comm import user",
+            "from .base import B",
+            [["isles.comm.base", "isles.comm.user"]],
+        ),
+        (
+            "from isles.comm import Group",
+            "from isles.comm.base import Base",
+            [["isles.comm", "isles.comm.base", "isles.comm.user"]],
+        ),
+        ("from isles.comm.base import Base", "", [["isles.comm.base"]]),
+    ],
+)
+def test_circle_rule_fires(base: str, user: str, found: list[list[str]]) -> None:
+    package = ast.parse("from isles.comm.user import User")
+    sources = {
+        "isles.comm": (package, True),
+        "isles.comm.base": (ast.parse(base), False),
+        "isles.comm.user": (ast.parse(user), False),
+    }
+    assert circles(imports_between(sources)) == found
 
 
 @pytest.mark.parametrize(

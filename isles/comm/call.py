@@ -13,7 +13,6 @@ from typing import Protocol
 from torch import Tensor
 
 from isles.comm.codecs.base import as_bytes
-from isles.comm.mailbox import Letter
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Transport, Work
@@ -68,8 +67,6 @@ class Ledger:
 
     meetings: Counter[tuple[Channel, int]] = field(default_factory=Counter)
     """Calls without a round so far, by channel and peer's rank."""
-    letters: dict[tuple[int | None, int], Letter] = field(default_factory=dict)
-    """Mail asked for that did not come in time, by sender's rank (None: anyone) and topic."""
 
 
 @dataclass(frozen=True, slots=True)

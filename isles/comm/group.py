@@ -21,7 +21,6 @@ from isles.comm.collectives import basic as collectives
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.mailbox import Letter, post
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport
@@ -128,35 +127,6 @@ class Group:
         return self.among(
             [position for position in range(self.size) if position not in calls or _answers(calls[position])]
         )
-
-    # The mailbox (isles.comm.mailbox): messages of any length that a receiver may take from whoever comes first.
-
-    def post(self, position: int, payload: bytes, topic: int = 0) -> Transfer[None]:
-        """Start sending `payload` to `position` under `topic` (0..255). Messages of one sender and topic keep their
-        order. A topic is one group's: mail from outside of it is an error at the receiver.
-        """
-        return self.start(post(self, position, payload, topic), "control")
-
-    def receive(self, position: int | None = None, topic: int = 0, deadline: float | None = None) -> tuple[int, bytes]:
-        """(position of the sender, payload) of the next message under `topic`, from anyone if `position` is None.
-
-        After DeadlinePassed nothing is lost: ask again in the same way (a topic that was left waiting for anyone must
-        not be asked for one sender, nor the other way round: ValueError).
-        """
-        seconds = self.deadlines.control if deadline is None else deadline
-        peer = None if position is None else self.peer(position)
-        letters = self.ledger.letters
-        if any(late == topic and (sender is None) != (peer is None) for sender, late in letters):
-            raise ValueError(f"topic {topic}: an earlier receive still waits for its message; ask again as it did")
-        letter = letters.pop((peer, topic), None) or Letter(self, peer, topic)
-        try:
-            sender, payload = letter.read(self, seconds)
-        except DeadlinePassed as late:
-            letters[peer, topic] = letter
-            raise DeadlinePassed(late.peer, late.channel, seconds) from None
-        if sender not in self.ranks:
-            raise ValueError(f"topic {topic}: mail from worker {sender}, which is not in the group {self.ranks}")
-        return self.ranks.index(sender), payload
 
 
 def _answers(exchange: Transfer[Tensor]) -> bool:

@@ -8,7 +8,7 @@ from isles.report.units import format_percent, format_seconds
 
 EXCHANGES = 12  # that the lanes show: few enough to see each
 LANES = 16
-_TRAINING = ("outer", "inner", "pipeline")  # channels of the method; the rest is start, end and mail
+_TRAINING = ("outer", "inner", "pipeline")  # channels of the method; the rest is start and end
 # timeline.jsonl has a worker's first and last spans; there is no gap in its last so many lines, however long the run.
 _WITHOUT_GAP = 400
 

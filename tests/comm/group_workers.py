@@ -11,7 +11,6 @@ import isles
 from isles.comm.codecs import codec
 from isles.comm.collectives import basic as collectives
 from isles.comm.collectives.mean import mean
-from isles.comm.errors import DeadlinePassed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 
@@ -71,7 +70,6 @@ def everyone_sends(world: Mesh) -> dict[str, object]:
         refusal(lambda: group.exchange(-1, torch.zeros(1))),
         refusal(lambda: group.broadcast(torch.zeros(1), source=4)),
         refusal(lambda: group.broadcast(torch.zeros(2, 2).t()[:1], source=0)),
-        refusal(lambda: group.receive(rank)),
     ]
     group.barrier()  # nothing of the above is on its way
     return seen
@@ -128,10 +126,10 @@ def at_once(world: Mesh) -> dict[str, object]:
         early = group.start(collectives.exchange(group.call(), 1, torch.tensor([1])))
         later = group.start(collectives.exchange(group.call(), 2, torch.tensor([2])))
         seen["order"] = [int(later.wait()), early.done()]
-        group.post(1, b"come").wait()
+        group.exchange(1, torch.zeros(1), "eval")
         seen["order"] += [int(early.wait()), int(early.wait()), early.done()]
     elif rank == 1:
-        group.receive(0)
+        group.exchange(0, torch.zeros(1), "eval")
         group.exchange(0, torch.tensor([11]))
     elif rank == 2:
         group.exchange(0, torch.tensor([22]))
@@ -154,60 +152,6 @@ def patience(condition, seconds: float = 10.0) -> bool:
     return False
 
 
-def mail(world: Mesh) -> dict[str, object]:
-    """Letters to worker 0 from three others; a receiver that comes too early; many topics."""
-    group, rank = world.world, world.rank
-    large = bytes(range(256)) * 20_000  # 5 MB
-    seen: dict[str, object] = {}
-    if rank:
-        posts = [group.post(0, payload, topic=1) for payload in (bytes([rank]) * rank, b"", large, b"last")]
-        group.post(0, f"topic two of {rank}".encode(), topic=2).wait()
-        for post in posts:
-            post.wait()
-    else:
-        got: dict[int, list[bytes]] = {1: [], 2: [], 3: []}
-        for _ in range(12):
-            sender, payload = group.receive(topic=1)
-            got[sender].append(payload)
-        seen["in order"] = all(got[peer] == [bytes([peer]) * peer, b"", large, b"last"] for peer in got)
-        seen["by sender"] = [group.receive(peer, topic=2) for peer in (3, 1, 2)]
-    group.barrier()
-
-    # Nothing is lost when a receive ends with its deadline: polling is safe.
-    if rank == 1:
-        missed = 0
-        for _ in range(3):
-            try:
-                group.receive(deadline=0.05)
-            except DeadlinePassed as error:
-                missed += error.peer == -1 and error.seconds == 0.05
-        try:
-            group.receive(2, topic=3, deadline=0.05)
-        except DeadlinePassed as error:
-            missed += error.peer == 2
-        seen["missed"] = missed
-        seen["refused"] = [refusal(lambda: group.receive(0)), refusal(lambda: group.receive(topic=3))]
-        group.barrier()
-        first = [group.receive() for _ in range(2)]
-        seen["after the deadlines"] = sorted(first)
-        seen["topic 3"] = group.receive(2, topic=3)
-    else:
-        group.barrier()
-        if rank != 3:
-            group.post(1, f"from {rank}".encode())
-            group.post(1, b"three", topic=3)
-    group.barrier()
-    if rank == 1:
-        seen["topic 3 of 0"] = group.receive(0, topic=3)
-
-    # Positions are those of the group that receives.
-    pair = group.among([3, 1] if rank in (1, 3) else [2, 0])
-    pair.post(1 - pair.rank, b"hi", topic=255)
-    seen["pair"] = pair.receive(topic=255)
-    group.barrier()
-    return seen
-
-
 def counted(world: Mesh) -> dict[str, tuple]:
     """(bytes sent, bytes received, messages sent, messages received) of single operations of three workers."""
     group, rank = world.world, world.rank
@@ -227,7 +171,6 @@ def counted(world: Mesh) -> dict[str, tuple]:
         "exchange": cost(lambda: group.exchange(1 - rank, x)) if rank < 2 else cost(lambda: None),
         "broadcast": cost(lambda: group.broadcast(x, 1)),
         "mean": cost(lambda: group.mean(x, codec("bf16"))),
-        "mail": cost(lambda: group.post(1, b"12345").wait() if rank == 0 else group.receive() if rank == 1 else None),
     }
 
 

@@ -57,11 +57,6 @@ def one_verb(world: Mesh, name: str) -> None:
         group.exchange(world.rank ^ 1, x)
     elif name == "broadcast":
         group.broadcast(x, 1)
-    elif world.rank == 0:
-        for _ in range(WORKERS - 1):
-            group.receive()
-    else:
-        group.post(0, bytes(PAYLOAD)).wait()
 
 
 def trained(world: Mesh, name: str) -> None:

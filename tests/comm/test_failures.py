@@ -86,16 +86,16 @@ def test_a_stopped_worker_does_not_hold_the_launcher(monkeypatch: pytest.MonkeyP
         local.raise_first(results, pool.failures)
 
 
-def test_mail_from_anyone_survives_a_dead_member() -> None:
+def test_a_receive_from_anyone_survives_a_dead_member() -> None:
     """Waiting for anyone does not fail because someone died; waiting for the dead one does."""
     zero, _, two = isles.run_local(failure_workers.deserted, 3, deadlines=SOON, return_errors=True)
     assert isinstance(two, WorkerFailed)
-    assert zero["mail"] == (1, b"alive") and zero["nothing more"][:2] == ("DeadlinePassed", -1)
+    assert zero["sender"] == zero["sent"] == 1 and zero["nothing more"][:2] == ("DeadlinePassed", -1)
     assert zero["dead"][:2] == ("PeerLost", 2) and zero["dead"][2] < 2.0
 
 
 def test_twenty_runs_exit_well() -> None:
-    """All four processes exit 0, twenty times in a row, with transfers given up and mail that nobody picked up."""
+    """All four processes exit 0, twenty times in a row, with receives and transfers given up."""
     for seed in range(20):
         pool = LocalWorkers(failure_workers.everything, 4, args=(seed,), deadlines=SOON)
         start = time.monotonic()

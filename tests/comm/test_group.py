@@ -1,4 +1,4 @@
-"""Groups over real gloo processes: collectives, transfers under way together, the mailbox, the counts."""
+"""Groups over real gloo processes: collectives, transfers under way together, the counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def test_collectives_among_four() -> None:
         assert seen["pair"] == (((0, 1), 1 - rank) if rank < 2 else ((3, 2), 5 - rank))
         assert seen["alone"] == [rank]
         wanted = ["hold their maker", "every rank once", *["not another member"] * 3, "source 4", "not contiguous"]
-        wanted += ["not another member"]
         for text, want in zip(seen["refusals"], wanted, strict=True):
             assert want in text, (text, want)
     last_came = max(seen["barrier"][0] for seen in ranks)
@@ -50,16 +49,6 @@ def test_transfers_under_way_together() -> None:
     assert ranks[0]["order"] == [22, False, 11, 11, True]
 
 
-def test_mailbox() -> None:
-    """Any sender, any length, each sender's order kept; a passed deadline loses no message; topics keep apart."""
-    zero, one, two, three = isles.run_local(group_workers.mail, 4, deadlines=SOON)
-    assert zero["in order"] and zero["by sender"] == [(p, f"topic two of {p}".encode()) for p in (3, 1, 2)]
-    assert one["missed"] == 4 and all("an earlier receive still waits" in text for text in one["refused"])
-    assert one["after the deadlines"] == [(0, b"from 0"), (2, b"from 2")]
-    assert one["topic 3"] == (2, b"three") and one["topic 3 of 0"] == (0, b"three")
-    assert [seen["pair"] for seen in (zero, one, two, three)] == [(0, b"hi"), (0, b"hi"), (1, b"hi"), (1, b"hi")]
-
-
 def test_counts_are_those_of_the_messages() -> None:
     """Bytes and messages of each verb by hand, on the channel asked for and no other."""
     ranks = isles.run_local(group_workers.counted, 3, deadlines=SOON)
@@ -73,7 +62,6 @@ def test_counts_are_those_of_the_messages() -> None:
         sent = 2 * (1000 - shards[rank]) + 2 * 2 * shards[rank] + 2 * 32
         received = 2 * 2 * shards[rank] + 2 * (1000 - shards[rank]) + 2 * 32
         assert seen["mean"] == (sent, received, 6, 6)
-    assert [seen["mail"] for seen in ranks] == [(13, 0, 2, 0), (0, 13, 0, 2), (0, 0, 0, 0)]
 
 
 def test_a_protocols_error_belongs_to_whoever_waits() -> None:

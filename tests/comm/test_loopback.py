@@ -14,7 +14,7 @@ MEGABYTE = 1_000_000
     ("kind", "names"),
     [
         ("mean", sorted(CODECS)),
-        ("verb", ["all_gather", "all_to_all", "exchange", "broadcast", "mail"]),
+        ("verb", ["all_gather", "all_to_all", "exchange", "broadcast"]),
         ("method", ["none", "ddp", "fsdp", "localsgd", "diloco", "noloco", "islands"]),
     ],
     ids=["mean", "verbs", "methods"],

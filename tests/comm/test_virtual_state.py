@@ -49,8 +49,8 @@ def test_the_buffer_may_be_reused_once_the_send_is_done(posted, named, slots):
 @slots
 @pytest.mark.parametrize("first", [0.0, 1.5, 2.5, 20.0])
 def test_messages_under_one_tag_keep_their_order(first, slots):
-    # A mailbox uses one tag again and again, so receives may outnumber or lag behind what is on its way. At 1.5 s the
-    # oldest message is gone without a receive, and the next is still on the uplink.
+    # Receives under one tag may outnumber or lag behind what is on its way. At 1.5 s the oldest message is gone without
+    # a receive, and the next is still on the uplink.
     def worker(transport):
         tag = Tag("control", -1, 4, 1)
 
@@ -194,14 +194,9 @@ def test_groups_work_over_it(slots):
         gathered = world.all_gather(torch.tensor([float(transport.rank)]))
         data = torch.full((5,), float(transport.rank))
         world.broadcast(data, source=2)
-        if transport.rank == 3:
-            world.post(0, b"hello", topic=1).wait()
-        mail = world.receive(topic=1) if transport.rank == 0 else None
         world.barrier()
-        return torch.cat(gathered).tolist(), data.tolist(), mail, world.traffic.total("bytes_sent")
+        return torch.cat(gathered).tolist(), data.tolist(), world.traffic.total("bytes_sent")
 
     results = VirtualCluster(4, links="home-cable", slots=slots).run(worker)
-    assert [result[:3] for result in results] == [
-        ([0, 1, 2, 3], [2.0] * 5, (3, b"hello") if r == 0 else None) for r in range(4)
-    ]
-    assert all(result[3] > 0 for result in results)
+    assert [result[:2] for result in results] == [([0, 1, 2, 3], [2.0] * 5)] * 4
+    assert all(result[2] > 0 for result in results)
