@@ -14,7 +14,8 @@ How the bytes of one block move through a step (`stream`: the tensor between two
     forward    asks   saved + forward's transients (R: its input + transients); gives the transients back (S: the rest
                       too, once it is on the host)
     backward   asks   S: saved, R: what is made again; backward's transients; its gradients
-               gives  all of that but the gradients; O, H, N: these too, once they are on the host
+               gives  all of that but the gradients; O, H, N: these too, once they are on the host; D: these too where
+                      they were added to those of another batch of the step
     step       gives  the gradients of D
 
 Units: bytes and seconds; parameters are counted in numbers. The same amounts drive the simulation (`lanes`) and the
@@ -79,7 +80,7 @@ class UnitProfile:
     """One block (`isles.memory.profile` measures it).
 
     params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
-    weights' bytes. largest: of the largest parameter. moved: of the weights as O, H and N bring them up, which are
+    weights' bytes. moved: of the weights as O, H and N bring them up, which are
     bfloat16 matrices under bfloat16 autocast; so are their gradients. boundary: of its input. resident, brought: its
     passes on the weights themselves (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward
     counts twice that. forward, backward: measured seconds; 0: from flops.
@@ -89,7 +90,6 @@ class UnitProfile:
     params: int
     weights: int
     states: int
-    largest: int
     moved: int
     boundary: int
     resident: Passes
@@ -161,7 +161,6 @@ class UnitCost:
     backward: int  # without swap and gradients
     backward_end: int
     gradients: int  # made by a backward pass
-    accumulated: int  # of them, what a further batch of the step needs, which adds to those that are there
     on_device: bool  # is updated there, so its gradients stay until the step
     refreshed: int  # up after an update on the host
     host: int
@@ -189,7 +188,6 @@ def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
         backward=transient.backward,
         backward_end=transient.backward + held + passes.casts - gone,
         gradients=gradients,
-        accumulated=unit.largest if device else gradients,
         on_device=device,
         refreshed=unit.moved if stays else 0,
         host=swap + (0 if device else 2 * unit.weights + (0 if place == "disk" else unit.states)),
@@ -272,8 +270,7 @@ def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: 
         peak = max(peak, used + ends.top + ends.top_gradients)
         used += (0 if batch else ends.top_gradients) - sum(cost.casts_end for cost in costs)
         for cost in reversed(costs):
-            asked = cost.backward + (cost.accumulated if batch else cost.gradients)
-            peak = max(peak, used + cost.slot + cost.swap + asked)
+            peak = max(peak, used + cost.slot + cost.swap + cost.backward + cost.gradients)
             used += cost.swap + cost.backward - cost.backward_end
             if cost.on_device and not batch:
                 used += cost.gradients

@@ -299,7 +299,7 @@ class _Run:
                 self._event("out", step, batch, unit).then(fetch)
 
             self.arena.want(cost.swap, swap_granted)
-        needs.append(self._granted(cost.backward + (cost.accumulated if batch else cost.gradients)))
+        needs.append(self._granted(cost.backward + cost.gradients))
         return needs
 
     def _granted(self, nbytes: float) -> _Event:
@@ -353,7 +353,7 @@ class _Run:
         if cost.slot:
             self._slot_used((step, batch, 1, unit))
         if cost.on_device:
-            return cost.backward_end + (cost.accumulated if batch else 0)
+            return cost.backward_end + (cost.gradients if batch else 0)
 
         def landed() -> None:
             self.arena.free(cost.gradients)

@@ -31,6 +31,8 @@ from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import flops_per_token
 
+SCALARS = 4096  # bytes: what a training loop keeps of a loss beside the step that is profiled
+
 Loss = Callable[[nn.Module, Any], Tensor]
 Kept = Literal["keep", "recompute"]
 
@@ -105,7 +107,7 @@ def profile(
         weights=sum(parameter.nbytes for parameter in rest),
         states=sum(state_bytes(parameter) for parameter in rest if parameter.requires_grad),
         buffers=nbytes(model.buffers()),
-        before=max(begin.forward_begin - keep.static - begin.input, 0),
+        before=max(begin.forward_begin - keep.static - begin.input, 0) + SCALARS,
         top=max(keep.top - end.forward_end - keep.top_gradients - (stream - end.output), 0),
         bottom=max(keep.bottom - begin.backward_end - _bottom_gradients(rest, keep) - (stream - begin.input), 0),
         top_gradients=keep.top_gradients,
@@ -121,7 +123,6 @@ def profile(
                 params=sum(parameter.numel() for parameter in parameters),
                 weights=sum(parameter.nbytes for parameter in parameters),
                 states=sum(state_bytes(parameter) for parameter in parameters if parameter.requires_grad),
-                largest=max((parameter.nbytes for parameter in parameters), default=0),
                 moved=sum(slot.parameter.numel() * travels_as(slot, autocast).itemsize for slot in unit.slots),
                 boundary=keep.units[index].input,
                 resident=_passes(runs["resident"], index, sum(p.nbytes for p in parameters if p.requires_grad), stream),
@@ -217,7 +218,7 @@ def trace_step(
             shared = {tensor.untyped_storage()._cdata for tensor in given if not tensor.requires_grad}
             mark()
             one.forward_begin = meter.live
-            args, named = edge(backward_ends, (args, named))
+            args, named = edge(backward_ends, (args, named), always=True)
             saved, casts = dict[int, int](), dict[int, int]()
 
             def pack(tensor: Tensor) -> Tensor:
@@ -360,7 +361,7 @@ def measured(made: Profile, model: nn.Module, batch: Any, *, loss: Loss = own_lo
             backward[index] = min(backward[index], now() - began[0])
 
         def timed(*args: Any, **named: Any) -> Any:
-            args, named = edge(ends, (args, named))
+            args, named = edge(ends, (args, named), always=True)
             start = now()
             value = run(*args, **named)
             forward[index] = min(forward[index], now() - start)

@@ -103,12 +103,17 @@ class _Edge(torch.autograd.Function):
         return (None, *gradients)
 
 
-def edge(call: Callable[[], None], value: Any) -> Any:
+def edge(call: Callable[[], None], value: Any, *, always: bool = False) -> Any:
     """`value` with every tensor that needs a gradient led through one edge: in the backward pass `call` runs once, after
-    the gradients of what follows and before those of what comes before.
+    the gradients of what follows and before those of what comes before. always: where no tensor needs one (the first
+    block of a model reads the input itself), the first that can have one is led through, to no effect but the call.
     """
     leaves, spec = tree_flatten(value)
     marked = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not marked and always:
+        marked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()][:1]
+        for index in marked:
+            leaves[index] = leaves[index].detach().requires_grad_()
     if not marked:
         return value
     through = _Edge.apply(call, *(leaves[index] for index in marked))
