@@ -4,6 +4,7 @@ Data flow of one exchange:
 
     protocol (generator, written once above the backends)
         yields Work | list[Work]        "resume me when these are done"
+        yields AnyOf(list[Work])        "resume me when one of these is done"
         returns its result
     transport.run(protocol, deadline) -> Transfer      steps it to its first wait at once, the rest behind the
     computation
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -31,14 +32,34 @@ class Work(Protocol):
     """One message on its way. It keeps its buffer alive until the message is gone or has arrived."""
 
     peer: int | None  # the other rank; for a receive from anyone: None until it is done
+    at: float  # seconds of the worker's clock at which it was done; infinity before
+    error: Exception | None  # what it failed with; None before, and where it did not
 
     def done(self) -> bool:
         """True once the message is gone (send) or arrived (receive), or once it failed."""
         ...
 
 
-Steps = Generator[Work | Sequence[Work], None, T]
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """What a protocol yields that serves whoever comes first: it goes on when one of `works` is done, or more of them.
+
+    A failed work is raised each time that it is among them: leave it out from then on. Of none, it goes on at once.
+    """
+
+    works: Sequence[Work]
+
+
+Steps = Generator[Work | Sequence[Work] | AnyOf, None, T]
 """A protocol: yields the work it waits for and returns its result. A failed work is raised at the yield."""
+
+
+def awaited(waited: Work | Sequence[Work] | AnyOf) -> tuple[Sequence[Work], int]:
+    """What a protocol that yielded `waited` waits for: the works, and how many of them must be done."""
+    if isinstance(waited, AnyOf):
+        return waited.works, min(len(waited.works), 1)
+    works = waited if isinstance(waited, Sequence) else [waited]
+    return works, len(works)
 
 
 class Transfer(Protocol[T]):
@@ -118,19 +139,7 @@ class Transport(Protocol):
 
     @property
     def native(self) -> bool:
-        """True if the backend has a collective of its own, `native_sum`, and process groups."""
-        ...
-
-    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
-        """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
-        collective: NCCL for CUDA buffers. The order of the sums is the backend's. ValueError where there is none.
-        """
-        ...
-
-    def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
-        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for what torch does by itself
-        among them. ValueError where there is none.
-        """
+        """True if the backend has collectives of its own: its transports are `NativeCollectives` too."""
         ...
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
@@ -158,3 +167,27 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back threads and connections. Safe to call twice."""
         ...
+
+
+@runtime_checkable
+class NativeCollectives(Protocol):
+    """A transport of a backend that has collectives of its own."""
+
+    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
+        collective: NCCL for CUDA buffers. The order of the sums is the backend's.
+        """
+        ...
+
+    def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
+        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for what torch does by itself
+        among them.
+        """
+        ...
+
+
+def native_collectives(transport: Transport) -> NativeCollectives:
+    """The transport's own collectives. ValueError where its backend has none."""
+    if not isinstance(transport, NativeCollectives):
+        raise ValueError("this backend has no collectives and no process groups of its own: use the two-shot mean")
+    return transport

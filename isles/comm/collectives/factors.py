@@ -28,7 +28,7 @@ from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, sent_bytes, working_bytes
-from isles.comm.transport import Steps, Work
+from isles.comm.transport import Steps, Work, awaited
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
 
@@ -176,15 +176,16 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _together(protocols: Sequence[Steps[bool]]) -> Steps[list[bool]]:
-    """Run several protocols at once: their messages share each wait."""
+    """Run several protocols at once: their messages share each wait. They wait for all that they yield."""
     results: dict[int, bool] = {}
     while len(results) < len(protocols):
         waits: list[Work] = []
         for index, protocol in enumerate(protocols):
             if index not in results:
                 try:
-                    works = next(protocol)
-                    waits += works if isinstance(works, Sequence) else [works]
+                    works, needed = awaited(next(protocol))
+                    assert needed == len(works), "one of several cannot be waited for together with all of others"
+                    waits += works
                 except StopIteration as end:
                     results[index] = end.value
         if waits:

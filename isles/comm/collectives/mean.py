@@ -31,7 +31,7 @@ from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp
 from isles.comm.tags import MAX_FRAGMENTS
-from isles.comm.transport import Steps, Work
+from isles.comm.transport import Steps, Work, native_collectives
 
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60
@@ -160,7 +160,7 @@ def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
     group = call.group
     for count in (group.traffic.sent, group.traffic.received):
         count(call.channel, native_bytes(buffer.numel(), buffer.dtype, group.size))
-    yield group.transport.native_sum(buffer, group.ranks)
+    yield native_collectives(group.transport).native_sum(buffer, group.ranks)
     buffer.div_(group.size)
 
 

@@ -7,6 +7,7 @@ computation.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,15 +17,17 @@ from typing import Any
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps
+from isles.comm.transport import Steps, awaited
 
 
 class PostedWork:
-    """One message on its way; `finished` is called once, from a waiter thread."""
+    """One message on its way; `finished` is called once, from a waiter thread. now: the worker's clock."""
 
-    def __init__(self, peer: int | None, keep: Any) -> None:
+    def __init__(self, peer: int | None, keep: Any, now: Callable[[], float]) -> None:
         self.peer = peer
+        self.at = math.inf
         self.error: Exception | None = None
+        self._now = now
         self._keep = keep  # the buffer must live until the message is done
         self._lock = threading.Lock()
         self._done = False
@@ -36,7 +39,8 @@ class PostedWork:
     def finished(self, error: Exception | None = None) -> None:
         """Mark as done (or failed) and tell the transfer that waits."""
         with self._lock:
-            self.error, self._done, self._keep = error, True, None
+            self.at, self.error, self._keep = self._now(), error, None
+            self._done = True  # last: it is asked without the lock
             watcher = self._watcher
         if watcher is not None:
             watcher.one_done()
@@ -51,36 +55,37 @@ class PostedWork:
 
 
 class Watch:
-    """Counts the works one yield waits for and wakes its transfer at the last, or at the first failure."""
+    """Counts the works that one yield waits for and wakes its transfer when `needed` are done, or one has failed."""
 
-    def __init__(self, transfer: BackgroundTransfer, works: Sequence[PostedWork]) -> None:
+    def __init__(self, transfer: BackgroundTransfer, works: Sequence[PostedWork], needed: int) -> None:
         self.transfer, self.works = transfer, works
         self._lock = threading.Lock()
+        self._needed = needed
+        self._held = True  # until `released`: nobody wakes the transfer while this is being made
         self._woken = False
-        self._left = 1  # this constructor's own hold, so that no wake-up comes before all are counted
         for work in works:
-            with self._lock:
-                self._left += 1
             if not work.watch(self):
                 self.one_done()
 
     def released(self) -> bool:
-        """Drop the constructor's hold; True when nothing is left to wait for."""
+        """From now on the transfer may be woken; True when there is nothing left to wait for."""
         with self._lock:
-            self._left -= 1
-            if self._woken or self._left > 0:
-                return False
-            self._woken = True
-            return True
+            self._held = False
+            return self._wakes()
 
     def one_done(self) -> None:
         with self._lock:
-            self._left -= 1
-            failed = any(work.error is not None for work in self.works)
-            if self._woken or (self._left > 0 and not failed):
-                return
-            self._woken = True
-        self.transfer.driver.wake(self.transfer)
+            self._needed -= 1
+            wakes = self._wakes()
+        if wakes:
+            self.transfer.driver.wake(self.transfer)
+
+    def _wakes(self) -> bool:
+        """Whether the wait is over and nobody has been told. Under the lock: True once."""
+        if self._held or self._woken or (self._needed > 0 and self.outcome() is None):
+            return False
+        self._woken = True
+        return True
 
     def outcome(self) -> Exception | None:
         return next((work.error for work in self.works if work.error is not None), None)
@@ -115,8 +120,7 @@ class BackgroundTransfer:
                 except Exception as failure:  # whatever the protocol raises belongs to whoever waits
                     self._end(None, failure)
                 else:
-                    works = list(waited) if isinstance(waited, Sequence) else [waited]
-                    self._watch = Watch(self, works)  # type: ignore[arg-type]
+                    self._watch = Watch(self, *awaited(waited))  # type: ignore[arg-type]
                     if not self._watch.released():
                         return
 

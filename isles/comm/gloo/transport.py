@@ -82,7 +82,7 @@ class DistributedTransport:
         return self._post(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> PostedWork:
-        """See Transport.native_sum: torch.distributed's all_reduce, over NCCL for CUDA buffers, else over gloo.
+        """See NativeCollectives.native_sum: torch.distributed's all_reduce, over NCCL for CUDA buffers, else over gloo.
 
         With NCCL every rank needs a GPU of its own and has made it the current one (torch.cuda.set_device).
         """
@@ -90,8 +90,8 @@ class DistributedTransport:
         return self._watch(None, buffer, lambda: dist.all_reduce(buffer, group=group, async_op=True), ask_sender=False)
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
-        """See Transport.process_group: over NCCL for "cuda", else over gloo. Made once; its first use meets the members
-        without a deadline.
+        """See NativeCollectives.process_group: over NCCL for "cuda", else over gloo. Made once; its first use meets the
+        members without a deadline.
         """
         key = (ranks, "nccl" if device == "cuda" else "gloo")
         if key not in self._native_groups:
@@ -152,7 +152,7 @@ class DistributedTransport:
 
     def _watch(self, peer: int | None, buffer: Tensor, start: Any, *, ask_sender: bool) -> PostedWork:
         """The work of what `start` posts; a waiter thread sees its end."""
-        work = PostedWork(peer, buffer)
+        work = PostedWork(peer, buffer, self.now)
         try:
             message = [start()]
         except RuntimeError as error:  # the pair is already closed

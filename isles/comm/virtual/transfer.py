@@ -7,10 +7,11 @@ the events it waits for, at their virtual time: stepping takes no time, and what
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps
+from isles.comm.transport import Steps, awaited
 from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
 from isles.comm.virtual.scheduler import Awaited, Scheduler, Worker
 
@@ -26,12 +27,13 @@ from isles.comm.virtual.scheduler import Awaited, Scheduler, Worker
 class VirtualWork:
     """One message on its way. See `isles.comm.transport.Work`."""
 
-    __slots__ = ("_owner", "_transfer", "error", "finished", "out", "peer", "waiter")
+    __slots__ = ("_owner", "_transfer", "at", "error", "finished", "out", "peer", "waiter")
 
     def __init__(self, owner: Worker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
         self.peer = peer
         self.out = out  # a receive's buffer
         self.finished = False
+        self.at = math.inf
         self.error: Exception | None = None
         self.waiter: VirtualTransfer | None = None  # whose yield waits for this
         self._owner = owner
@@ -57,6 +59,7 @@ class VirtualWork:
 
     def _finish(self, error: Exception | None) -> None:
         self.finished, self.error, self.out = True, error, None
+        self.at = self._owner.scheduler.timeline.now
         if self.waiter is not None:
             waiter, self.waiter = self.waiter, None
             waiter.one_done(self)
@@ -83,6 +86,7 @@ class VirtualTransfer:
         self._traffic = traffic
         self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
+        self._needed = 0  # of them, before the protocol goes on
         self._deadline: Event | None = None
         self._result: Any = None
 
@@ -115,7 +119,8 @@ class VirtualTransfer:
         if work not in self._pending:
             return
         del self._pending[work]
-        if work.error is not None or not self._pending:
+        self._needed -= 1
+        if work.error is not None or self._needed == 0:
             with _threads_own_modes():
                 self._advance(work.error)
 
@@ -156,11 +161,12 @@ class VirtualTransfer:
                 except BaseException as failure:  # whatever the protocol raises belongs to whoever waits
                     self._end(None, failure)
                     return
-                works: list[Any] = list(waited) if isinstance(waited, Sequence) else [waited]
-                error = next((work.error for work in works if work.error is not None and work.finished), None)
-                pending = [work for work in works if not work.finished]
-                if error is None and pending:
-                    self._pending = dict.fromkeys(pending)
+                works, needed = cast("tuple[Sequence[VirtualWork], int]", awaited(waited))
+                error = next((work.error for work in works if work.error is not None), None)
+                pending = dict.fromkeys(work for work in works if not work.finished)
+                done = sum(work.finished for work in works)
+                if error is None and done < needed:
+                    self._pending, self._needed = pending, needed - done
                     for work in pending:
                         work.waiter = self
                     return

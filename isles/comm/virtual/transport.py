@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,14 +76,6 @@ class VirtualTransport:
             work = VirtualWork(self._worker, peer, out, self._scheduler.stepping)
             self._wire.recv(self.rank, peer, tag, work)
         return work
-
-    def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> VirtualWork:
-        """See Transport.native_sum: there is none here."""
-        raise ValueError("the virtual backend has no collective of its own: use the two-shot mean")
-
-    def process_group(self, ranks: tuple[int, ...], device: str) -> NoReturn:
-        """See Transport.process_group: there is none here."""
-        raise ValueError("the virtual backend holds all workers in one process: torch has no process group of them")
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
         """See Transport.run. Messages a failed transfer has asked for are dropped when they come."""

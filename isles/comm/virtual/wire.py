@@ -41,7 +41,9 @@ class Message:
     None where that does not count.
     """
 
-    __slots__ = ("arrival", "bits", "data", "down", "latency", "lines", "receive", "sent", "source", "tag", "target")
+    __slots__ = (
+        "arrival", "bits", "data", "down", "error", "latency", "lines", "receive", "sent", "source", "tag", "target"
+    )  # fmt: skip
 
     def __init__(
         self, source: int, target: int, tag: Tag, latency: float, data: Bytes, sent: VirtualWork, down: int | None
@@ -51,6 +53,7 @@ class Message:
         self.data: Bytes | None = data  # the sender's own bytes until it is gone, then a copy, or None once delivered
         self.sent = sent
         self.receive: VirtualWork | None = None
+        self.error: Exception | None = None  # what that receive fails with when this arrives
         self.lines = 1 if down is None else 2  # that are not done with it
         self.arrival = 0.0  # not before
 
@@ -211,7 +214,7 @@ class Wire:
     def _arrive(self, message: Message) -> None:
         target, source, tag = message.target, message.source, message.tag
         if message.receive is not None:
-            message.receive.finish(message.receive.error)
+            message.receive.finish(message.error)
             return
         self._count_down((target, source, tag))
         if target in self._lost:
@@ -241,7 +244,7 @@ class Wire:
 def _deliver(message: Message, receive: VirtualWork) -> None:
     _fill(message, receive)
     receive.peer = message.source
-    receive.finish(receive.error)
+    receive.finish(message.error)
 
 
 def _fill(message: Message, receive: VirtualWork) -> None:
@@ -252,7 +255,7 @@ def _fill(message: Message, receive: VirtualWork) -> None:
     if receive.is_abandoned():
         return
     if data.nbytes != out.numel():
-        receive.error = ValueError(
+        message.error = ValueError(
             f"{message.tag} from worker {message.source} to {message.target}: a message of {data.nbytes} bytes met a "
             f"receive of {out.numel()} bytes; both sides must agree on the size"
         )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
+from isles.comm.transport import native_collectives
 from isles.models.blocks import blocks_of
 from isles.replicas.start import spread_from_first
 
@@ -203,7 +204,8 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) ->
 
     group, device = sharding.group, next(model.parameters()).device.type
     gather, scatter = (NativeGather, NativeScatter) if device == "cuda" else (Gather, Scatter)
-    mesh = DeviceMesh.from_group(group.transport.process_group(group.ranks, device), device)
+    processes = native_collectives(group.transport).process_group(group.ranks, device)
+    mesh = DeviceMesh.from_group(processes, device)
     for module in (*blocks, model):
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
         if not hasattr(unit, "set_custom_all_gather"):
