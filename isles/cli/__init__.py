@@ -16,6 +16,7 @@ from isles.cli import (
     experts,
     export,
     generate,
+    memory,
     methods,
     plan,
     report,
@@ -44,6 +45,7 @@ app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 app.add_typer(experts.app, name="experts")
+app.add_typer(memory.app, name="memory")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

@@ -161,6 +161,7 @@ class _Run:
         self.top_seconds = ends_seconds(profile, machine)
         self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
         self.update, self.accumulation, self.steps = update, accumulation, steps
+        self.first_come = first_come
         self.arena = Arena(budget, profile.base + sum(cost.resident for cost in self.costs))
         up, down = _slowed(machine.up, machine.up_both), _slowed(machine.down, machine.down_both)
         self.lanes: dict[str, _Lane] = {
@@ -240,7 +241,8 @@ class _Run:
         task = self.tasks[self.at]
         del self.needs[self.at]
         if task.kind == "update" and self.update == "exact":
-            for unit in self.landed.pop(task.step, []):
+            landed = self.landed.pop(task.step, [])
+            for unit in landed if self.first_come else sorted(landed):
                 self._update(task.step, unit)
         seconds = self._seconds(task)
         self.working = True

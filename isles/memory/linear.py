@@ -14,7 +14,7 @@ import numpy as np
 
 from isles.memory.costs import Placement, Profile, unit_cost
 
-_NODES = 3000  # of the branch and bound; a limit in seconds would make plans depend on the load of this machine
+_NODES = 300  # of the branch and bound; a limit in seconds would make plans depend on the load of this machine
 _GAP = 2e-3
 _TIE = 1e-4  # weight of all lanes' loads, so that of equal plans the one with less traffic is taken
 

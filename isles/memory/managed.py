@@ -68,7 +68,7 @@ def manage(
 class Managed(Wrapping):
     """See the module. `param_groups` and `state` are those of `inner`; `device` is where the model computes.
 
-    runner: what happens around the units. Use `close`, or `with`, to end its threads.
+    runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end its threads.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Managed(Wrapping):
         )
         hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
         self._parts = {index: Part(inner, brought.host) for index, brought in self.runner.brought.items()}
-        self._rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
-        self._rest_part = Part(inner, self._rest)
+        self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
+        self._rest_part = Part(inner, self.rest)
         self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
         self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
         self._clean = True  # gradients of the last step are gone
@@ -144,13 +144,13 @@ class Managed(Wrapping):
                 )
         self._early = None
         began = time.perf_counter()
-        for index in self._parts:
+        for index in reversed(self._parts) if self.engine.first_come else self._parts:  # as gradients came, or as needed
             if index not in done:
                 self._queue(index, settings)
         self._rest_part.step(settings)
         self.engine.computed(began, self._update_seconds)
         self.runner.end_step()
-        self._clean = not any(parameter.grad is not None for parameter in self._rest)
+        self._clean = not any(parameter.grad is not None for parameter in self.rest)
         return loss
 
     def _queue(self, index: int, settings: Settings) -> None:
@@ -192,7 +192,7 @@ class Managed(Wrapping):
             for brought in self.runner.brought.values():
                 for parameter in brought.host:
                     parameter.grad = None
-        for parameter in self._rest:
+        for parameter in self.rest:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:

@@ -2,6 +2,7 @@
 
     equal units      counts of each choice (`counts`), by bound, simulated, then refined
     unequal units    an integer program (`linear`) with several weights
+    all fits         all of it stays on the device, if that costs 1 % at most
     few units        families and neighbours of the best plans besides, one unit or pair at a time
     always           the simple plans that people use (`floors`), so that no plan is slower than one of those
 
@@ -48,7 +49,17 @@ _TRIED_FEW = 150
 _SCANNED = 20_000  # counts that are looked at
 _STARTS = 3
 _CLIMBS = 20
-_CLIMBED = 60  # plans a climb simulates where there are many units
+_CLIMBED, _CLIMBS_OF_MANY = 20, 3  # plans a climb simulates, and how often it climbs, where there are many units
+# Of (device, up, down, host, read, write) in the goal of the integer program: stalls follow from lanes that are full.
+_WEIGHTS = (
+    None,
+    (0.0, 0.1, 0.1, 0.2, 0.0, 0.0),
+    (0.5, 0.0, 0.0, 0.0, 0.0, 0.0),
+    (0.0, 0.5, 0.5, 1.0, 0.0, 0.0),
+    (0.3, 0.3, 0.3, 0.3, 0.0, 0.0),
+)
+_SIMPLER = 1.01  # how much longer a step may take if all of it stays on the device
+_MOST = 2.0**60  # bytes, where a budget is infinite
 _TIGHT = 1.002  # how much longer a step may take on less memory
 
 
@@ -166,6 +177,9 @@ class Search:
         """Search, and make the plan of what was found."""
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
         bound = self._bound()
+        whole = (Placement("device", "keep"),) * self.units
+        if self.fits(whole) and self.time(whole) <= bound * _SIMPLER:
+            return self._made(whole, bound, floors)
         if self.alike:
             self._by_counts(_TRIED_FEW if self.units <= _FEW else _TRIED)
         if not self.alike or self.units <= _FEW:
@@ -173,12 +187,15 @@ class Search:
         if self.units <= _FEW:
             self.first(self._family(), _TRIED_FEW)
         if not self.alike or self.units <= _FEW:
-            for _, plan in sorted((seconds, number) for number, seconds in enumerate(self.seconds.values()))[:_STARTS]:
-                self._climb(list(self.seconds)[plan])
+            fastest = sorted(self.seconds, key=lambda plan: self.seconds[plan])
+            for plan in fastest[: _STARTS if self.units <= _FEW else 1]:
+                self._climb(plan)
         finite = {plan: seconds for plan, seconds in self.seconds.items() if math.isfinite(seconds)}
         if not finite:
             raise self._infeasible()
         found = min(finite, key=lambda plan: finite[plan])
+        if finite.get(whole, math.inf) <= finite[found] * _SIMPLER:
+            found = whole  # updates on the host might save the device a moment: not worth a link
         return self._made(found, bound, floors)
 
     def exhaustive(self) -> tuple[tuple[Placement, ...], float]:
@@ -248,7 +265,7 @@ class Search:
     def _by_program(self) -> float:
         """Starts of the integer program; the bound of the one without weights."""
         bound = 0.0
-        for weights in (None, (0, 0.1, 0.1, 0.2, 0, 0), (0.5, 0, 0, 0, 0, 0), (0, 0.5, 0.5, 1, 0, 0), (0.3, 0.3, 0.3, 0.3, 0, 0)):
+        for weights in _WEIGHTS if self.units <= _FEW else _WEIGHTS[:3]:
             plan, dual = solve(
                 self.profile,
                 self.options,
@@ -276,8 +293,8 @@ class Search:
 
     def _climb(self, plan: tuple[Placement, ...]) -> None:
         """To the best neighbour, as long as there is a faster one: another choice for a unit, or two units' swapped."""
-        most = 10**9 if self.units <= _FEW else _CLIMBED
-        for _ in range(_CLIMBS):
+        most, climbs = (10**9, _CLIMBS) if self.units <= _FEW else (_CLIMBED, _CLIMBS_OF_MANY)
+        for _ in range(climbs):
             before = self.time(plan)
             near = list(self._near(plan))
             self.first(near, most, below=before)
@@ -316,7 +333,7 @@ class Search:
             method=self.method,
             update=self.update,
             accumulation=self.accumulation,
-            budget=int(self.budget),
+            budget=int(min(self.budget, _MOST)),
             peak=peak,
             step=timeline.step,
             bound=min(bound, timeline.step),
@@ -330,7 +347,7 @@ class Search:
 
     def _tightest(self, plan: tuple[Placement, ...]) -> int:
         """The least memory on which the step is as short: what is fetched ahead of need gains nothing beyond it."""
-        low, high = least_peak(self.profile, plan, self.accumulation), int(self.budget)
+        low, high = least_peak(self.profile, plan, self.accumulation), int(min(self.budget, _MOST))
         allowed = self.seconds[plan] * _TIGHT
         if self.time(plan, low) <= allowed:
             return low
@@ -348,9 +365,15 @@ class Search:
         disk = disk_bytes(self.profile, small)
         parts = []
         if device > self.budget:
-            parts.append(f"memory.device_budget = {self.budget / 2**30:.3g}GiB is too small: the least that works is {device} bytes ({device / 2**30:.3g}GiB)")
+            beside = "" if self.host > _MOST else f" beside {self.host / 2**30:.3g}GiB of the host"
+            parts.append(
+                f"memory.device_budget = {self.budget / 2**30:.3g}GiB is too small: the least that works{beside} is "
+                f"{device} bytes ({device / 2**30:.3g}GiB)"
+            )
         if host > self.host:
-            parts.append(f"memory.host_budget leaves {self.host / 2**30:.3g}GiB: {host} bytes ({host / 2**30:.3g}GiB) are needed")
+            parts.append(
+                f"memory.host_budget leaves {self.host / 2**30:.3g}GiB: {host} bytes ({host / 2**30:.3g}GiB) are needed"
+            )
         if disk > self.disk:
             parts.append(f"{disk} bytes of disk are needed")
         advice = f"; choose that, a smaller batch, or another method than {self.method!r}"

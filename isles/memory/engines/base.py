@@ -50,7 +50,12 @@ class Event:
 
 
 class Engine(ABC):
-    """Serial lanes. Whatever fails on one of them is raised where the computation next waits or submits."""
+    """Serial lanes. Whatever fails on one of them is raised where the computation next waits or submits.
+
+    first_come: gradients and updates are served as they arise, not as they are needed; for comparison.
+    """
+
+    first_come = False
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())

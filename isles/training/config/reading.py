@@ -18,13 +18,21 @@ import tomlkit
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.imports import is_place
+from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
 from isles.training.config.inner import InnerConfig
 from isles.training.config.sections import Config, RunConfig, WorldConfig
 
-SECTIONS = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig, "world": WorldConfig, "run": RunConfig}
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "inner": InnerConfig,
+    "world": WorldConfig,
+    "memory": MemoryConfig,
+    "run": RunConfig,
+}
 DEFAULT_METHOD = "noloco"
 _OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
 
@@ -120,7 +128,7 @@ def to_toml(config: Config) -> str:
     for section in ("model", "data", "inner"):
         document.add(section, _table(asdict(getattr(config, section))))
     document.add("replicas", _table({"method": config.method, **asdict(config.replicas)}))
-    for section in ("world", "run"):
+    for section in ("world", "memory", "run"):
         document.add(section, _table(asdict(getattr(config, section))))
     return tomlkit.dumps(document)
 

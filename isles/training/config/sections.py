@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass a section, each beside its owner.
 
 [model] isles.models.config    [data] isles.data.config    [inner] inner.py    [replicas] the method's own Config
-[world] [run] here
+[memory] isles.memory.config    [world] [run] here
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
+from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
@@ -177,4 +178,5 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)

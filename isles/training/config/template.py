@@ -14,7 +14,7 @@ import tomlkit
 from isles.replicas import METHODS, method
 from isles.training.config.reading import SECTIONS
 
-_ORDER = ("model", "data", "inner", "replicas", "world", "run")
+_ORDER = ("model", "data", "inner", "replicas", "world", "memory", "run")
 _WIDTH = 100
 
 

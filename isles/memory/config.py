@@ -1,0 +1,57 @@
+"""The `[memory]` section: whether what does not fit the device is kept elsewhere, and by which plan. Importable without
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from isles.memory.lanes import Update
+from isles.network.units import parse_bytes
+
+Method = Literal["none", "auto", "autohete", "karma", "checkpoint"]
+Vectors = Literal["memory", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """method: none: all of the model stays on the device. auto: whatever is fastest for every block: its weights and
+    optimizer states on the device, on the host, or states on disk; its activations kept, swapped to the host, or made
+    again in the backward pass. autohete: without swapping and without the disk. karma: activations alone, kept,
+    swapped or made again. checkpoint: activations alone, kept or made again.
+    device_budget: memory of the device that the run may take, such as "12GiB"; "": all that the machine has.
+    host_budget: memory of the host beside it; "": all that the machine has.
+    machine: a name of `isles.network.machines`, or the path of a .toml file, as `isles doctor --memory --write` makes
+    it; its rates decide which plan is fastest. update: exact: every update waits until all gradients are there, as
+    clipping needs it. early: a block is updated as soon as its gradients are there, which needs inner.max_norm = 0.
+    plan: a plan that `isles memory plan --json` wrote, instead of a search. emulate: on a CPU: take a part of the RAM
+    for the device, with copies between the two as on the machine; for trying out plans, it saves no memory.
+    """
+
+    method: Method = "none"
+    device_budget: str = ""
+    host_budget: str = ""
+    machine: str = ""
+    update: Update = "exact"
+    plan: str = ""
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        for key, choices in (("method", Method), ("update", Update)):
+            value = getattr(self, key)
+            if value not in get_args(choices):
+                raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
+        for key in ("device_budget", "host_budget"):
+            given = getattr(self, key)
+            if given and given.strip().replace(".", "").isdigit():
+                raise ValueError(f'{key} = {given!r}: write its unit too, such as "{given.strip()}GiB"')
+            if given and parse_bytes(key, given) <= 0:
+                raise ValueError(f'{key} = {given!r}: choose memory above 0, such as "12GiB", or leave it out')
+        if self.method == "none":
+            for key in ("device_budget", "host_budget", "machine", "plan"):
+                if getattr(self, key):
+                    raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
+            if self.update != "exact" or self.emulate:
+                key = "emulate" if self.emulate else "update"
+                raise ValueError(f'{key} is of a plan: set memory.method = "auto" too, or take it out')
