@@ -15,7 +15,7 @@ from typing import Literal
 
 from benchmarks._measure import Row, report
 from isles.network.pauses import Pauses
-from isles.network.theory.barrier import Steps, waiting
+from isles.network.theory.barrier import StepLaw, waiting
 from isles.network.theory.eager_tables import long_run, table5
 from isles.network.theory.fleet import Fleet, run
 from isles.network.theory.latency import tree_seconds
@@ -31,7 +31,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def rate(workers: int, rounds: int) -> Callable[[str], float]:
     """Events a CPU second of `workers` that pause for ten minutes every few hours, 50 steps a round."""
-    steps, pauses = Steps(count=50), Pauses(every=20_000.0, seconds=600.0)
+    steps, pauses = StepLaw(count=50), Pauses(every=20_000.0, seconds=600.0)
     fleet = Fleet(workers=workers, steps=steps, message=10.0, message_variance=0.5, pauses=pauses)
 
     def measured(mixing: Literal["pairs", "all"]) -> float:
@@ -55,7 +55,7 @@ def event_rows() -> list[Row]:
 def table(workers: int, rounds: int) -> list[Row]:
     """One row a simulator."""
     what, bound = f"{workers:,} workers x {rounds} rounds", ("<=", 10.0)
-    steps = Steps(count=50)
+    steps = StepLaw(count=50)
     waiting(100, steps, rounds=2)
     setting = Quadratic(workers=workers)
     return [

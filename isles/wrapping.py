@@ -1,19 +1,32 @@
 """An optimizer around another one: the same parameter groups and the same state, so that schedulers and trainers that
-look at either see both.
+look at either see both; and what is asked of an optimizer that does its work late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
 
+@runtime_checkable
+class Deferred(Protocol):
+    """An optimizer whose work may come later than its call: gradients after `backward`, updates after `step`. Whoever
+    needs either says so first.
+    """
+
+    def gradients(self) -> None:
+        """Put the gradients of all backward passes so far into `.grad`."""
+
+    def catch_up(self) -> None:
+        """Bring weights and state to where the `step`s so far should have left them."""
+
+
 class Wrapping(Optimizer):
-    """`param_groups`, `state`, `zero_grad` and `add_param_group` are those of `inner`, whose trainable parameters must
-    all be among `parameters`.
+    """`param_groups`, `state`, `state_dict`, `zero_grad` and `add_param_group` are those of `inner`, whose trainable
+    parameters must all be among `parameters`. Deferred where `inner` is.
     """
 
     def __init__(self, inner: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -59,6 +72,24 @@ class Wrapping(Optimizer):
             self.param_groups.pop()
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """As the inner optimizer's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the inner optimizer's: torch's own would give this object a state that the inner one never sees."""
+        self.inner.load_state_dict(state_dict)
+
+    def gradients(self) -> None:
+        """As the inner optimizer's; in place already where that is not deferred."""
+        if isinstance(self.inner, Deferred):
+            self.inner.gradients()
+
+    def catch_up(self) -> None:
+        """As the inner optimizer's; nothing to do where that is not deferred."""
+        if isinstance(self.inner, Deferred):
+            self.inner.catch_up()
+
     def _refuse_strangers(self, groups: Sequence[dict[str, Any]]) -> None:
         own = set(map(id, self.parameters))
         strange = sum(p.requires_grad and id(p) not in own for group in groups for p in group["params"])
@@ -67,3 +98,10 @@ class Wrapping(Optimizer):
                 f"{strange} parameters of the inner optimizer are not trainable parameters of the model and would "
                 "never be exchanged: wrap the module that holds them all, after setting requires_grad"
             )
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The one that takes the steps, below whatever is wrapped around it."""
+    while isinstance(optimizer, Wrapping):
+        optimizer = optimizer.inner
+    return optimizer

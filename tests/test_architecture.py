@@ -299,6 +299,24 @@ def ancestors(name: str, bases: dict[str, set[str]]) -> set[str]:
     return found
 
 
+def names_in(tree: ast.Module) -> set[str]:
+    """Every name that the code of a module mentions, its imports and the texts of annotations included."""
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return names | {
+        dotted(node).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)
+    }
+
+
+def test_the_base_of_methods_knows_no_kind_of_replica() -> None:
+    nodes = [node for path in source_files() for node in class_definitions(parse(path))]
+    bases = {node.name: base_names(node) for node in nodes}
+    kinds = {name for name in bases if "Replica" in ancestors(name, bases)}
+    assert {"Plain", "Copies", "Shards"} <= kinds
+    known = names_in(parse(PACKAGE / "replicas" / "sync.py"))
+    assert "Replica" in known
+    assert not known & kinds, f"replicas/sync.py names {sorted(known & kinds)}: ask the replica instead"
+
+
 def test_nothing_is_unpickled_or_evaluated() -> None:
     complaints = [
         f"{where(path, node)} {text}"

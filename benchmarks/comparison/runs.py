@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.cases import Case
-from isles.experts.jobs import Progress
+from isles.experts.jobs import JobProgress
 from isles.experts.tasks import Task, carry_out
 from isles.report.units import format_seconds
 from isles.training.config.reading import read_config
@@ -28,7 +28,7 @@ from isles.training.running.run import launch
 Summary = dict[str, Any]
 
 
-class _Printed(Progress):
+class _Printed(JobProgress):
     """A line on stderr for every run that ends."""
 
     def __init__(self, runs: int) -> None:
@@ -61,7 +61,7 @@ def run_missing(cases: Sequence[Case], out: Path, at_once: int) -> None:
     carry_out(tasks, at_once, progress)
 
 
-def _run(case: Case, out: Path, progress: Progress) -> None:
+def _run(case: Case, out: Path, progress: JobProgress) -> None:
     """Make one run in its folder; what is there of other settings is replaced."""
     folder, begun = out / case.folder, time.perf_counter()
     steps = Checkpoints(folder).steps() if _same(case, folder) else []

@@ -93,6 +93,6 @@ def _with_notes(error: Exception) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    if torchrun.speaks():
+    if torchrun.is_main_process():
         print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
     return code

@@ -34,7 +34,7 @@ class Check:
 
 def doctor(
     peer: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Check the way to a machine that runs --listen PORT.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Check the connection to a machine that runs --listen PORT.")
     ] = None,
     listen: Annotated[
         int | None, typer.Option(metavar="PORT", help="Wait here for the other machine's --peer, ten minutes.")
@@ -48,13 +48,13 @@ def doctor(
         raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
-    door = None if listen is None else open_port(checked_port(listen))
+    listener = None if listen is None else open_port(checked_port(listen))
     good = [_show(check) for check in machine()]
     if target is not None:
         good += [_show(check) for check in call(*target)]
-    if door is not None:
-        with door:
-            good += [_show(check) for check in wait_for_call(door)]
+    if listener is not None:
+        with listener:
+            good += [_show(check) for check in wait_for_call(listener)]
     if not all(good):
         raise typer.Exit(1)
 
@@ -95,11 +95,11 @@ def _torch() -> Iterator[Check]:
 
 
 def _loopback() -> Check:
-    from isles.launch.reachable import Door, knock
+    from isles.launch.reachable import EchoServer, echo_failure
 
-    with Door() as door:
-        why = knock("127.0.0.1", door.port)
-    mend = f"port {door.port} of 127.0.0.1: {why}; bring the loopback interface up and let it through the firewall"
+    with EchoServer() as echo:
+        why = echo_failure("127.0.0.1", echo.port)
+    mend = f"port {echo.port} of 127.0.0.1: {why}; bring the loopback interface up and let it through the firewall"
     return Check("loopback", not why, mend if why else "processes of this machine reach each other")
 
 
@@ -115,26 +115,26 @@ def _directory(free: str) -> Check:
 
 def call(host: str, port: int) -> Iterator[Check]:
     """The checks with a doctor that listens at `host`:`port`."""
-    from isles.launch import probe as examine
-    from isles.launch.link import LineLost
+    from isles.launch import probe
+    from isles.launch.link import LinkLost
 
     try:
-        findings = examine.call(host, port)
-    except LineLost as error:
+        findings = probe.call(host, port)
+    except LinkLost as error:
         yield Check("peer", False, f"{host}:{port}: {error}")
         return
     yield from findings_in_words(findings)
 
 
-def wait_for_call(door: socket.socket) -> Iterator[Check]:
-    """The checks with the first doctor that calls at the listening socket `door`."""
-    from isles.launch import probe as examine
-    from isles.launch.link import LineLost
+def wait_for_call(listener: socket.socket) -> Iterator[Check]:
+    """The checks with the first doctor that calls at the socket `listener`."""
+    from isles.launch import probe
+    from isles.launch.link import LinkLost
 
-    say_waiting(f"isles doctor --peer THIS-MACHINE:{door.getsockname()[1]}")
+    say_waiting(f"isles doctor --peer THIS-MACHINE:{listener.getsockname()[1]}")
     try:
-        findings = examine.wait_for_call(door, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
-    except LineLost as error:
+        findings = probe.wait_for_call(listener, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
+    except LinkLost as error:
         yield Check("peer", False, str(error))
         return
     yield from findings_in_words(findings)
@@ -147,7 +147,7 @@ def say_waiting(command: str) -> None:
 
 
 def findings_in_words(found: Findings) -> Iterator[Check]:
-    """One line for the peer, one a direction, one for the way's length and width."""
+    """One line for the peer, one a direction, one for the round trip, one for the rates."""
     from isles.launch.reachable import port_range
     from isles.report.units import format_seconds
     from isles.version import __version__
@@ -164,15 +164,15 @@ def findings_in_words(found: Findings) -> Iterator[Check]:
 def rates_in_words(found: Findings) -> str:
     """Both directions."""
     rates = ((found.rate_out, "out"), (found.rate_back, "back"))
-    return ", ".join(f"{_three(rate / 1e6)} Mbit/s {way}" for rate, way in rates)
+    return ", ".join(f"{_three(rate / 1e6)} Mbit/s {name}" for rate, name in rates)
 
 
 def _direction(name: str, source: str, target: str, port: int, why: str, ports: str, where: str) -> Check:
-    way = f"{source} -> {target}"
+    pair = f"{source} -> {target}"
     if not why:
-        return Check(name, True, f"{way} is open (port {port} answers)")
+        return Check(name, True, f"{pair} is open (port {port} answers)")
     mend = f"let TCP ports {ports} from {source} in {where} (see docs/two-machines.md)"
-    return Check(name, False, f"{way} is BLOCKED (port {port}: {why}): {mend}")
+    return Check(name, False, f"{pair} is BLOCKED (port {port}: {why}): {mend}")
 
 
 def _three(value: float) -> str:

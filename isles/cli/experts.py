@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Models that are trained apart and joined where they are used: HDEE and SMALLTALK LM.", no_args_is_help=True
 )
 
-Config = Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the built-in small run.")]
+ConfigArgument = Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the built-in small run.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")]
 Out = Annotated[Path | None, typer.Option(help="Directory, new or to go on in. Default: runs/SYSTEM-DATE-TIME.")]
 Quick = Annotated[bool, typer.Option("--quick", help="The built-in run in a small form, about a minute.")]
@@ -34,7 +34,7 @@ Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far th
 
 @app.command("hdee")
 def hdee(
-    config: Config = None,
+    config: ConfigArgument = None,
     set_: Set = None,
     out: Out = None,
     quick: Quick = False,
@@ -48,7 +48,7 @@ def hdee(
 
 @app.command("smalltalk")
 def smalltalk(
-    config: Config = None,
+    config: ConfigArgument = None,
     set_: Set = None,
     out: Out = None,
     quick: Quick = False,
@@ -67,7 +67,7 @@ Top = Annotated[int | None, typer.Option("--top-experts", help="So many experts 
 Prefix = Annotated[
     int | None, typer.Option(help="Tokens from which a forest that routes chooses. Default: all it may.")
 ]
-Route = Annotated[
+RouteOption = Annotated[
     str,
     typer.Option(help="once: one expert, by the prefix. growing: weights that are computed again as the text grows."),
 ]
@@ -80,7 +80,7 @@ def evaluate(
     prior: Prior = "uniform",
     top_experts: Top = None,
     prefix: Prefix = None,
-    route: Route = "once",
+    route: RouteOption = "once",
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts_show import print_forest, print_results
@@ -113,7 +113,7 @@ def generate(
     data: Annotated[str | None, typer.Option(help="With --prior cached: text of the domain, for the prior.")] = None,
     top_experts: Top = None,
     prefix: Prefix = None,
-    route: Route = "once",
+    route: RouteOption = "once",
 ) -> None:
     """Continue prompts: HDEE by the mixed distribution, SMALLTALK by the one expert that a prompt is routed to."""
     import torch
@@ -197,7 +197,7 @@ def config(system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")]) -> 
 @app.command("plan")
 def plan(
     system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")],
-    config: Config = None,
+    config: ConfigArgument = None,
     set_: Set = None,
     quick: Quick = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,

@@ -11,15 +11,15 @@ from isles.cli.progress import Progress as Bar
 from isles.cli.progress import bars
 from isles.cli.table import print_table
 from isles.experts.hdee.hdee import TRAINED
-from isles.experts.jobs import Progress
+from isles.experts.jobs import JobProgress
 from isles.experts.joining import Joining
-from isles.experts.reading import Asked
+from isles.experts.reading import ExperimentConfig
 from isles.experts.system import System
 from isles.report.panels import Table
 from isles.report.units import format_bytes
 
 
-class Shown(Progress):
+class Shown(JobProgress):
     """A bar (or plain lines) for each run that is under way."""
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class Shown(Progress):
         self.bars.stop()
 
     def begin(self, name: str, workers: int, steps: int) -> None:
-        """See Progress."""
+        """See JobProgress."""
         if not self.runs:
             self.bars = bars()  # one that was stopped stays on the screen
             self.bars.start()
         self.runs[name] = Bar(name, workers, steps, self.bars, plain=f"{name}  ")
 
     def line(self, name: str, line: dict[str, Any]) -> None:
-        """See Progress."""
+        """See JobProgress."""
         self.runs[name].line(line)
 
     def end(self, name: str) -> None:
-        """See Progress."""
+        """See JobProgress."""
         run = self.runs.pop(name)
         if not self.runs:
             self.bars.stop()
@@ -55,7 +55,7 @@ class Shown(Progress):
             self._say(f"{name}  done")
 
     def notice(self, text: str) -> None:
-        """See Progress."""
+        """See JobProgress."""
         self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:
@@ -93,7 +93,7 @@ def print_forest(path: Path, data: str, joining: Joining) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def print_plan(asked: Asked[Any], as_json: bool) -> None:
+def print_plan(asked: ExperimentConfig[Any], as_json: bool) -> None:
     """What a system will cost."""
     from isles.experts.planning import planned
 

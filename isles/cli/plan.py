@@ -111,9 +111,9 @@ def _answer(port: int) -> None:
     from isles.launch.link import listen as open_port
     from isles.launch.probe import wait_for_call
 
-    with open_port(checked_port(port)) as door:
+    with open_port(checked_port(port)) as listener:
         say_waiting(f"isles plan --probe THIS-MACHINE:{port} ...")
-        found = wait_for_call(door, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
+        found = wait_for_call(listener, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
     print(f"measured with {found.there}: {rates_in_words(found)}")
 
 

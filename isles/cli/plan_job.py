@@ -190,20 +190,20 @@ def _network(asked: Asked) -> tuple[Links, str]:
 
 
 def _measured(peer: str) -> tuple[Links, str]:
-    """A network whose lines all carry what the slower direction to `peer` (HOST:PORT) carries now. LineLost where
+    """A network whose lines all carry what the slower direction to `peer` (HOST:PORT) carries now. LinkLost where
     nobody answers there.
     """
     from isles.cli.doctor import rates_in_words
-    from isles.launch import probe as examine
-    from isles.launch.link import LineLost, parse_address
+    from isles.launch import probe
+    from isles.launch.link import LinkLost, parse_address
     from isles.network.links import Links
     from isles.report.units import format_seconds
 
     host, port = parse_address(peer, "--probe")
     try:
-        found = examine.call(host, port)
-    except LineLost as error:
-        raise LineLost(f"--probe {peer}: {error}") from error
+        found = probe.call(host, port)
+    except LinkLost as error:
+        raise LinkLost(f"--probe {peer}: {error}") from error
     latency = found.round_trip / 2
     words = f"measured to {host}: {rates_in_words(found)}, {format_seconds(latency)} one way"
     return Links(bandwidth=min(found.rate_out, found.rate_back), latency=latency), words

@@ -24,15 +24,15 @@ def resume(
     rendezvous: Rendezvous = "",
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
-    from isles.launch.nodes import Place
+    from isles.launch.nodes import NodeSpec
     from isles.training.records.regroup import prepare
     from isles.training.running.server import start_server
 
-    place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
-    if workers is not None and (place.nodes > 1 or torchrun.size() is not None):
+    if workers is not None and (node_spec.nodes > 1 or torchrun.size() is not None):
         raise ValueError(
             f"--workers {workers}: the states of all workers must lie in one directory, and one process changes them; "
             "do it without --nodes and torchrun"
@@ -41,7 +41,7 @@ def resume(
         start_server()
     ready = prepare(run, workers)
     torchrun.check(ready.config.world.workers)
-    if torchrun.speaks():
+    if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
             print(note, file=sys.stderr)
-    run_with_progress(ready.config, lambda: run, place, resume=ready.step)
+    run_with_progress(ready.config, lambda: run, node_spec, resume=ready.step)

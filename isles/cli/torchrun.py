@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isles.launch.nodes import Place
+    from isles.launch.nodes import NodeSpec
     from isles.training.config.sections import Config
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -20,7 +20,7 @@ def size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else None
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that talks to the user."""
     return size() is None or os.environ["RANK"] == "0"
 
@@ -44,7 +44,7 @@ def check(wanted: int) -> None:
 def run(
     config: Config,
     choose: Callable[[], Path],
-    place: Place,
+    node_spec: NodeSpec,
     resume: int | None,
     show: Callable[[dict[str, Any], Path], None],
 ) -> None:
@@ -52,12 +52,12 @@ def run(
     from isles.cli.progress import Progress
     from isles.training.running.torchrun import take_part
 
-    if place.nodes > 1:
+    if node_spec.nodes > 1:
         raise ValueError("--nodes is for a run without torchrun: torchrun has --nnodes of its own")
     if config.world.backend != "distributed":
         raise ValueError(f'world.backend = "{config.world.backend}" needs one process: start it without torchrun')
     progress = Progress(config.method, config.world.workers, config.run.steps)
-    with progress if speaks() else nullcontext():
+    with progress if is_main_process() else nullcontext():
         ended = take_part(config, choose, progress.line, progress.notice, resume)
     if ended is not None:
         out, summary = ended

@@ -22,7 +22,7 @@ Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
 
 if TYPE_CHECKING:
-    from isles.launch.nodes import Place
+    from isles.launch.nodes import NodeSpec
     from isles.training.config.sections import Config
 
 
@@ -54,11 +54,11 @@ def train(
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
     if (probe or json) and not dry_run:
         raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
-    from isles.launch.nodes import Place
+    from isles.launch.nodes import NodeSpec
     from isles.training.config.reading import gather, resolve
     from isles.training.running.server import start_server
 
-    place = Place(nodes=nodes, node=node, rendezvous=rendezvous)
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous)
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -76,10 +76,10 @@ def train(
 
         show(resolved, probe=probe, as_json=json)
         return
-    run(resolved, lambda: out or _new_directory(resolved.method), place)
+    run(resolved, lambda: out or _new_directory(resolved.method), node_spec)
 
 
-def run(config: Config, choose: Callable[[], Path], place: Place, resume: int | None = None) -> None:
+def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
     from isles.cli.progress import Progress
     from isles.launch.nodes import split
@@ -88,19 +88,19 @@ def run(config: Config, choose: Callable[[], Path], place: Place, resume: int | 
 
     try:
         if torchrun.size() is not None:
-            return torchrun.run(config, choose, place, resume, _print_summary)
+            return torchrun.run(config, choose, node_spec, resume, _print_summary)
         out = choose()
-        if place.node == 0:
+        if node_spec.node == 0:
             with Progress(config.method, config.world.workers, config.run.steps) as progress:
-                summary = launch(config, out, progress.line, progress.notice, resume, place)
+                summary = launch(config, out, progress.line, progress.notice, resume, node_spec)
             _print_summary(summary, out)
         else:
-            own = len(split(config.world.workers, place.nodes)[place.node])
-            with Progress(f"{config.method}, node {place.node}:", own, config.run.steps) as progress:
-                host = follow(config, out, progress.line, progress.notice, resume, place)
+            own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
+            with Progress(f"{config.method}, node {node_spec.node}:", own, config.run.steps) as progress:
+                host = follow(config, out, progress.line, progress.notice, resume, node_spec)
             print(f"done; the model and its report are on node 0 ({host})")
     except Interrupted as stop:
-        if torchrun.speaks():
+        if torchrun.is_main_process():
             print(f"isles: {stop}", file=sys.stderr)
         raise typer.Exit(130) from None
 

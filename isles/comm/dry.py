@@ -13,19 +13,19 @@ from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps, Transfer, Work
 
 
-def sketched_group(size: int, *, native: bool) -> Group:
+def dry_group(size: int, *, native: bool) -> Group:
     """The group of all `size` workers as worker 0 of it sees it, before there are any. native: whether the backend that
     is planned for has a collective of its own.
     """
-    return Group(SketchedTransport(size, native), tuple(range(size)))
+    return Group(DryTransport(size, native), tuple(range(size)))
 
 
-def sketched_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
-    """The arranged world of `workers`, as `rank` sees it; see `sketched_group`."""
-    return arrange(SketchedTransport(workers, native, rank), inner=inner)
+def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
+    """The arranged world of `workers`, as `rank` sees it; see `dry_group`."""
+    return arrange(DryTransport(workers, native, rank), inner=inner)
 
 
-class SketchedTransport:
+class DryTransport:
     """See the module. ValueError for whatever wants to be sent."""
 
     step_seconds = 0.0

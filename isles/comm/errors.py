@@ -80,13 +80,13 @@ class NodeLost(CommError):
         return type(self), (self.node, self.detail)
 
 
-class MeetingFailed(CommError):
+class RendezvousFailed(CommError):
     """The machines of a run did not come together: one did not come in time, or cannot be reached."""
 
 
 def is_cause(error: Exception) -> bool:
     """Whether the error is a reason by itself, and not merely how others noticed the loss of somebody."""
-    return not isinstance(error, CommError) or isinstance(error, (WorkerFailed, NodeLost, MeetingFailed))
+    return not isinstance(error, CommError) or isinstance(error, (WorkerFailed, NodeLost, RendezvousFailed))
 
 
 def to_plain(error: Exception) -> list[Any]:
@@ -109,5 +109,5 @@ def from_plain(plain: Any) -> Exception:
 
 _TRAVELLERS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (CommError, PeerLost, DeadlinePassed, Diverged, WorkerFailed, NodeLost, MeetingFailed, ValueError)
+    for kind in (CommError, PeerLost, DeadlinePassed, Diverged, WorkerFailed, NodeLost, RendezvousFailed, ValueError)
 }

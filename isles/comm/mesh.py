@@ -1,7 +1,5 @@
 """The ranks of a run arranged on axes: replicas (`outer`), pipeline stages (`stage`), and workers inside an island
 (`inner`).
-
-rank = (outer position * stages + stage position) * inner + inner position, so the workers of an island are neighbours.
 """
 
 from __future__ import annotations
@@ -10,23 +8,22 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from isles.comm.call import Ledger
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
+from isles.comm.layout import Axis, Layout, grid_of
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """`world`: all ranks. `outer`: those that hold the same piece of the model as this one. `stage`: the stages of this
-    replica. `inner`: the workers that share this island's data-parallel work."""
+    """`world`: all ranks, at the places that `layout` gives them. The axes are groups of this worker's."""
 
     world: Group
-    outer: Group
-    stage: Group
-    inner: Group
+    layout: Layout
     local_rank: int = 0
     """This worker's number among those of its machine: which GPU is its own."""
 
@@ -35,6 +32,39 @@ class Mesh:
 
     stop_here: Callable[[int], bool] = field(default=lambda step: False, repr=False)
     """Asked between inner steps with the number done: True if this worker should save its state and return."""
+
+    def __post_init__(self) -> None:
+        if self.layout.size != self.world.size:
+            raise ValueError(
+                f"a layout of {self.layout.size} workers in a world of {self.world.size}: give each a place"
+            )
+
+    @cached_property
+    def outer(self) -> Group:
+        """Those that hold the same piece of the model as this worker, one of each replica."""
+        return self._group("outer", "stage", "inner")
+
+    @cached_property
+    def stage(self) -> Group:
+        """The stages of this replica, at this worker's inner position."""
+        return _patient(self._group("pipeline", "replica", "inner"))
+
+    @cached_property
+    def inner(self) -> Group:
+        """The workers that share the data-parallel work on this worker's piece."""
+        return _patient(self._group("inner", "replica", "stage"))
+
+    @cached_property
+    def pipeline(self) -> Group:
+        """Every stage of every replica at this worker's inner position, a replica's stages side by side: in a grid
+        position = replica * stages + stage.
+        """
+        return self._group("pipeline", "inner")
+
+    @property
+    def reader(self) -> tuple[int, int]:
+        """Which share of the data this worker trains on, and of how many; the stages of a replica read the same one."""
+        return self.layout.reader(self.rank)
 
     @property
     def transport(self) -> Transport:
@@ -51,21 +81,22 @@ class Mesh:
         """Number of workers."""
         return self.world.size
 
-    def islands(self, inner: int) -> Mesh:
-        """The same workers in islands of `inner`. ValueError where they are not islands of so many."""
-        world = self.world
-        arranged = arrange(
-            world.transport,
-            inner=inner,
-            local_rank=self.local_rank,
-            deadlines=world.deadlines,
-            ledger=world.ledger,
-        )
-        return replace(arranged, report=self.report, stop_here=self.stop_here)
+    def arranged(self, layout: Layout) -> Mesh:
+        """The same workers at other places. ValueError for a layout of another number of them."""
+        return replace(self, layout=layout)
 
     def close(self) -> None:
         """Give back connections and threads."""
         self.transport.close()
+
+    def _group(self, channel: Channel, *axes: Axis) -> Group:
+        return self.world.among(self.layout.sharing(self.rank, *axes), channel)
+
+
+def _patient(own: Group) -> Group:
+    """Whoever waits for an answer from other replicas keeps the workers of its own waiting as long."""
+    waits = own.deadlines
+    return replace(own, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else own
 
 
 def arrange(
@@ -78,38 +109,15 @@ def arrange(
     deadlines: Deadlines | None = None,
     ledger: Ledger | None = None,
 ) -> Mesh:
-    """The mesh of `outer` x `stage` x `inner` workers over `transport`. ValueError when the product is not its size.
+    """The mesh of `outer` x `stage` x `inner` workers over `transport` (outer None: what is left). ValueError when the
+    product is not its size.
 
     local_rank: this worker's number on its machine; None where all are on one.
     """
-    if min(1 if outer is None else outer, stage, inner) < 1:
-        raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
-    outer = transport.size // (stage * inner) if outer is None else outer
-    if outer * stage * inner != transport.size:
-        raise ValueError(
-            f"mesh outer={outer} x stage={stage} x inner={inner} is {outer * stage * inner} workers, the world has "
-            f"{transport.size}: start that many workers or change the mesh"
-        )
-    here_outer, rest = divmod(transport.rank, stage * inner)
-    here_stage, here_inner = divmod(rest, inner)
-
-    def rank(o: int, s: int, i: int) -> int:
-        return (o * stage + s) * inner + i
-
-    def group(ranks: list[int], channel: Channel) -> Group:
-        return world.among(ranks, channel)
-
-    def patient(island: Group) -> Group:
-        """Whoever waits for an answer from other islands keeps its own island waiting as long."""
-        waits = island.deadlines
-        return replace(island, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else island
-
     world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines(), ledger or Ledger())
     return Mesh(
         world=world,
-        outer=group([rank(o, here_stage, here_inner) for o in range(outer)], "outer"),
-        stage=group([rank(here_outer, s, here_inner) for s in range(stage)], "pipeline"),
-        inner=patient(group([rank(here_outer, here_stage, i) for i in range(inner)], "inner")),
+        layout=grid_of(transport.size, outer=outer, stage=stage, inner=inner),
         local_rank=transport.rank if local_rank is None else local_rank,
     )
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import threading
 
 
-class Orders:
-    """What is asked of one worker process."""
+class StopControl:
+    """Holds one worker process at a step, and says after which it stops."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,7 +43,7 @@ class Orders:
             self._changed.notify_all()
 
 
-class SharedOrders:
+class SharedStopControl:
     """The same for virtual workers, which are threads of the asking process."""
 
     def __init__(self, workers: int) -> None:
@@ -57,7 +57,7 @@ class SharedOrders:
         self._asked = True
 
     def boundary(self, worker: int, step: int) -> bool:
-        """As Orders.boundary. The first worker to come by after the request settles the step: one more than the
+        """As StopControl.boundary. The first worker to come by after the request settles the step: one more than the
         furthest.
         """
         with self._lock:

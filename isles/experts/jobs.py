@@ -1,6 +1,6 @@
 """One expert's training as an ordinary run: trained once, gone on with where it stopped, and described.
 
-Job -> training.launch (any replica method, any workers) -> FOLDER/NAME/ (a run directory) + expert.json
+ExpertJob -> run.launch (any replica method, any workers) -> FOLDER/NAME/ (a run directory) + expert.json
 
 A job's name says all that decides its weights within its folder, so two experts never share a run directory, and
 systems that need the same expert share the run. Nothing crosses between jobs but the weights that one starts from.
@@ -29,7 +29,7 @@ _PLACES = {"data": ("path", "cache"), "run": ("start", "loggers")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ExpertJob:
     """name: of the run directory. config: the whole run. role: "seed", "expert", "random" or "dense". domains: what the
     weights have seen since the seed, in order. parents: names of the jobs of the same folder whose average, by their
     posterior on the job's text, it starts from (`averages`; `run.start` says where that average lies).
@@ -61,7 +61,7 @@ class Job:
         return config.run.steps * sequences * config.inner.accumulation * context
 
 
-class Progress:
+class JobProgress:
     """What a person is told while jobs run; the command line shows it. Every call may be ignored."""
 
     def begin(self, name: str, workers: int, steps: int) -> None:
@@ -86,7 +86,7 @@ def configured(base: Config, *, steps: int, path: str, **sections: dict[str, Any
     return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in merged.items()})
 
 
-def train(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
+def train(job: ExpertJob, folder: Path, progress: JobProgress) -> dict[str, Any]:
     """The job's summary: of the run that is there already, or that is trained (on) now. ValueError where the directory
     holds a run of other settings. KeyboardInterrupt as in `launch`, with a checkpoint.
     """
@@ -110,7 +110,7 @@ def train(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
     return _carded(job, out)
 
 
-def state(job: Job, folder: Path) -> str:
+def state(job: ExpertJob, folder: Path) -> str:
     """ "done", "stopped at step N", "waiting", or what is missing of a run that was done."""
     out = folder / job.name
     if (out / SUMMARY).is_file():
@@ -125,7 +125,7 @@ def weights_sha256(run: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _carded(job: Job, out: Path) -> dict[str, Any]:
+def _carded(job: ExpertJob, out: Path) -> dict[str, Any]:
     summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     start = job.config.run.start
     card = {
@@ -144,7 +144,7 @@ def _carded(job: Job, out: Path) -> dict[str, Any]:
     return {**summary, **card}
 
 
-def _refuse_other(job: Job, out: Path) -> None:
+def _refuse_other(job: ExpertJob, out: Path) -> None:
     there = read_config(str(out / CONFIG), {}, [])
     if _essence(there) != _essence(job.config):
         raise ValueError(f"{out}: holds a run of other settings; name another --out, or remove that directory")

@@ -23,7 +23,7 @@ from isles.experts.routing.priors import CACHED_SEQUENCES, cached, given, updati
 from isles.experts.routing.routing import Gate, gate_of, growing, route
 from isles.experts.served import Served, tokenizer_of
 
-Route = Literal["once", "growing"]
+JoinMode = Literal["once", "growing"]
 PRIORS = ("uniform", "cached", "updating")
 EVERY = 16  # tokens between two computations of growing weights, where a text is judged
 
@@ -37,13 +37,13 @@ class Joining:
     prior: str = "uniform"
     top: int | None = None
     prefix: int | None = None
-    route: Route = "once"
+    route: JoinMode = "once"
 
     def __post_init__(self) -> None:
         if self.prior not in PRIORS and not self.prior[:1].isdigit():
             raise ValueError(f"unknown prior {self.prior!r}: choose {', '.join(PRIORS)}, or shares such as 0.2,0.8")
-        if self.route not in get_args(Route):
-            raise ValueError(unknown_name("route", self.route, get_args(Route)))
+        if self.route not in get_args(JoinMode):
+            raise ValueError(unknown_name("route", self.route, get_args(JoinMode)))
 
     def check(self, forest: Forest) -> None:
         """ValueError where something is asked for that the forest does not have."""

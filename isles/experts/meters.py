@@ -99,7 +99,7 @@ class PaperRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes:
+class ExpertTraffic:
     """What crosses between the machines of E experts, in bytes.
 
     between_experts: while they train: nothing, by construction (each is a run of its own). start: each expert's first
@@ -114,9 +114,9 @@ class Bytes:
     generating_per_token: int
 
 
-def bytes_of(starts: Sequence[int], results: Sequence[int], vocab: int, serving: int) -> Bytes:
+def bytes_of(starts: Sequence[int], results: Sequence[int], vocab: int, serving: int) -> ExpertTraffic:
     """serving: how many experts a token needs; a float32 score of each but one, or a distribution, travels."""
-    return Bytes(
+    return ExpertTraffic(
         between_experts=0,
         start=tuple(starts),
         result=tuple(results),

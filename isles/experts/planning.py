@@ -8,21 +8,21 @@ from typing import Any
 
 from isles.experts.domains import TRAINED, Domain, read_domains
 from isles.experts.hdee import hdee
-from isles.experts.jobs import Job
+from isles.experts.jobs import ExpertJob
 from isles.experts.meters import bytes_of, score_bytes
-from isles.experts.reading import Asked
+from isles.experts.reading import ExperimentConfig
 from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.models import flops_per_token, limits, parameters
 from isles.training.config.sections import Config
 
 
-def planned(asked: Asked[Any]) -> dict[str, Any]:
+def planned(asked: ExperimentConfig[Any]) -> dict[str, Any]:
     """JSON-able: {"system", "runs", "flops", "bytes"}, of HDEE also "budget". ValueError for what would be refused."""
     return _hdee(asked) if asked.system == "hdee" else _smalltalk(asked)
 
 
-def _hdee(asked: Asked[hdee.HdeeConfig]) -> dict[str, Any]:
+def _hdee(asked: ExperimentConfig[hdee.HdeeConfig]) -> dict[str, Any]:
     own, base = asked.own, asked.base
     if asked.domains:
         domains = read_domains(asked.domains, Path(), 0)
@@ -47,7 +47,7 @@ def _hdee(asked: Asked[hdee.HdeeConfig]) -> dict[str, Any]:
     }
 
 
-def _smalltalk(asked: Asked[SmalltalkConfig]) -> dict[str, Any]:
+def _smalltalk(asked: ExperimentConfig[SmalltalkConfig]) -> dict[str, Any]:
     own, base = asked.own, asked.base
     context = limits(base.model).context
     smalltalk.check(own, base.model, context)
@@ -88,5 +88,5 @@ def _add_routers(found: dict[str, Any], own: SmalltalkConfig, base: Config, cont
     }
 
 
-def _told(job: Job) -> dict[str, Any]:
+def _told(job: ExpertJob) -> dict[str, Any]:
     return {"name": job.name, "role": job.role, "steps": job.config.run.steps, "tokens": job.tokens, "flops": job.flops}

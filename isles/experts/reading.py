@@ -28,7 +28,7 @@ Own = TypeVar("Own")
 
 
 @dataclass(frozen=True)
-class Asked(Generic[Own]):
+class ExperimentConfig(Generic[Own]):
     """system: "hdee" or "smalltalk". own: its section. domains: [domains], unread. base: what every run shares. tables:
     all of it, for OUT/experts.toml.
     """
@@ -42,7 +42,7 @@ class Asked(Generic[Own]):
 
 def read(
     system: str, cls: type[Own], path: str | None, assignments: Sequence[str], *, quick: bool = False
-) -> Asked[Own]:
+) -> ExperimentConfig[Own]:
     """What a user asked for. quick: the small form that takes a minute; without a CONFIG.toml only.
 
     ValueError: anything that is not as it should be.
@@ -57,7 +57,7 @@ def read(
     return checked(system, cls, tables)
 
 
-def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
+def checked(system: str, cls: type[Own], tables: Tables) -> ExperimentConfig[Own]:
     """Tables as a typed request. ValueError as in `read`."""
     sections = {name: table for name, table in tables.items() if name not in (system, "domains")}
     for name in sections:
@@ -77,7 +77,7 @@ def checked(system: str, cls: type[Own], tables: Tables) -> Asked[Own]:
     for name, table in domains.items():
         if not isinstance(table, dict):
             raise ValueError(f"domains.{name}: write [domains.{name}] with a path below it")
-    return Asked(system, own, domains, resolve(runs), tables)
+    return ExperimentConfig(system, own, domains, resolve(runs), tables)
 
 
 def template(system: str, cls: type) -> str:
@@ -89,7 +89,7 @@ def template(system: str, cls: type) -> str:
     return "\n".join(lines) + "\n"
 
 
-def keep(asked: Asked[Any], out: Path) -> None:
+def keep(asked: ExperimentConfig[Any], out: Path) -> None:
     """Write OUT/experts.toml, or see that it says the same. ValueError where it does not, or OUT cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def keep(asked: Asked[Any], out: Path) -> None:
         raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
 
 
-def kept(out: Path, cls: Mapping[str, type]) -> Asked[Any]:
+def kept(out: Path, cls: Mapping[str, type]) -> ExperimentConfig[Any]:
     """What OUT was made with. ValueError where it is no directory of experts."""
     if not (out / KEPT).is_file():
         raise ValueError(f"{out}: no {KEPT} there; name a directory that isles experts made")

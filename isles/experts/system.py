@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from isles.experts.domains import Domain, DomainText, read_domains
-from isles.experts.jobs import Job, Progress, state, train
-from isles.experts.reading import Asked, keep
+from isles.experts.jobs import ExpertJob, JobProgress, state, train
+from isles.experts.reading import ExperimentConfig, keep
 from isles.experts.tasks import Task, carry_out
 from isles.models import limits
 
@@ -25,7 +25,7 @@ class System(ABC, Generic[Own]):
     held_out: tuple[str, ...] = ()
     """Default domains that are only judged."""
 
-    def __init__(self, asked: Asked[Own], out: Path) -> None:
+    def __init__(self, asked: ExperimentConfig[Own], out: Path) -> None:
         self.asked, self.own, self.base, self.out = asked, asked.own, asked.base, out
         self.context = limits(asked.base.model).context
         self.check()
@@ -55,21 +55,21 @@ class System(ABC, Generic[Own]):
         return []
 
     @abstractmethod
-    def placed_jobs(self) -> list[tuple[str, Job]]:
+    def placed_jobs(self) -> list[tuple[str, ExpertJob]]:
         """(folder below OUT, job) of every run, in an order in which each finds what it starts from."""
 
-    def prepare(self, folder: str, progress: Progress) -> None:
+    def prepare(self, folder: str, progress: JobProgress) -> None:
         """Make the texts in `folder` (below OUT) that its jobs read."""
 
     @abstractmethod
-    def evaluate(self, progress: Progress) -> dict[str, Any]:
+    def evaluate(self, progress: JobProgress) -> dict[str, Any]:
         """Judge what was trained, write forests and OUT/results.json."""
 
-    def jobs(self) -> dict[str, tuple[Job, str]]:
+    def jobs(self) -> dict[str, tuple[ExpertJob, str]]:
         """(job, state) of every run by its path below OUT."""
         return {f"{folder}/{job.name}": (job, state(job, self.out / folder)) for folder, job in self.placed_jobs()}
 
-    def train(self, progress: Progress, only: Sequence[str] = (), at_once: int = 1) -> bool:
+    def train(self, progress: JobProgress, only: Sequence[str] = (), at_once: int = 1) -> bool:
         """Train what is not done yet, `at_once` runs at a time; with `only` these jobs alone (paths below OUT), for
         which no more has to be here than what they read: their text, and the run that they start from. True when all
         are done.
@@ -89,7 +89,7 @@ class System(ABC, Generic[Own]):
         )
         return all(state == "done" for _, state in self.jobs().values())
 
-    def _tasks(self, wanted: Mapping[str, Job]) -> list[Task]:
+    def _tasks(self, wanted: Mapping[str, ExpertJob]) -> list[Task]:
         """The wanted runs, and before them the texts that are not there yet. ValueError as in `train`."""
         runs: list[Task] = []
         unmade: set[str] = set()

@@ -8,7 +8,7 @@ from typing import Any
 from isles.errors import unknown_name
 from isles.experts.hdee.hdee import HdeeConfig
 from isles.experts.hdee.run import Hdee
-from isles.experts.reading import Asked
+from isles.experts.reading import ExperimentConfig
 from isles.experts.smalltalk.run import Smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.system import System
@@ -26,6 +26,6 @@ def settings(name: str) -> type:
     return SYSTEMS[name][0]
 
 
-def opened(asked: Asked[Any], out: Path) -> System[Any]:
+def opened(asked: ExperimentConfig[Any], out: Path) -> System[Any]:
     """The program for a request, in its directory."""
     return SYSTEMS[asked.system][1](asked, out)

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from isles.comm.errors import CommError, from_plain, to_plain
-from isles.experts.jobs import Progress
+from isles.experts.jobs import JobProgress
 from isles.training.running.run import first_interrupt
 from isles.training.running.server import start_server
 
@@ -39,11 +39,11 @@ class Task:
     """
 
     name: str
-    work: Callable[[Progress], object]
+    work: Callable[[JobProgress], object]
     needs: tuple[str, ...] = ()
 
 
-def carry_out(tasks: Sequence[Task], at_once: int, progress: Progress) -> None:
+def carry_out(tasks: Sequence[Task], at_once: int, progress: JobProgress) -> None:
     """Do all of them, `at_once` at a time; in their order, which puts each behind what it needs.
 
     Errors and KeyboardInterrupt as of the work itself; CommError for a process that died.
@@ -56,7 +56,7 @@ def carry_out(tasks: Sequence[Task], at_once: int, progress: Progress) -> None:
 
 
 class _Several:
-    def __init__(self, tasks: Sequence[Task], at_once: int, progress: Progress) -> None:
+    def __init__(self, tasks: Sequence[Task], at_once: int, progress: JobProgress) -> None:
         self.waiting, self.at_once, self.progress = list(tasks), at_once, progress
         self.running: dict[Connection, tuple[Task, BaseProcess]] = {}
         self.failure: Exception | None = None
@@ -129,7 +129,7 @@ class _Several:
                 os.kill(cast(int, process.pid), signal.SIGINT)
 
 
-class _Relayed(Progress):
+class _Relayed(JobProgress):
     """Progress that is shown by the launcher."""
 
     def __init__(self, pipe: Connection) -> None:

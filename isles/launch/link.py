@@ -2,7 +2,7 @@
 
     frame = b"isle" + length (4 bytes, big-endian) + JSON in UTF-8; a frame of length 0 says only "I am here"
 
-No pickle: what comes is plain data, and anything else ends the connection. A line that is silent for `SILENCE` seconds
+No pickle: what comes is plain data, and anything else ends the connection. A link that is silent for `SILENCE` seconds
 counts as lost: the other side's program was killed, its machine went down, or the link was cut.
 """
 
@@ -25,11 +25,11 @@ _HEAD = struct.Struct(">4sI")
 _LONGEST = 16 << 20  # bytes of one message; those of Isles have some hundred
 
 
-class LineLost(CommError):
+class LinkLost(CommError):
     """The connection is of no use any more; the text says why, as in "it closed the connection"."""
 
 
-class Line:
+class Link:
     """One end of a connection. Messages are anything that JSON holds; all methods but `send` are for one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -59,23 +59,23 @@ class Line:
 
     def keep_alive(self) -> None:
         """Begin to send signs of life, whatever the other threads do."""
-        threading.Thread(target=self._beat, name="isles-line", daemon=True).start()
+        threading.Thread(target=self._beat, name="isles-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send one message. LineLost where the connection is broken or nobody takes what is sent."""
+        """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
         self._send(json.dumps(message).encode())
 
     def ready(self) -> list[Any]:
-        """The messages that have come, without waiting. LineLost where no more will come, once all were taken."""
+        """The messages that have come, without waiting. LinkLost where no more will come, once all were taken."""
         try:
             while select.select([self._socket], [], [], 0)[0]:
                 self._take(self._socket.recv(1 << 16))
                 self._heard = time.monotonic()
-        except (LineLost, OSError) as error:
+        except (LinkLost, OSError) as error:
             if not self._messages:
-                raise error if isinstance(error, LineLost) else LineLost(_reason(error)) from error
+                raise error if isinstance(error, LinkLost) else LinkLost(_reason(error)) from error
         if not self._messages and time.monotonic() - self._heard > SILENCE:
-            raise LineLost(f"no sign of life for {SILENCE:g} s")
+            raise LinkLost(f"no sign of life for {SILENCE:g} s")
         messages, self._messages = self._messages, []
         return messages
 
@@ -86,12 +86,12 @@ class Line:
         return messages[0] if messages else None
 
     def receive(self, seconds: float) -> Any:
-        """The next message. LineLost where it does not come within `seconds`."""
+        """The next message. LinkLost where it does not come within `seconds`."""
         ends_at = time.monotonic() + seconds
         while (message := self.next()) is None:
             left = ends_at - time.monotonic()
             if left <= 0:
-                raise LineLost(f"no answer within {seconds:g} s")
+                raise LinkLost(f"no answer within {seconds:g} s")
             self.wait(min(left, 1.0))
         return message
 
@@ -109,23 +109,23 @@ class Line:
             try:
                 self._socket.sendall(_HEAD.pack(_MARK, len(data)) + data)
             except OSError as error:
-                raise LineLost(_reason(error)) from error
+                raise LinkLost(_reason(error)) from error
 
     def _beat(self) -> None:
         while not self._closing.wait(_BEAT):
             try:
                 self._send(b"")
-            except LineLost:
+            except LinkLost:
                 return  # whoever reads finds out
 
     def _take(self, data: bytes) -> None:
         if not data:
-            raise LineLost("it closed the connection")
+            raise LinkLost("it closed the connection")
         self._bytes += data
         while len(self._bytes) >= _HEAD.size:
             mark, length = _HEAD.unpack_from(self._bytes)
             if mark != _MARK or length > _LONGEST:
-                raise LineLost("what answers there is not Isles")
+                raise LinkLost("what answers there is not Isles")
             if len(self._bytes) < _HEAD.size + length:
                 return
             body = bytes(self._bytes[_HEAD.size : _HEAD.size + length])
@@ -134,15 +134,15 @@ class Line:
                 try:
                     self._messages.append(json.loads(body))
                 except ValueError as error:
-                    raise LineLost("what answers there is not Isles") from error
+                    raise LinkLost("what answers there is not Isles") from error
 
 
-def connect(host: str, port: int, seconds: float) -> Line:
-    """A line to whoever listens there. LineLost with the reason: refused, no answer, no route, unknown name."""
+def connect(host: str, port: int, seconds: float) -> Link:
+    """A link to whoever listens there. LinkLost with the reason: refused, no answer, no route, unknown name."""
     try:
-        return Line(socket.create_connection((host, port), timeout=seconds))
+        return Link(socket.create_connection((host, port), timeout=seconds))
     except OSError as error:
-        raise LineLost(_reason(error, seconds)) from error
+        raise LinkLost(_reason(error, seconds)) from error
 
 
 def listen(port: int, host: str = "") -> socket.socket:

@@ -1,4 +1,4 @@
-"""The machines of a run, once they have met: who is where, which workers are whose, and the lines between launchers."""
+"""The machines of a run, once they have met: who is where, which workers are whose, and the links between launchers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from itertools import pairwise
 from typing import Any
 
 from isles.comm.errors import CommError, to_plain
-from isles.launch.link import Line, LineLost, parse_address
+from isles.launch.link import Link, LinkLost, parse_address
 from isles.launch.reachable import interface_of, loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeSpec:
     """Which of several machines this is: `--nodes`, `--node`, `--rendezvous`. One node needs no rendezvous."""
 
     nodes: int = 1
     node: int = 0
     rendezvous: str = ""
-    one_folder: bool = False
+    shared_directory: bool = False
     """Whether all nodes write into the same run directory, as the processes of one torchrun do."""
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Place:
     @property
     def flags(self) -> str:
         """As typed, with a space in front; empty for a run that was started otherwise."""
-        typed = self.nodes > 1 and not self.one_folder
+        typed = self.nodes > 1 and not self.shared_directory
         return f" --nodes {self.nodes} --node {self.node} --rendezvous {self.rendezvous}" if typed else ""
 
 
@@ -52,29 +52,29 @@ def split(workers: int, nodes: int) -> list[range]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Party:
-    """One machine's view of it. Node 0 has a line to each of the others, they have one to node 0.
+class NodeGroup:
+    """One machine's view of it. Node 0 has a link to each of the others, they have one to node 0.
 
-    place: this machine's. here: the address under which the others know this machine. host: node 0's. cards: what the
-    others (by node) brought along to the meeting; facts: what node 0 told when all were there.
+    spec: this machine's. here: the address under which the others know this machine. host: node 0's.
+    descriptions: what the others (by node) said of themselves; facts: what node 0 told when all were there.
     """
 
-    place: Place = field(default_factory=Place)
+    spec: NodeSpec = field(default_factory=NodeSpec)
     here: str = "127.0.0.1"
     host: str = "127.0.0.1"
-    lines: Mapping[int, Line] = field(default_factory=dict)
-    cards: Mapping[int, Any] = field(default_factory=dict)
+    links: Mapping[int, Link] = field(default_factory=dict)
+    descriptions: Mapping[int, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:
         """Number of machines."""
-        return self.place.nodes
+        return self.spec.nodes
 
     @property
     def node(self) -> int:
         """Which of them this is."""
-        return self.place.node
+        return self.spec.node
 
     @property
     def interface(self) -> str | None:
@@ -91,19 +91,19 @@ class Party:
         self.tell({"go": self.facts})
 
     def tell(self, message: Any) -> None:
-        """To all lines; one that is gone is not told."""
-        for line in self.lines.values():
-            with contextlib.suppress(LineLost):
-                line.send(message)
+        """To all links; one that is gone is not told."""
+        for link in self.links.values():
+            with contextlib.suppress(LinkLost):
+                link.send(message)
 
     def part(self, error: BaseException | None = None) -> None:
-        """Close the lines. Node 0 says first how the run ended; another node why it leaves, if it does so early."""
+        """Close the links. Node 0 says first how the run ended; another node why it leaves, if it does so early."""
         if self.node == 0:
             self.tell({"over": None if error is None else to_plain(_worded(error))})
         elif error is not None:
             self.tell([-1, "leaving", to_plain(_worded(error))])
-        for line in self.lines.values():
-            line.close()
+        for link in self.links.values():
+            link.close()
 
 
 def _worded(error: BaseException) -> Exception:
@@ -115,4 +115,4 @@ def _worded(error: BaseException) -> Exception:
     return CommError(f"on another node: {error}")
 
 
-HERE = Place()  # of a run on one machine
+SINGLE_NODE = NodeSpec()  # of a run on one machine

@@ -1,7 +1,7 @@
 """The connections to a run's workers, as a launcher sees them, and the worker processes of this machine.
 
-A `Link` speaks for one worker of this machine (`PipeLink`) or for all of another machine
-(`isles.launch.relay.NodeLink`); who decides (`isles.launch.workers`) and who relays (`isles.launch.relay`) does not
+A `WorkerHandle` speaks for one worker of this machine (`PipeHandle`) or for all of another machine
+(`isles.launch.relay.NodeHandle`); who decides (`isles.launch.workers`) and who relays (`isles.launch.relay`) does not
 ask which.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
-from isles.launch.worker import Seat, serve
+from isles.launch.worker import WorkerSpec, serve
 
-Message = tuple[int, str, Any]
+WorkerMessage = tuple[int, str, Any]
 """(rank, "event" | "held" | "done" | "error", value); rank -1 with "interrupt": somebody wants the run to stop."""
 
 
-class Link(Protocol):
+class WorkerHandle(Protocol):
     """A connection that speaks for the workers `ranks`."""
 
     ranks: tuple[int, ...]
@@ -33,16 +33,16 @@ class Link(Protocol):
         """For select and its relatives."""
         ...
 
-    def read(self) -> list[Message]:
+    def read(self) -> list[WorkerMessage]:
         """What has come, without waiting. A connection that is lost is an "error" of each of its workers."""
         ...
 
-    def tell(self, order: Any) -> None:
-        """Pass an order on; one that is gone is not told."""
+    def tell(self, command: Any) -> None:
+        """Pass a command on; one that is gone is not told."""
         ...
 
 
-class PipeLink:
+class PipeHandle:
     """The worker of rank `rank`, a process of this machine (None: this process itself, under torchrun)."""
 
     def __init__(
@@ -53,11 +53,11 @@ class PipeLink:
         self.pipe, self.process, self.log = pipe, process, log
 
     def fileno(self) -> int:
-        """See Link."""
+        """See WorkerHandle."""
         return self.pipe.fileno()
 
-    def read(self) -> list[Message]:
-        """See Link."""
+    def read(self) -> list[WorkerMessage]:
+        """See WorkerHandle."""
         (rank,) = self.ranks
         try:
             if self.lost or not self.pipe.poll():
@@ -70,10 +70,10 @@ class PipeLink:
             kind, value = "error", WorkerFailed(rank, f"its result cannot be rebuilt in the launcher: {error!r}")
         return [(rank, kind, value)]
 
-    def tell(self, order: Any) -> None:
-        """See Link."""
+    def tell(self, command: Any) -> None:
+        """See WorkerHandle."""
         with contextlib.suppress(OSError):
-            self.pipe.send(order)
+            self.pipe.send(command)
 
     def _how_it_ended(self) -> str:
         if self.process is None:
@@ -85,28 +85,30 @@ class PipeLink:
         return f"its process ended with exit code {self.process.exitcode}{said}"
 
 
-class Crew:
-    """Processes of this machine that run `worker(world, *args)`, one a seat, forked from a server that has torch."""
+class WorkerProcesses:
+    """Processes of this machine that run `worker(world, *args)`, one a spec, forked from a server that has torch."""
 
-    def __init__(self, worker: Callable[..., Any], seats: Iterable[Seat], args: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, worker: Callable[..., Any], worker_specs: Iterable[WorkerSpec], args: Sequence[Any] = ()
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         # The first optimizer of a process loads torch._dynamo: a second of CPU time, here once for all workers.
         context.set_forkserver_preload(["isles.launch.workers", "torch._dynamo"])
-        self.links: list[PipeLink] = []
-        for seat in seats:
+        self.handles: list[PipeHandle] = []
+        for spec in worker_specs:
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(seat, theirs, worker, tuple(args)), name=f"isles-worker-{seat.rank}"
+                target=serve, args=(spec, theirs, worker, tuple(args)), name=f"isles-worker-{spec.rank}"
             )
             process.start()
             theirs.close()
-            self.links.append(PipeLink(seat.rank, ours, process, seat.log))
-        self.processes = [link.process for link in self.links if link.process is not None]
+            self.handles.append(PipeHandle(spec.rank, ours, process, spec.log))
+        self.processes = [handle.process for handle in self.handles if handle.process is not None]
 
     def end(self, patience: float) -> None:
         """Let the workers close, and end those that have not within `patience` seconds."""
-        for link in self.links:
-            link.tell("close")
+        for handle in self.handles:
+            handle.tell("close")
         ends_at = time.monotonic() + patience
         for process in self.processes:
             process.join(max(ends_at - time.monotonic(), 0.0))
@@ -114,5 +116,5 @@ class Crew:
             if process.is_alive():
                 process.kill()  # also ends a stopped process
                 process.join()
-        for link in self.links:
-            link.pipe.close()
+        for handle in self.handles:
+            handle.pipe.close()

@@ -1,10 +1,10 @@
 """Can two machines reach each other? Asked before gloo needs it, whose own answer would be a time-out.
 
-Workers connect to each other on ports that the system picks, in both directions. So each side opens a `Door` on such a
-port, tells the other its number, and the other knocks:
+Workers connect to each other on ports that the system picks, in both directions. So each side opens an `EchoServer` on
+such a port, tells the other its number, and the other asks it for an echo:
 
-    knocks(address, port)  ----- {"knock": token} ---->   Door
-                           <---- {"here": token} ------
+    echo_failure(address, port)  ---- {"echo": token} ---->   EchoServer
+                                 <-- {"echoed": token} ---
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from isles.launch.link import Line, LineLost, connect, listen
+from isles.launch.link import Link, LinkLost, connect, listen
 
-PATIENCE = 5.0  # seconds for an answer at a door
+PATIENCE = 5.0  # seconds for an echo
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
-class Door:
-    """A port picked by the system that answers whoever knocks while the context is open."""
+class EchoServer:
+    """A port picked by the system that returns every token that it is sent while the context is open."""
 
     def __init__(self, host: str = "") -> None:
         self._socket = listen(0, host)
         self.port: int = self._socket.getsockname()[1]
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> EchoServer:
         self._open = True
         self._socket.settimeout(0.2)
-        self._thread = threading.Thread(target=self._answer, name="isles-door", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="isles-echo", daemon=True)
         self._thread.start()
         return self
 
@@ -53,25 +53,25 @@ class Door:
                 connection = self._socket.accept()[0]
             except OSError:  # nobody for a moment
                 continue
-            threading.Thread(target=_greet, args=(connection,), daemon=True).start()
+            threading.Thread(target=_echo, args=(connection,), daemon=True).start()
 
 
-def _greet(connection: socket.socket) -> None:
-    with contextlib.suppress(LineLost), contextlib.closing(Line(connection)) as line:
-        message = line.receive(PATIENCE)
-        line.send({"here": message.get("knock") if isinstance(message, dict) else None})
+def _echo(connection: socket.socket) -> None:
+    with contextlib.suppress(LinkLost), contextlib.closing(Link(connection)) as link:
+        message = link.receive(PATIENCE)
+        link.send({"echoed": message.get("echo") if isinstance(message, dict) else None})
 
 
-def knock(address: str, port: int, seconds: float = PATIENCE) -> str:
-    """Empty where the door at `address` answers, else why it did not, as in "no answer within 5 s"."""
+def echo_failure(address: str, port: int, seconds: float = PATIENCE) -> str:
+    """Empty where the echo server at `address` answers, else why it did not, as in "no answer within 5 s"."""
     token = secrets.token_hex(8)
     try:
-        with contextlib.closing(connect(address, port, seconds)) as line:
-            line.send({"knock": token})
-            answer = line.receive(seconds)
-    except LineLost as error:
+        with contextlib.closing(connect(address, port, seconds)) as link:
+            link.send({"echo": token})
+            answer = link.receive(seconds)
+    except LinkLost as error:
         return str(error)
-    return "" if answer == {"here": token} else "something else answers there"
+    return "" if answer == {"echoed": token} else "something else answers there"
 
 
 def port_range() -> str:

@@ -2,13 +2,14 @@
 
     node k                                             node 0
     {"isles": version, "node", "nodes",      ------>   is this one of us?
-     "door": port, "ports": range, "card"}   <------   {"welcome": number still missing} | {"over": error}
-                                             <------   {"doors": {node: [address, port]}}      when all are there
-    knocks at every door of another node     ------>   {"reached": {node: reason}}             see `reach`
+     "echo_port": port, "ports": range,
+     "description"}                          <------   {"welcome": number still missing} | {"over": error}
+                                             <------   {"addresses": {node: [address, port]}}  when all are there
+    asks every other node for an echo        ------>   {"reached": {node: reason}}             see `reachable`
                                              <------   {"go": facts} | {"over": error}
 
-`card` is whatever must be the same, or known, everywhere; `agree` says what is wrong with another's. A machine that is
-refused is told why in one line, and node 0 goes on waiting for the right one.
+`description` is whatever must be the same, or known, everywhere; `agree` says what is wrong with another's. A machine
+that is refused is told why in one line, and node 0 goes on waiting for the right one.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from isles.comm.errors import MeetingFailed, from_plain
-from isles.launch.admission import Guests
-from isles.launch.link import SILENCE, Line, LineLost, connect, listen, parse_address
-from isles.launch.nodes import Party, Place
-from isles.launch.reachable import PATIENCE, Door, knock, port_range
+from isles.comm.errors import RendezvousFailed, from_plain
+from isles.launch.admission import Admission
+from isles.launch.link import SILENCE, Link, LinkLost, connect, listen, parse_address
+from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0
@@ -32,135 +33,144 @@ _START = 120.0  # seconds in which node 0 starts after all have met
 
 
 def meet(
-    place: Place,
-    card: Mapping[str, Any],
+    node_spec: NodeSpec,
+    description: Mapping[str, Any],
     agree: Callable[[Mapping[str, Any], int], str],
     seconds: float,
     tell: Callable[[str], None],
-) -> Party:
+) -> NodeGroup:
     """Come together within `seconds`, and make sure that all can reach each other.
 
-    card: JSON-able. agree(card, node): empty, or why that node cannot take part; asked on node 0. tell: is told what is
-    being waited for.
+    description: JSON-able. agree(description, node): empty, or why that node cannot take part; asked on node 0. tell:
+    is told what is being waited for.
 
-    ValueError: this machine cannot take part with these settings. MeetingFailed: somebody did not come or cannot be
+    ValueError: this machine cannot take part with these settings. RendezvousFailed: somebody did not come or cannot be
     reached.
     """
-    host, port = parse_address(place.rendezvous, "--rendezvous")
-    if place.node == 0:
-        return _host(place, host, port, agree, seconds, tell)
-    return _come(place, host, port, card, seconds, tell)
+    host, port = parse_address(node_spec.rendezvous, "--rendezvous")
+    if node_spec.node == 0:
+        return _host(node_spec, host, port, agree, seconds, tell)
+    return _come(node_spec, host, port, description, seconds, tell)
 
 
 def _host(
-    place: Place,
+    node_spec: NodeSpec,
     host: str,
     port: int,
     agree: Callable[[Mapping[str, Any], int], str],
     seconds: float,
     tell: Callable[[str], None],
-) -> Party:
-    own = _own_address(host, place.rendezvous)
-    with listen(port, own) as door, Door(own) as entry, Guests(place.nodes, agree, tell) as guests:
-        tell(f"waiting at {place.rendezvous} for {guests.missing_in_words()}")
+) -> NodeGroup:
+    own = _own_address(host, node_spec.rendezvous)
+    with listen(port, own) as listener, EchoServer(own) as echo, Admission(node_spec.nodes, agree, tell) as admission:
+        tell(f"waiting at {node_spec.rendezvous} for {admission.missing_in_words()}")
         ends_at = time.monotonic() + seconds
-        while guests.missing:
+        while admission.missing:
             if time.monotonic() > ends_at:
-                raise MeetingFailed(
-                    f"{guests.missing_in_words()} did not come to {place.rendezvous} within {seconds:g} s: start the "
-                    "same command there, or raise world.meeting_deadline"
+                raise RendezvousFailed(
+                    f"{admission.missing_in_words()} did not come to {node_spec.rendezvous} within {seconds:g} s: "
+                    "start the same command there, or raise world.meeting_deadline"
                 )
-            guests.receive(door)
-        here = {line.here for line in guests.lines.values()}
+            admission.admit(listener)
+        here = {link.here for link in admission.links.values()}
         if len(here) > 1:
-            raise MeetingFailed(
+            raise RendezvousFailed(
                 f"the other nodes reach this machine at different addresses ({', '.join(sorted(here))}): give all of "
                 "them the same --rendezvous"
             )
         (address,) = here
-        doors = {0: [address, entry.port], **guests.doors()}
-        party = Party(place=place, here=address, host=address, lines=guests.lines, cards=guests.cards)
-        party.tell({"doors": doors})
-        reached = {0: _knocks(0, doors)}
-        for node, line in guests.lines.items():
-            reached[node] = guests.answer(node, line, "reached", 4 * PATIENCE)
-        ports = {0: port_range(), **guests.ports}
+        addresses = {0: [address, echo.port], **admission.echo_addresses()}
+        node_group = NodeGroup(
+            spec=node_spec, here=address, host=address, links=admission.links, descriptions=admission.descriptions
+        )
+        node_group.tell({"addresses": addresses})
+        reached = {0: _echo_failures(0, addresses)}
+        for node, link in admission.links.items():
+            reached[node] = admission.answer(node, link, "reached", 4 * PATIENCE)
+        ports = {0: port_range(), **admission.ports}
         blocked = [
-            f"{_name(source, doors)} cannot reach {_name(int(target), doors)} (port {doors[int(target)][1]}: {why}): "
-            f"let TCP ports {ports[int(target)]} in on node {target}"
+            f"{_name(source, addresses)} cannot reach {_name(int(target), addresses)} (port "
+            f"{addresses[int(target)][1]}: {why}): let TCP ports {ports[int(target)]} in on node {target}"
             for source, answers in reached.items()
             for target, why in answers.items()
             if why
         ]
         if blocked:
-            raise MeetingFailed(f"{'; '.join(blocked)}; to see more: isles doctor, docs/two-machines.md")
-        guests.keep()
-        return party
+            raise RendezvousFailed(f"{'; '.join(blocked)}; to see more: isles doctor, docs/two-machines.md")
+        admission.keep()
+        return node_group
 
 
 def _come(
-    place: Place, host: str, port: int, card: Mapping[str, Any], seconds: float, tell: Callable[[str], None]
-) -> Party:
-    line = _reach_host(place, host, port, seconds, tell)
-    with contextlib.ExitStack() as unless_kept, Door(line.here) as entry:
-        unless_kept.callback(line.close)
-        line.send(
-            {"isles": __version__, "node": place.node, "nodes": place.nodes, "door": entry.port,
-             "ports": port_range(), "card": card}
+    node_spec: NodeSpec,
+    host: str,
+    port: int,
+    description: Mapping[str, Any],
+    seconds: float,
+    tell: Callable[[str], None],
+) -> NodeGroup:
+    link = _reach_host(node_spec, host, port, seconds, tell)
+    with contextlib.ExitStack() as unless_kept, EchoServer(link.here) as echo:
+        unless_kept.callback(link.close)
+        link.send(
+            {"isles": __version__, "node": node_spec.node, "nodes": node_spec.nodes, "echo_port": echo.port,
+             "ports": port_range(), "description": description}
         )  # fmt: skip
-        where = f"node 0 ({place.rendezvous})"
-        missing = _answer(line, "welcome", SILENCE, where)
-        line.keep_alive()
+        where = f"node 0 ({node_spec.rendezvous})"
+        missing = _answer(link, "welcome", SILENCE, where)
+        link.keep_alive()
         if missing:
             tell(f"met {where}; it waits for {missing} more")
-        doors = {int(node): door for node, door in _answer(line, "doors", seconds, where).items()}
-        line.send({"reached": _knocks(place.node, doors)})
-        facts = _answer(line, "go", _START, where)
+        addresses = {int(node): address for node, address in _answer(link, "addresses", seconds, where).items()}
+        link.send({"reached": _echo_failures(node_spec.node, addresses)})
+        facts = _answer(link, "go", _START, where)
         unless_kept.pop_all()
-    return Party(place=place, here=line.here, host=line.there, lines={0: line}, facts=facts)
+    return NodeGroup(spec=node_spec, here=link.here, host=link.there, links={0: link}, facts=facts)
 
 
-def _reach_host(place: Place, host: str, port: int, seconds: float, tell: Callable[[str], None]) -> Line:
+def _reach_host(node_spec: NodeSpec, host: str, port: int, seconds: float, tell: Callable[[str], None]) -> Link:
     ends_at, told = time.monotonic() + seconds, False
     while True:
         try:
             return connect(host, port, min(PATIENCE, seconds))
-        except LineLost as error:
+        except LinkLost as error:
             if str(error) == "no such host name":
-                raise ValueError(f"--rendezvous {place.rendezvous}: no such host name; give node 0's address") from None
+                raise ValueError(
+                    f"--rendezvous {node_spec.rendezvous}: no such host name; give node 0's address"
+                ) from None
             if time.monotonic() > ends_at:
-                raise MeetingFailed(
-                    f"nobody answers at {place.rendezvous} since {seconds:g} s ({error}): start node 0 there, or mend "
-                    f"--rendezvous, or let TCP port {port} in there"
+                raise RendezvousFailed(
+                    f"nobody answers at {node_spec.rendezvous} since {seconds:g} s ({error}): start node 0 there, or "
+                    f"mend --rendezvous, or let TCP port {port} in there"
                 ) from None
             if not told:
-                tell(f"nobody answers at {place.rendezvous} yet ({error}); trying for {seconds:g} s")
+                tell(f"nobody answers at {node_spec.rendezvous} yet ({error}); trying for {seconds:g} s")
                 told = True
             time.sleep(min(_AGAIN, seconds))
 
 
-def _answer(line: Line, key: str, seconds: float, where: str) -> Any:
+def _answer(link: Link, key: str, seconds: float, where: str) -> Any:
     """What node 0 says under `key`. The error that it sends instead is raised."""
     try:
-        message = line.receive(seconds)
-    except LineLost as error:
-        raise MeetingFailed(f"{where}: {error}") from None
+        message = link.receive(seconds)
+    except LinkLost as error:
+        raise RendezvousFailed(f"{where}: {error}") from None
     if isinstance(message, dict) and "over" in message:
         raise from_plain(message["over"])
     if not isinstance(message, dict) or key not in message:
-        raise MeetingFailed(f"{where}: what answers there is no run of isles {__version__}")
+        raise RendezvousFailed(f"{where}: what answers there is no run of isles {__version__}")
     return message[key]
 
 
-def _knocks(node: int, doors: Mapping[int, list[Any]]) -> dict[int, str]:
-    """By node, why its door does not answer; empty where it does."""
-    others = [other for other in doors if other != node]
+def _echo_failures(node: int, addresses: Mapping[int, list[Any]]) -> dict[int, str]:
+    """By node, why its echo server does not answer; empty where it does."""
+    others = [other for other in addresses if other != node]
     with ThreadPoolExecutor(len(others)) as pool:
-        return dict(zip(others, pool.map(lambda other: knock(*doors[other]), others), strict=True))
+        return dict(zip(others, pool.map(lambda other: echo_failure(*addresses[other]), others), strict=True))
 
 
-def _name(node: int, doors: Mapping[int, list[Any]]) -> str:
-    return f"node {node} ({doors[node][0]})"
+def _name(node: int, addresses: Mapping[int, list[Any]]) -> str:
+    return f"node {node} ({addresses[node][0]})"
 
 
 def _own_address(host: str, rendezvous: str) -> str:

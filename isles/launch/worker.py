@@ -1,4 +1,4 @@
-"""A worker's side of a run: take a seat in the world, work, and do meanwhile as the launcher says.
+"""A worker's side of a run: take a spec in the world, work, and do meanwhile as the launcher says.
 
 launcher                            worker
 "hold" | ("stop", step) | "close"   ----->   heard by a thread of its own; it ends the process when the launcher goes
@@ -29,24 +29,24 @@ import torch.distributed as dist
 from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.gloo.transport import DistributedTransport
-from isles.comm.stopping import Orders
+from isles.comm.stopping import StopControl
 from isles.comm.transport import Deadlines
 
 
-class Channel(Protocol):
-    """The way to the launcher: a multiprocessing pipe, or its likeness over a network."""
+class LauncherConnection(Protocol):
+    """The connection to the launcher: a multiprocessing pipe, or its likeness over a network."""
 
     def send(self, message: tuple[str, Any], /) -> None:
         """Send one message; OSError where the launcher is gone."""
         ...
 
     def recv(self) -> Any:
-        """The launcher's next order; EOFError or OSError where it is gone."""
+        """The launcher's next command; EOFError or OSError where it is gone."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class WorkerSpec:
     """What a worker needs to know to join.
 
     local_rank: its number on this machine. host, port: of the store where the workers meet. interface: the network
@@ -65,53 +65,57 @@ class Seat:
     log: Path | None = None
 
 
-def serve(seat: Seat, channel: Channel, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def serve(spec: WorkerSpec, launcher: LauncherConnection, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
-    if seat.log is not None:
-        _print_into(seat.log)
+    if spec.log is not None:
+        _print_into(spec.log)
 
     def store() -> dist.Store:
-        return dist.TCPStore(seat.host, seat.port, None, False, timeout=timedelta(minutes=5))
+        return dist.TCPStore(spec.host, spec.port, None, False, timeout=timedelta(minutes=5))
 
-    if not attend(seat, channel, store, worker, args):
+    if not attend(spec, launcher, store, worker, args):
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
     mesh.leave()
 
 
 def attend(
-    seat: Seat, channel: Channel, store: Callable[[], dist.Store], worker: Callable[..., Any], args: tuple[Any, ...]
+    spec: WorkerSpec,
+    launcher: LauncherConnection,
+    store: Callable[[], dist.Store],
+    worker: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> bool:
     """Join, run `worker(world, *args)`, tell the launcher how it went, and wait until it closes. Whether it went well;
     the caller then leaves the mesh.
     """
-    torch.set_num_threads(seat.threads)
-    if seat.interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)  # the host's name need not resolve
-    closing, orders, sending = threading.Event(), Orders(), threading.Lock()
+    torch.set_num_threads(spec.threads)
+    if spec.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)  # the host's name need not resolve
+    closing, stop_control, sending = threading.Event(), StopControl(), threading.Lock()
 
     def send(message: tuple[str, Any]) -> None:
         with sending:  # the watcher answers while the worker reports
-            channel.send(message)
+            launcher.send(message)
 
-    watch = threading.Thread(target=_watch_launcher, args=(channel, send, closing, orders), daemon=True)
+    watch = threading.Thread(target=_watch_launcher, args=(launcher, send, closing, stop_control), daemon=True)
     watch.start()  # also while it joins
     try:
-        transport = DistributedTransport.join(dist.PrefixStore("isles", store()), seat.rank, seat.size)
-        mesh.enter(transport, seat.local_rank)
+        transport = DistributedTransport.join(dist.PrefixStore("isles", store()), spec.rank, spec.size)
+        mesh.enter(transport, spec.local_rank)
         world = replace(
-            mesh.init(deadlines=seat.deadlines),
+            mesh.init(deadlines=spec.deadlines),
             report=lambda event: send(("event", event)),
-            stop_here=orders.boundary,
+            stop_here=stop_control.boundary,
         )
         message = ("done", worker(world, *args))
     except Exception as error:  # the launcher reports it
-        message = ("error", _portable(error, seat))
+        message = ("error", _portable(error, spec))
     try:
         send(message)
     except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
         told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
-        message = ("error", WorkerFailed(seat.rank, told))
+        message = ("error", WorkerFailed(spec.rank, told))
         send(message)
     if message[0] == "error":
         return False  # at once: whoever waits for this worker should hear of it now, not when a deadline ends
@@ -133,23 +137,26 @@ def _print_into(log: Path) -> None:
 
 
 def _watch_launcher(
-    channel: Channel, send: Callable[[tuple[str, Any]], None], closing: threading.Event, orders: Orders
+    launcher: LauncherConnection,
+    send: Callable[[tuple[str, Any]], None],
+    closing: threading.Event,
+    stop_control: StopControl,
 ) -> None:
     """Do as the launcher says; end this process when the launcher is gone."""
     while not closing.is_set():
         try:
-            message = channel.recv()
+            message = launcher.recv()
         except (EOFError, OSError):
             os._exit(1)
         if message == "hold":
-            send(("held", orders.hold()))
+            send(("held", stop_control.hold()))
         elif message == "close":
             closing.set()
         else:
-            orders.stop_after(message[1])
+            stop_control.stop_after(message[1])
 
 
-def _portable(error: Exception, seat: Seat) -> Exception:
+def _portable(error: Exception, spec: WorkerSpec) -> Exception:
     """The error itself where the launcher can rebuild it, else what a person wants to know of it."""
     if isinstance(error, (CommError, ValueError)):
         make, arguments, *_ = cast("tuple[Any, ...]", error.__reduce__())
@@ -157,14 +164,14 @@ def _portable(error: Exception, seat: Seat) -> Exception:
             make(*arguments)
         except Exception as why:  # its __init__ takes other arguments than it hands on
             return WorkerFailed(
-                seat.rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})"
+                spec.rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})"
             )
         return error
-    if seat.log is None:
-        return WorkerFailed(seat.rank, _text(error))
+    if spec.log is None:
+        return WorkerFailed(spec.rank, _text(error))
     with contextlib.suppress(OSError):  # the disk may be full, and that the error
         print(_text(error), file=sys.stderr, flush=True)
-    return WorkerFailed(seat.rank, f"{_text(error).splitlines()[-1]} (traceback in {seat.log})")
+    return WorkerFailed(spec.rank, f"{_text(error).splitlines()[-1]} (traceback in {spec.log})")
 
 
 def _text(error: Exception) -> str:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from isles.comm.errors import WorkerFailed, is_cause
 from isles.comm.transport import Deadlines
-from isles.launch.nodes import Party
-from isles.launch.processes import Crew, Link
-from isles.launch.relay import NodeLink, ProcessLink
-from isles.launch.worker import Seat
+from isles.launch.nodes import NodeGroup
+from isles.launch.processes import WorkerHandle, WorkerProcesses
+from isles.launch.relay import NodeHandle, ProcessHandle
+from isles.launch.worker import WorkerSpec
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
 _GRACE = 5.0  # seconds in which the worker that is the cause may be heard of, after one that only noticed
@@ -62,10 +62,10 @@ def raise_first(results: Sequence[Any], failures: Sequence[int]) -> None:
 
 
 class Workers:
-    """All workers of a run, through their links; this is where a run is decided on. See `LocalWorkers`."""
+    """All workers of a run, through their handles; this is where a run is decided on. See `LocalWorkers`."""
 
-    def __init__(self, workers: int, links: Sequence[Link], end: Callable[[float], None]) -> None:
-        self.workers, self._links, self._end = workers, links, end
+    def __init__(self, workers: int, handles: Sequence[WorkerHandle], end: Callable[[float], None]) -> None:
+        self.workers, self._handles, self._end = workers, handles, end
         self.failures: list[int] = []  # ranks in the order in which they failed
         self._stop_wanted = False
 
@@ -94,11 +94,11 @@ class Workers:
                 if self._stop_wanted and bounds is None:
                     bounds = {}
                     self._tell("hold")
-                live = [link for link in self._links if not link.lost]
+                live = [handle for handle in self._handles if not handle.lost]
                 ready = wait(cast(Any, live), _GLANCE)
                 if not ready and ends_at is not None and time.monotonic() > ends_at:
                     break  # the rest did not notice the failure in time: ended below
-                for rank, kind, value in [message for link in live for message in link.read()]:
+                for rank, kind, value in [message for handle in live for message in handle.read()]:
                     if kind == "event":
                         if on_event is not None:
                             on_event(value)
@@ -128,16 +128,16 @@ class Workers:
             self._end(1.0 if waiting or self.failures else 10.0)
         return results
 
-    def _tell(self, order: Any) -> None:
-        for link in self._links:
-            link.tell(order)
+    def _tell(self, command: Any) -> None:
+        for handle in self._handles:
+            handle.tell(command)
 
 
 class LocalWorkers(Workers):
     """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind.
 
-    party: the machines of the run, of which this is node 0; alone by default. `workers` counts those of all machines.
-    logs: a folder for what the workers of this machine print; None leaves it on the terminal.
+    node_group: the machines of the run, of which this is node 0; alone by default. `workers` counts those of all
+    machines. logs: a folder for what the workers of this machine print; None leaves it on the terminal.
     """
 
     def __init__(
@@ -149,41 +149,41 @@ class LocalWorkers(Workers):
         threads: int = 1,
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
-        party: Party | None = None,
+        node_group: NodeGroup | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers = {workers}: choose 1 or more")
-        party = party or Party()
+        node_group = node_group or NodeGroup()
         # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        party.go(store=self._store.port)
-        own = seats(party, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
-        crew = Crew(worker, own, args)
-        self.processes = crew.processes
-        super().__init__(workers, [*crew.links, *node_links(party, workers)], crew.end)
+        node_group.go(store=self._store.port)
+        own = worker_specs(node_group, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
+        pool = WorkerProcesses(worker, own, args)
+        self.processes = pool.processes
+        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers)], pool.end)
 
 
-def node_links(party: Party, workers: int) -> list[NodeLink]:
-    """Node 0's links to the workers of the other machines."""
-    shares, kind = party.shares(workers), ProcessLink if party.place.one_folder else NodeLink
-    return [kind(node, tuple(shares[node]), line) for node, line in party.lines.items()]
+def node_handles(node_group: NodeGroup, workers: int) -> list[NodeHandle]:
+    """Node 0's handles to the workers of the other machines."""
+    shares, kind = node_group.shares(workers), ProcessHandle if node_group.spec.shared_directory else NodeHandle
+    return [kind(node, tuple(shares[node]), link) for node, link in node_group.links.items()]
 
 
-def seats(
-    party: Party, workers: int, port: int, *, threads: int, deadlines: Deadlines | None, logs: Path | None
-) -> list[Seat]:
+def worker_specs(
+    node_group: NodeGroup, workers: int, port: int, *, threads: int, deadlines: Deadlines | None, logs: Path | None
+) -> list[WorkerSpec]:
     """Those of this machine's share of `workers`; the store listens on `port` of node 0."""
     return [
-        Seat(
+        WorkerSpec(
             rank=rank,
             size=workers,
             local_rank=local_rank,
-            host=party.host,
+            host=node_group.host,
             port=port,
             threads=threads,
-            interface=party.interface,
+            interface=node_group.interface,
             deadlines=deadlines,
             log=None if logs is None else logs / f"worker-{rank}.log",
         )
-        for local_rank, rank in enumerate(party.shares(workers)[party.node])
+        for local_rank, rank in enumerate(node_group.shares(workers)[node_group.node])
     ]

@@ -33,7 +33,7 @@ Amount = float | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Lines:
+class _LineTable:
     bandwidth: Amount | tuple[Amount, ...]
     downlink: Amount | tuple[Amount, ...] | None = None
     latency: Amount | tuple[tuple[Amount, ...], ...] = 0.0
@@ -42,7 +42,7 @@ class _Lines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _PlaceTable:
     name: str
     latitude: float
     longitude: float
@@ -61,7 +61,7 @@ def read_links(path: str) -> Links:
 
 
 def _from_lines(table: Mapping[str, Any]) -> Links:
-    made: _Lines = typed("links", _Lines, table)
+    made: _LineTable = typed("links", _LineTable, table)
     latency = made.latency
     return Links(
         bandwidth=_rates("bandwidth", made.bandwidth),
@@ -85,7 +85,7 @@ def _from_places(table: Mapping[str, Any]) -> Links:
         raise ValueError(f"links.jitter = {jitter!r}: write a number, 0 or more")
     places, workers = [], []
     for number, one in enumerate(tables, start=1):
-        made: _Place = typed(f"place {number}", _Place, one)
+        made: _PlaceTable = typed(f"place {number}", _PlaceTable, one)
         if made.workers < 1:
             raise ValueError(f"place {number}: workers = {made.workers}: choose 1 or more")
         places.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -13,7 +13,23 @@ from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
 from isles.errors import unknown_name
 
+_C = TypeVar("_C")  # a dataclass
 _MANY_LR = 0.2  # of eager methods, for more than two workers
+
+
+def own_config(method: str, kind: type[_C], config: object, options: dict[str, Any]) -> _C:
+    """The settings of a method: a `config` of its `kind`, or one made from `options`; not both."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            raise ValueError(unknown_name(f"option of {method}", name, [*known, "max_norm"]))
+    if config is None:
+        return kind(**options)
+    if not isinstance(config, kind):
+        raise ValueError(f"{method} takes a {kind.__name__}, not a {type(config).__name__}")
+    if options:
+        raise ValueError(f"give {method} a config or options ({', '.join(options)}), not both")
+    return config
 
 
 def at_least(key: str, value: float, least: float) -> None:

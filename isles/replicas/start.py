@@ -1,16 +1,19 @@
-"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it."""
+"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it; and how far
+apart they are later.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from isles.comm.codecs import codec
 from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.replicas.flat import FlatParameters
@@ -55,6 +58,25 @@ def settings_of(inner: Optimizer) -> list[Any]:
     items = [item for group in inner.param_groups for item in group.items() if item[0] != "params"]
     plain = [(key, float(value) if isinstance(value, Tensor) else value) for key, value in items]
     return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
+
+
+def replica_std(shares: Sequence[Tensor], group: Group, total: Callable[[Tensor], Tensor]) -> float:
+    """sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas * parameters)), on all workers of `group`.
+
+    shares: this worker's part of its replica's parameters. total: adds up what the workers of one replica, who have the
+    other parts, give (2,). Costs one mean over the group on the channel "eval"; nothing is changed.
+    """
+    flat, sums = FlatParameters(shares), torch.zeros(2, dtype=torch.float64)
+    if flat.numel:
+        own = flat.read(flat.new())
+        average = own.clone()
+        group.mean(average, codec("none"), channel="eval")
+        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
+        square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
+        squares = torch.cat(group.all_gather(square.reshape(1), channel="eval")).sum()
+        sums = torch.stack([squares, torch.tensor(group.size * flat.numel, dtype=torch.float64)])
+    squares, count = total(sums)
+    return float(squares / count) ** 0.5 if count else 0.0
 
 
 def _compare(group: Group, value: int, detail: str) -> None:

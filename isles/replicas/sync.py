@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,31 +26,39 @@ from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.group import Group
-from isles.errors import unknown_name
-from isles.replicas.checks import refuse_other_run
+from isles.replicas import start
+from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatParameters
-from isles.replicas.island.island import Alone, Copies, Island
-from isles.replicas.method_config import MethodConfig
+from isles.replicas.replica import COMPARED, Question, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
-from isles.replicas.start import bytes_by_format, same_settings, same_weights, settings_of, spread_from_first
-from isles.replicas.std import replica_std
 from isles.wrapping import Wrapping
 
-_COMPARED = "weights and their mean"
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """What every method takes; a method's own config adds its hyper-parameters."""
+
+    @property
+    def survives(self) -> bool:
+        """True if the workers that are left go on to the end of the run when others fail."""
+        return False
 
 
 class ReplicaSync(Wrapping):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
-    model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them; its state
-    stays local. `param_groups` is shared, so schedulers work. group: the replicas, usually `world.outer`. max_norm:
-    clip the gradient to this 2-norm after the reduction. options: the fields of the method's `Config`.
+    model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
+    stays local; or the method that makes an island of workers one replica; or a `Replica`. `param_groups` is shared, so
+    schedulers work. group: the replicas, usually `world.outer`. max_norm: clip the gradient to this 2-norm after the
+    reduction. options: the fields of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     spans_islands: ClassVar[bool] = False
     """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island.island`."""
+    needs_whole: ClassVar[bool] = False
+    """Whether a worker must hold its whole replica, with an inner optimizer that is never late."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -68,35 +76,23 @@ class ReplicaSync(Wrapping):
     def __init__(
         self,
         model: nn.Module,
-        inner: Optimizer,
+        inner: Optimizer | Replica,
         group: Group,
         config: MethodConfig | None = None,
         *,
         max_norm: float | None = None,
         **options: Any,
     ) -> None:
-        known = [field.name for field in fields(self.Config)]
-        for name in options:
-            if name not in known:
-                raise ValueError(unknown_name(f"option of {type(self).__name__}", name, [*known, "max_norm"]))
         if not isinstance(group, Group):
             raise ValueError(f"group is a {type(group).__name__}: pass a group of workers, such as world.outer")
-        if config is not None and not isinstance(config, self.Config):
-            raise ValueError(f"{type(self).__name__} takes a {self.Config.__name__}, not a {type(config).__name__}")
-        if config is not None and options:
-            raise ValueError(f"give {type(self).__name__} a config or options ({', '.join(options)}), not both")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
-            raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
-        super().__init__(inner, trained)
-        self.model, self.group, self.max_norm = model, group, max_norm
-        self.config = config if config is not None else self.Config(**options)
-        self.inside = inner if isinstance(inner, ReplicaSync) else None
-        """The method that makes the workers of an island one replica, where there are islands."""
-        self.island = Alone(trained) if self.inside is None else self._island_of(self.inside)
-        self.shares = self.island.shares
+        self.group, self.max_norm = group, max_norm
+        self.config = own_config(type(self).__name__, self.Config, config, options)
+        self.model, self.replica = model, as_replica(model, inner)
+        self.replica.refuse(self)
+        super().__init__(self.replica.inner, self.replica.parameters)
+        self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
         self.steps = 0
@@ -108,34 +104,16 @@ class ReplicaSync(Wrapping):
         self._charged = 0.0
         self._begin()
 
-    def as_island(self) -> Island:
-        """What the workers of `group` own of the one replica that they are together. ValueError for a method that does
+    def as_replica(self) -> Replica:
+        """What the workers of `group` hold of the one replica that they are together. ValueError for a method that does
         not make them one.
         """
-        if self.level != "gradient" or not self.agrees:
-            raise ValueError(
-                f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP"
-            )
-        return Copies(self.parameters, self.group)
+        raise ValueError(f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP")
 
-    def _island_of(self, inside: ReplicaSync) -> Island:
-        if not self.spans_islands:
-            raise ValueError(
-                f"{type(self).__name__} takes an optimizer of one worker: across islands use an outer method, such as "
-                "DiLoCo"
-            )
-        if set(inside.group.ranks) & set(self.group.ranks) != {self.group.transport.rank}:
-            raise ValueError(
-                "the island's group and the group across islands share other workers: give world.inner and world.outer "
-                "of isles.mesh(outer=..., inner=...)"
-            )
-        if self.config.survives:
-            raise ValueError(
-                'on_peer_failure = "solo": workers of an island could lose different peers; choose "raise"'
-            )
-        if self.max_norm is not None:
-            raise ValueError("max_norm clips the island's gradient: give it to the method inside the island")
-        return inside.as_island()
+    @property
+    def survives(self) -> bool:
+        """True if the workers that are left go on to the end of the run when others fail."""
+        return self.config.survives
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """One inner step and whatever is due after it.
@@ -147,28 +125,20 @@ class ReplicaSync(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.inside is not None:
-            self.inside.step(scaler=scaler)
-        else:
-            self._inner_step(scaler)
-        self.steps += 1
-        self.after_inner_step()
-        return loss
-
-    def _inner_step(self, scaler: Any) -> None:
+        self.replica.gradients()
         self.reduce_gradients()
         self.charge(max(1.0 - self._charged, 0.0))  # the shares charged so far may add up to a little over 1
         self._charged = 0.0
         if scaler is not None:
-            scaler.unscale_(self.inner)
+            self.replica.unscale(scaler)
         if self.max_norm is not None:
-            self.gradient_norm = self.clip(self.max_norm)
+            self.gradient_norm = self.norm()
+            self.replica.clip(self.max_norm, self.gradient_norm)
         self.before_inner_step()
-        if scaler is not None:
-            scaler.step(self.inner)
-            scaler.update()
-        else:
-            self.inner.step()
+        self.replica.apply(scaler)
+        self.steps += 1
+        self.after_inner_step()
+        return loss
 
     # What a method fills in.
 
@@ -182,9 +152,9 @@ class ReplicaSync(Wrapping):
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their 2-norm is at most `max_norm`; what it was."""
-        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+    def norm(self) -> Tensor:
+        """2-norm of the reduced gradient of the whole replica."""
+        return self.replica.norm()
 
     def before_inner_step(self) -> None:
         """Optimizer level: make `.grad`, which is clipped, the update that all replicas apply."""
@@ -194,6 +164,7 @@ class ReplicaSync(Wrapping):
 
     def finish(self) -> None:
         """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end."""
+        self.catch_up()
 
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
@@ -206,34 +177,34 @@ class ReplicaSync(Wrapping):
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
         island bytes are those of this worker and of those at its place in other islands, inside and across.
         """
-        own = outline(self.schedule(steps), steps, self.opening(), per_step=False)
-        if self.inside is None:
-            return own
-        theirs = self.inside.outline(steps)
-        inside = theirs.sent[self.inside.group.rank] + self.spread_bytes(steps)
+        own = self.own_outline(steps)
+        inside, about = self.replica.sent(steps, self.questions)
+        inside += self.spread_bytes(steps)
         sent = tuple(nbytes + inside for nbytes in own.sent)
-        return replace(own, sent=sent, inside=inside, about=own.about or theirs.about)
+        return replace(own, sent=sent, inside=inside, about=own.about or about)
+
+    @property
+    def questions(self) -> list[Question]:
+        """What a step asks its replica's other workers."""
+        return ["norm"] if self.max_norm is not None else []
+
+    def own_outline(self, steps: int) -> Outline:
+        """Of what the group exchanges."""
+        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
 
     def spread_bytes(self, steps: int) -> int:
-        """Bytes that this worker sends inside its island in `steps` steps for what lands on it."""
+        """Bytes that this worker sends inside its replica in `steps` steps for what lands on it."""
         return 0
 
     def opening(self) -> tuple[int, ...]:
         """Bytes that each position sends while the optimizer is made."""
-        inside = self.island.spread_bytes(self.everything)
-        if self.inside is not None:
-            inside += self.inside.opening()[self.inside.group.rank]
-        return tuple(inside + own for own in opening_bytes(bytes_by_format(self._shared()), self.group.size))
+        inside = self.replica.opening()
+        return tuple(inside + own for own in opening_bytes(start.bytes_by_format(self._shared()), self.group.size))
 
     def memory(self) -> list[Held]:
         """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
         flat = FlatParameters(self.shares)
-        held = [Held(_COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end")]
-        if self.inside is not None:  # whose workers are never compared: they are one replica
-            held += [one for one in self.inside.memory() if one.what != _COMPARED]
-        if self.island.working_bytes:
-            held.append(Held("shares of the island", self.island.working_bytes, "exchange"))
-        return held
+        return [Held(COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end"), *self.replica.memory()]
 
     def gauges(self) -> dict[str, float]:
         """Numbers of the method's own that go into each line of metrics: feedback_ratio, rank, ..."""
@@ -246,7 +217,7 @@ class ReplicaSync(Wrapping):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around all backward passes of a step but the last, with gradient accumulation: they only accumulate."""
-        with nullcontext() if self.inside is None else self.inside.no_sync():
+        with self.replica.no_sync():
             yield
 
     @contextmanager
@@ -254,7 +225,7 @@ class ReplicaSync(Wrapping):
         """The model with the weights that should be judged (the anchor where there is one), the live ones restored
         after.
         """
-        with nullcontext(self.model) if self.inside is None else self.inside.evaluation_weights() as model:
+        with self.replica.judged() as model:
             yield model
 
     def survivors(self) -> Group:
@@ -281,8 +252,8 @@ class ReplicaSync(Wrapping):
             total = flat.read(flat.new())
             self.survivors().mean(total, codec("none"))
             flat.write(total)
-            self.island.spread(self.everything)
-        return self.model if self.inside is None else self.inside.consolidate()
+            self.replica.spread(self.everything)
+        return self.replica.whole()
 
     @torch.no_grad()
     def replica_std(self) -> float:
@@ -291,10 +262,13 @@ class ReplicaSync(Wrapping):
 
         Costs one mean over the group; the weights are not touched.
         """
-        return replica_std(self.shares, self.survivors(), None if self.inside is None else self.inside.group)
+        self.catch_up()
+        return start.replica_std(self.shares, self.survivors(), lambda sums: self.replica.total(sums, "eval"))
 
     def charge(self, share: float) -> None:
-        """Charge `share` of an inner step's computation to a virtual clock."""
+        """Charge `share` of an inner step's computation to a virtual clock, unless somebody else does."""
+        if self.replica.charged:
+            return
         self._charged += share
         self.group.transport.compute(share * self.group.transport.step_seconds)
 
@@ -333,22 +307,19 @@ class ReplicaSync(Wrapping):
 
     def inner_state(self) -> Any:
         """The inner optimizer's part of `state_dict`."""
-        return self.inner.state_dict()
+        return self.replica.inner_state()
 
     def load_inner_state(self, state: Any) -> None:
         """Restore `inner_state`."""
-        self.inner.load_state_dict(state)
+        self.replica.load_inner_state(state)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""
-        return dict(self.model.state_dict()) if self.inside is None else self.inside.weights()
+        return self.replica.weights()
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Restore `weights`. RuntimeError where they are of another model."""
-        if self.inside is None:
-            self.model.load_state_dict(weights)
-        else:
-            self.inside.load_weights(weights)
+        self.replica.load_weights(weights)
 
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""
@@ -374,14 +345,15 @@ class ReplicaSync(Wrapping):
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
         if self.is_sketch:
             return
-        same_settings(self.group, self._settings())
-        spread_from_first(self.group, self._shared())
-        self.island.spread(self.everything)
-        same_weights(self.group, self.shares)
+        self.replica.begin(f"{type(self).__name__} {self.max_norm}")
+        start.same_settings(self.group, self._settings())
+        start.spread_from_first(self.group, self._shared())
+        self.replica.spread(self.everything)
+        start.same_weights(self.group, self.shares)
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""
-        inner = settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
+        inner = start.settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 
@@ -389,7 +361,7 @@ class ReplicaSync(Wrapping):
         """What must be equal on all workers of the group at the start."""
         trained = set(map(id, self.parameters))
         frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in trained]
-        return [*self.shares, *map(self.island.own, frozen), *self.model.buffers()]
+        return [*self.shares, *map(self.replica.own, frozen), *self.model.buffers()]
 
     @property
     def is_sketch(self) -> bool:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
-from isles.report.panels import Chart, Line, Panel
+from isles.report.panels import Chart, Panel, Polyline
 from isles.report.rundir import Run
 from isles.report.series import Point, average, mean_over, quantile, thin
 from isles.report.units import compare, format_bytes, format_number, time_unit
@@ -36,7 +36,10 @@ def loss_panel(run: Run) -> Panel | None:
         title="Loss against steps",
         x_label="inner step",
         y_format=short,
-        lines=[*_worker_lines(series, format_number), Line(points=shown_mean, css="mean", name="mean of the workers")],
+        lines=[
+            *_worker_lines(series, format_number),
+            Polyline(points=shown_mean, css="mean", name="mean of the workers"),
+        ],
         dots=dots,
         top=top,
         whole_x=True,
@@ -66,7 +69,7 @@ def loss_cost_panels(run: Run) -> list[Panel]:
                 x_label=cost.label,
                 x_format=cost.form,
                 y_format=short,
-                lines=[Line(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")],
+                lines=[Polyline(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")],
                 dots=[(places[step], loss) for step, loss in _validation(run) if step in places],
                 top=_cut(points, {0: points}),
             )
@@ -75,29 +78,29 @@ def loss_cost_panels(run: Run) -> list[Panel]:
     return panels
 
 
-class Cost:
+class CostAxis:
     """What an axis other than steps counts: its value by step, mean over the workers."""
 
     def __init__(self, noun: str, label: str, points: list[Point], form: Callable[[float], str]) -> None:
         self.noun, self.label, self.points, self.form = noun, label, points, form
 
 
-def by_bytes(run: Run) -> Cost:
+def by_bytes(run: Run) -> CostAxis:
     """Bytes sent."""
     points = mean_over([_points(log.bytes_sent) for log in run.workers.values()])
-    return Cost("bytes", "sent per worker", points, lambda count: format_bytes(count, trim=True))
+    return CostAxis("bytes", "sent per worker", points, lambda count: format_bytes(count, trim=True))
 
 
-def by_clock(run: Run, unit: tuple[float, str] | None = None) -> Cost:
+def by_clock(run: Run, unit: tuple[float, str] | None = None) -> CostAxis:
     """Time since the start, in `unit` (default: the one that suits it)."""
     points = mean_over([_points(log.clock) for log in run.workers.values()])
     seconds, name = unit or time_unit(points[-1][1] if points else 0.0)
     virtual = run.setting("world", "backend") == "virtual"
     label = f"{name} of the virtual clock" if virtual else f"{name} since the workers started"
-    return Cost("time", label, [(step, value / seconds) for step, value in points], lambda value: f"{value:,.6g}")
+    return CostAxis("time", label, [(step, value / seconds) for step, value in points], lambda value: f"{value:,.6g}")
 
 
-def loss_against(run: Run, cost: Cost) -> list[Point]:
+def loss_against(run: Run, cost: CostAxis) -> list[Point]:
     """Mean training loss over the workers, by cost instead of by step."""
     places = dict(cost.points)
     loss = mean_over([_points(log.loss) for log in run.workers.values()])
@@ -122,7 +125,7 @@ def bytes_panel(run: Run) -> Panel | None:
     several = len(series) > 1
     lines = [
         *_worker_lines(series, format_bytes, _stairs),
-        Line(
+        Polyline(
             points=_stairs(thin(mean, MEAN_POINTS)),
             css="mean",
             name="mean of the workers",
@@ -136,7 +139,9 @@ def bytes_panel(run: Run) -> Panel | None:
         first = mean[0][0] / steps if log and steps else 0.0  # no earlier than the run's own first line
         straight = [(steps * share, reference * share) for share in (first + (1 - first) * k / 200 for k in range(201))]
         lines.append(
-            Line(points=straight, css="ddp", name="data parallel", label=f"data parallel\n{format_bytes(reference)}")
+            Polyline(
+                points=straight, css="ddp", name="data parallel", label=f"data parallel\n{format_bytes(reference)}"
+            )
         )
         keys.append(("ddp", "data parallel would have sent"))
         notes.insert(0, f"At the end: {compare(sent, reference)} data parallel.")
@@ -161,12 +166,12 @@ def spread_panel(run: Run) -> Panel | None:
         return Panel(heading=heading, picture=None, notes=["The replicas were equal at every logged step."])
     rate = mean_over([_points(log.lr) for log in run.workers.values()])
     peak = max((y for _, y in rate), default=0.0)
-    lines = [Line(points=thin(run.spread, 2 * MEAN_POINTS), css="mean", name="spread of the replicas")]
+    lines = [Polyline(points=thin(run.spread, 2 * MEAN_POINTS), css="mean", name="spread of the replicas")]
     keys = [("mean", "standard deviation between the replicas")]
     notes = ["Estimated from a sample of the weights as they are after a logged step and the exchange that may follow."]
     if peak > 0:
         scaled = [(x, y * highest / peak) for x, y in average(rate, MEAN_POINTS)]
-        lines.append(Line(points=scaled, css="rate", name="learning rate"))
+        lines.append(Polyline(points=scaled, css="rate", name="learning rate"))
         keys.append(("rate", f"learning rate, on a scale of its own (peak {peak:.3g})"))
         notes += _correlation(run.spread, dict(rate))
     chart = Chart(title=heading, x_label="inner step", y_format=short, lines=lines, whole_x=True)
@@ -196,13 +201,15 @@ def _worker_lines(
     series: dict[int, list[Point]],
     form: Callable[[float], str],
     shape: Callable[[list[Point]], list[Point]] = list,
-) -> list[Line]:
+) -> list[Polyline]:
     """Thin lines, none for a single worker: its line is the mean."""
     if len(series) < 2:
         return []
     limit = max(100, POINTS // len(series))
     return [
-        Line(points=shape(thin(points, limit)), css="worker", name=f"worker {worker}: {form(points[-1][1])} at the end")
+        Polyline(
+            points=shape(thin(points, limit)), css="worker", name=f"worker {worker}: {form(points[-1][1])} at the end"
+        )
         for worker, points in series.items()
     ]
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isles.report.charts import MEAN_POINTS, Cost, by_bytes, by_clock, loss_against, short
+from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, loss_against, short
 from isles.report.draw.style import SERIES
 from isles.report.page import document, section, wide_table
-from isles.report.panels import Chart, Line, Panel, Table, plain
+from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.rundir import Run, read_run
 from isles.report.series import Point, average
 from isles.report.time_charts import lanes_panel
@@ -98,7 +98,7 @@ def comparison_panels(runs: Runs) -> list[Panel]:
     clocks = [value for run in first.values() for log in run.workers.values() for value in log.clock.values()]
     unit = time_unit(max(clocks, default=0.0))
     made = [
-        _panel(first, lambda run: Cost("steps", "inner step", [(s, s) for s in _steps(run)], plain), whole_x=True),
+        _panel(first, lambda run: CostAxis("steps", "inner step", [(s, s) for s in _steps(run)], plain), whole_x=True),
         _panel(first, by_bytes, log_x=True),
         _panel(first, lambda run: by_clock(run, unit)),
     ]
@@ -112,16 +112,16 @@ def _lanes(label: str, run: Run) -> Panel | None:
 
 
 def _panel(
-    runs: dict[str, Run], cost_of: Callable[[Run], Cost], *, log_x: bool = False, whole_x: bool = False
+    runs: dict[str, Run], cost_of: Callable[[Run], CostAxis], *, log_x: bool = False, whole_x: bool = False
 ) -> Panel | None:
     lines, keys = [], []
-    cost = Cost("", "", [], plain)
+    cost = CostAxis("", "", [], plain)
     for index, (label, run) in enumerate(runs.items()):
         cost = cost_of(run)
         points = average(loss_against(run, cost), MEAN_POINTS)
         if points and points[-1][0] > 0:
             css = SERIES[index % len(SERIES)]
-            lines.append(Line(points=points, css=css, name=f"{label}: {points[-1][1]:.4f} at the end"))
+            lines.append(Polyline(points=points, css=css, name=f"{label}: {points[-1][1]:.4f} at the end"))
             keys.append((css, label))
     if not lines:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Line, Panel, Table, Titled
+from isles.report.panels import Chart, Panel, Polyline, Table, Titled
 from isles.report.units import format_perplexity
 
 # Key of the results, head of the column.
@@ -102,7 +102,7 @@ def pictures(results: dict[str, Any]) -> list[Panel]:
 
 def _posterior(domain: str, told: dict[str, Any]) -> Panel:
     lines = [
-        Line(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
+        Polyline(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
         for css, name, values in zip(SERIES, told["experts"], told["values"], strict=False)
     ]
     heading = f"Posterior over a text of {domain}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isles.report.panels import Chart, Line, Panel, Table, Titled
+from isles.report.panels import Chart, Panel, Polyline, Table, Titled
 from isles.report.units import format_perplexity
 
 _DENSE = {"batch": "dense, E x batch", "steps": "dense, E x steps"}
@@ -113,7 +113,7 @@ def pictures(results: dict[str, Any]) -> list[Panel]:
 
 
 def _one_line(heading: str, x_label: str, points: list[tuple[float, float]]) -> Panel:
-    line = Line(points=points, css="mean", name=heading)
+    line = Polyline(points=points, css="mean", name=heading)
     chart = Chart(
         title=heading, x_label=x_label, y_format=lambda y: f"{y:.2f}", lines=[line], dots=points, whole_x=True
     )

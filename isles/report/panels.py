@@ -13,7 +13,7 @@ from isles.report.series import Point
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class Polyline:
     """A polyline: `css` picks its look, `name` shows when the pointer rests on it, `label` stands at its end."""
 
     points: Sequence[Point]
@@ -37,7 +37,7 @@ class Chart:
 
     title: str
     x_label: str
-    lines: Sequence[Line]
+    lines: Sequence[Polyline]
     y_format: Callable[[float], str] = plain
     x_format: Callable[[float], str] = plain
     dots: Sequence[Point] = field(default=())

@@ -34,7 +34,7 @@ class WorkerLog:
     last_step: int = -1
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """A line of timeline.jsonl: `kind` compute, blocked or transfer; seconds of the run's clock."""
 
     kind: str
@@ -57,7 +57,7 @@ class Run:
     workers: dict[int, WorkerLog] = field(default_factory=dict)
     validation: list[Point] = field(default_factory=list)
     spread: list[Point] = field(default_factory=list)
-    spans: dict[int, list[Span]] = field(default_factory=dict)
+    spans: dict[int, list[TimelineSpan]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -166,7 +166,7 @@ def _read_timeline(run: Run) -> None:
         record = record or {}
         worker, start, end = (finite(record.get(key)) for key in ("worker", "start", "end"))
         if worker is not None and start is not None and end is not None and start <= end:
-            span = Span(str(record.get("kind")), str(record.get("channel")), start, end)
+            span = TimelineSpan(str(record.get("kind")), str(record.get("channel")), start, end)
             run.spans.setdefault(int(worker), []).append(span)
     run.spans = dict(sorted(run.spans.items()))
 

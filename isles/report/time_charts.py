@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isles.report.panels import Bar, Bars, Lane, Lanes, Panel, Stretch
-from isles.report.rundir import Run, Span
+from isles.report.rundir import Run, TimelineSpan
 from isles.report.units import format_percent, format_seconds
 
 EXCHANGES = 12  # that the lanes show: few enough to see each
@@ -81,12 +81,12 @@ def _window(run: Run) -> tuple[float, float] | None:
     return (start, end) if end > start else None
 
 
-def _exchanges(spans: list[Span]) -> list[float]:
+def _exchanges(spans: list[TimelineSpan]) -> list[float]:
     """When the method's transfers began."""
     return [span.start for span in spans if span.kind == "transfer" and span.channel in _TRAINING]
 
 
-def _stretch(span: Span) -> Stretch:
+def _stretch(span: TimelineSpan) -> Stretch:
     if span.kind == "transfer":
         css = "transfer" if span.channel in _TRAINING else "other"
         return Stretch(start=span.start, end=span.end, css=css, row=1, hint=f"{span.channel} exchange,")

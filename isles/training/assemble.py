@@ -29,7 +29,6 @@ def wrapped(
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
             inner = inner_optimizer(part, config.inner, kind.usual_inner)
-            optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
         else:
             if not kind.spans_islands:
                 raise ValueError(
@@ -39,9 +38,10 @@ def wrapped(
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
             inner = inner_optimizer(part, config.inner, kind.usual_inner)
-            replica = inside(part, inner, island, max_norm=max_norm)
-            replica.batches = config.inner.accumulation
-            optimizer = kind(part, replica, group, config.replicas)
+            inner = inside(part, inner, island, max_norm=max_norm)
+            inner.batches = config.inner.accumulation
+            max_norm = None  # the island clips
+        optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
         optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.data.validation_fraction == 0:

@@ -20,7 +20,7 @@ from torch import nn
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
-from isles.comm.dry import sketched_mesh
+from isles.comm.dry import dry_mesh
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
@@ -165,7 +165,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
 def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
     """The optimizer of the worker at `place` of the first island, and what its user should know."""
     world = config.world
-    mesh = sketched_mesh(world.workers, inner=world.inner, rank=place, native=world.backend == "distributed")
+    mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.backend == "distributed")
     return wrapped(config, model, mesh.outer, mesh.inner)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from isles.comm.dry import sketched_group
+from isles.comm.dry import dry_group
 from isles.models.config import ModelConfig
 from isles.models.factory import sketch
 from isles.replicas import METHODS, method
@@ -35,7 +35,7 @@ def footprints(workers: int) -> list[Footprint]:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a run would be told is not asked for here
-            kind, group = method(name), sketched_group(workers, native=True)
+            kind, group = method(name), dry_group(workers, native=True)
             part = kind.local_part(model, group, kind.Config())
             optimizer = kind(part, torch.optim.SGD(part.parameters(), lr=1.0), group)
         sums = dict.fromkeys(("always", "exchange", "end"), 0.0)

@@ -11,8 +11,9 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
+from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, Loader, load_corpus
 from isles.data.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
+from isles.training.step import Step, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,8 @@ class Trainer:
         if world.local_rank == 0:  # every machine has files of its own
             world.report({"corpus": corpus.sha256, "rank": world.rank})
         self.corpus = corpus
-        self.loader = Loader(
-            corpus, config.data, context=context, worker=world.rank, workers=world.size, seed=config.run.seed
-        )
+        reader, readers = world.reader
+        self.loader = Loader(corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed)
         _check_batch(self.loader)
         model = build(config.model, seed=config.run.seed, rank=world.local_rank)
         if config.model.factory is not None:
@@ -89,6 +91,10 @@ class Trainer:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"
         self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
+        self.autocast = partial(autocast, config.model, self.device)
+        self.model_step: Step = Whole(
+            self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation
+        )
         self.tokens = 0
         self.training_seconds = 0.0
         self.clock_before = 0.0
@@ -169,22 +175,13 @@ class Trainer:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
         transport = self.world.transport
         before, away = transport.now(), transport.away_seconds
-        batches = self.config.inner.accumulation
-        total = torch.zeros((), device=self.device)
-        for index in range(batches):
-            tokens = next(self.loader).to(self.device)
-            self.tokens += tokens[:, 1:].numel()
-            if index + 1 < batches:
-                with self.optimizer.no_sync():
-                    total += self._backward(tokens)
-            else:
-                total += self._backward(tokens)
+        loss = self.model_step.run(self._batches() if self.model_step.reads else ())
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
-            self._refuse_not_finite(self.optimizer.steps + 1, [total])  # before anyone is sent what came of it
+            self._refuse_not_finite(self.optimizer.steps + 1, [loss])  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
         self.optimizer.zero_grad()
         self.schedule.step()
-        self.losses.append(total)
+        self.losses.append(loss)
         after = transport.now()
         self.training_seconds += after - before - (transport.away_seconds - away)
         self.timeline.step(before, after)
@@ -200,22 +197,24 @@ class Trainer:
                     "replicas.outer_lr where the method has one",
                 )
 
-    def _backward(self, tokens: Tensor) -> Tensor:
-        with autocast(self.config.model, self.device):
-            loss = self.model(tokens).loss / self.config.inner.accumulation
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        return loss.detach()
+    def _batches(self) -> Iterator[Tensor]:
+        """Those of one inner step, each read when it is asked for."""
+        for _ in range(self.config.inner.accumulation):
+            tokens = next(self.loader).to(self.device)
+            self.tokens += tokens[:, 1:].numel()
+            yield tokens
 
     def validate(self) -> float | None:
         """Validation loss of this worker's evaluation weights, nats per token; None without validation text."""
-        with self.optimizer.evaluation_weights() as model:
-            return self._judge(model)
+        with self.optimizer.evaluation_weights():
+            return self._judge()
 
     def report(self, val_loss: float | None) -> None:
         """Tell the launcher how far this worker is."""
         step, rank = self.optimizer.steps, self.world.rank
         self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
         if self.sample is not None:
+            self.optimizer.catch_up()
             self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
 
@@ -255,18 +254,19 @@ class Trainer:
         across = int(traffic.total("bytes_sent", "outer"))  # where there are islands
         blocked = traffic.total("blocked_seconds", "outer", "inner")
         clock, seconds = self.clock(), time.perf_counter() - self.started
-        replica_loss, spread = self._judge(self.model), self.optimizer.replica_std()
-        model = self.optimizer.consolidate()
+        replica_loss, spread = self._judge(), self.optimizer.replica_std()
+        model = self.model_step.whole(self.optimizer)
         speaks = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
-        if speaks and out is not None:
-            save_model(model, out / "model.safetensors")
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        final = model if speaks else None
+        if final is not None and out is not None:
+            save_model(final, out / "model.safetensors")
+        parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
         ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]
         return {
             "tokens": self.tokens,
             "parameters": parameters,
-            "val_loss": self._judge(model) if speaks else None,
+            "val_loss": None if final is None else self._judge_whole(final),
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "bytes_sent": sent,
@@ -280,10 +280,15 @@ class Trainer:
             "corpus_sha256": self.corpus.sha256,
         }
 
-    def _judge(self, model: torch.nn.Module) -> float | None:
+    def _judge(self) -> float | None:
+        """Of the weights of now."""
         if not self.judges:
             return None
-        return validation_loss(model, self.loader.validation_batches(), autocast(self.config.model, self.device))
+        return self.model_step.judge(self.loader.validation_batches() if self.model_step.reads else ())
+
+    def _judge_whole(self, model: torch.nn.Module) -> float | None:
+        """Of a model that this worker holds by itself."""
+        return validation_loss(model, self.loader.validation_batches(), self.autocast()) if self.judges else None
 
 
 def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
@@ -326,7 +331,7 @@ def train_worker(
     from. corpus: see `Trainer`.
     """
     torch.manual_seed(draws_seed(config.run.seed, world.rank))
-    world = world.islands(config.world.inner)
+    world = world.arranged(grid_of(world.size, inner=config.world.inner))
     trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None

@@ -14,10 +14,10 @@ from tests.integration.namespaces import Machine, skip_unless_available, two_mac
 # `isles doctor` without the checks of this machine, which take most of its time, and less patient
 ONLY_THE_WAY = """
 from isles import cli
-from isles.launch import reachable as reach
-reach.PATIENCE = 1.5
-from isles.launch import probe as examine
-examine._ENOUGH = 0.05
+from isles.launch import reachable
+reachable.PATIENCE = 1.5
+from isles.launch import probe
+probe._ENOUGH = 0.05
 cli.doctor.machine = lambda: iter(())
 cli.main()
 """

@@ -1,4 +1,4 @@
-"""`isles plan --probe` and its other end: a plan from a measured line, and one clear line where nobody answers."""
+"""`isles plan --probe` and its other end: a plan from measured rates, and one clear line where nobody answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.cli.command import Command
 # `isles` whose measurements are short
 QUICK = """
 from isles import cli
-from isles.launch import reachable as reach
-reach.PATIENCE = 1.5
-from isles.launch import probe as examine
-examine._ENOUGH = 0.02
+from isles.launch import reachable
+reachable.PATIENCE = 1.5
+from isles.launch import probe
+probe._ENOUGH = 0.02
 cli.main()
 """
 PROGRAM = [sys.executable, "-c", QUICK]
@@ -45,7 +45,7 @@ def rates(words: str) -> tuple[float, float]:
 
 
 def test_both_ends(tmp_path: Path) -> None:
-    """The planner's network is what was measured, the slower way of the two; the other end says the same and stops."""
+    """The planner's network is what was measured, the slower direction of the two; the other end says the same."""
     port = free_port()
     other = plan(tmp_path, "--listen", str(port))
     assert other.process.stderr is not None

@@ -65,7 +65,7 @@ def trained(world: Mesh, name: str) -> None:
     model = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 20))
     group, inside = world.outer, None
     if name == "islands":  # DiLoCo across, FSDP inside
-        name, world = "diloco", world.islands(2)
+        name, world = "diloco", isles.mesh(inner=2)
         group, inside = world.outer, isles.FSDP
     kind = isles.method(name)
     model = (inside or kind).local_part(model, world.inner if inside else group, (inside or kind).Config())

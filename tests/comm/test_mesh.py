@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import isles
+from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh, arrange
 from isles.comm.transport import Deadlines
 
@@ -31,18 +33,48 @@ def test_every_rank_of_two_by_two_by_two() -> None:
         assert mesh.outer.ranks == (2 * s + i, 4 + 2 * s + i) and mesh.outer.rank == o
         assert mesh.stage.ranks == (4 * o + i, 4 * o + 2 + i) and mesh.stage.rank == s
         assert mesh.inner.ranks == (4 * o + 2 * s, 4 * o + 2 * s + 1) and mesh.inner.rank == i
-        channels = [group.channel for group in (mesh.world, mesh.outer, mesh.stage, mesh.inner)]
-        assert channels == ["control", "outer", "pipeline", "inner"]
+        assert mesh.pipeline.ranks == (i, 2 + i, 4 + i, 6 + i) and mesh.pipeline.rank == 2 * o + s
+        assert mesh.reader == (2 * o + i, 4)  # both stages of a replica
+        channels = [group.channel for group in (mesh.world, mesh.outer, mesh.stage, mesh.inner, mesh.pipeline)]
+        assert channels == ["control", "outer", "pipeline", "inner", "pipeline"]
 
 
 @pytest.mark.parametrize(("outer", "stage", "inner"), [(6, 1, 1), (1, 6, 1), (1, 1, 6), (3, 2, 1), (1, 2, 3)])
 def test_groups_are_the_same_for_all_their_members(outer: int, stage: int, inner: int) -> None:
     """Any shape: members agree about their group and its order, and each axis splits the world."""
     meshes = [seat(rank, 6, outer=outer, stage=stage, inner=inner) for rank in range(6)]
-    for axis, size in (("outer", outer), ("stage", stage), ("inner", inner)):
+    for axis, size in (("outer", outer), ("stage", stage), ("inner", inner), ("pipeline", outer * stage)):
         groups = [getattr(mesh, axis) for mesh in meshes]
         assert all(group.size == size for group in groups)
         assert all(groups[member].ranks == group.ranks for group in groups for member in group.ranks)
+
+
+def test_places_are_data_and_columns_may_be_ragged() -> None:
+    """Stage 0 has three workers, stage 1 two, anywhere in the world; a worker is missing in one island."""
+    places = [(7, 1, 0), (0, 0, 0), (2, 0, 0), (7, 0, 0), (0, 1, 0), (0, 0, 1)]
+    layout = Layout(tuple(Coordinate(*place) for place in places))
+    meshes = [seat(rank, 6).arranged(layout) for rank in range(6)]
+    assert [mesh.outer.ranks for mesh in meshes] == [(4, 0), (1, 2, 3), (1, 2, 3), (1, 2, 3), (4, 0), (5,)]
+    assert [mesh.stage.ranks for mesh in meshes] == [(3, 0), (1, 4), (2,), (3, 0), (1, 4), (5,)]
+    assert [mesh.inner.ranks for mesh in meshes] == [(0,), (1, 5), (2,), (3,), (4,), (1, 5)]
+    assert {mesh.pipeline.ranks for mesh in meshes} == {(1, 4, 2, 3, 0), (5,)}
+    assert [mesh.reader for mesh in meshes] == [(3, 4), (0, 4), (2, 4), (3, 4), (0, 4), (1, 4)]
+
+
+def test_a_layout_is_of_all_workers_each_at_a_place_of_its_own() -> None:
+    with pytest.raises(ValueError, match="two ranks are in one place"):
+        Layout((Coordinate(0, 0, 0), Coordinate(0, 0, 0)))
+    with pytest.raises(ValueError, match="layout of 4 workers in a world of 6"):
+        seat(0, 6).arranged(Layout.grid(2, 2))
+
+
+def test_what_listens_stays_when_workers_are_arranged() -> None:
+    told: list[object] = []
+    mesh = replace(seat(3, 4), report=told.append, stop_here=lambda step: step == 7, local_rank=1)
+    other = mesh.arranged(Layout.grid(1, 2, 2))
+    other.report("here")
+    assert told == ["here"] and other.stop_here(7) and other.local_rank == 1
+    assert (mesh.stage.size, other.stage.size, other.world) == (1, 2, mesh.world)
 
 
 def test_what_is_left_goes_to_outer() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from isles.experts.jobs import Progress
-from isles.experts.reading import Asked, read
+from isles.experts.jobs import JobProgress
+from isles.experts.reading import ExperimentConfig, read
 from isles.experts.system import System
 from isles.experts.systems import opened, settings
 from tests.training.runs import TINY
@@ -62,7 +62,7 @@ def write_domains(folder: Path) -> Path:
     return config
 
 
-def asked(system: str, config: Path, *more: str) -> Asked[object]:
+def asked(system: str, config: Path, *more: str) -> ExperimentConfig[object]:
     """A request for a run of a second or two."""
     own = {"hdee": HDEE, "smalltalk": SMALLTALK}[system]
     return read(system, settings(system), str(config), [*own, *more])
@@ -71,5 +71,5 @@ def asked(system: str, config: Path, *more: str) -> Asked[object]:
 def made(system: str, config: Path, out: Path, *more: str, at_once: int = 1) -> System[object]:
     """Trained to the end."""
     system_ = opened(asked(system, config, *more), out)
-    assert system_.train(Progress(), at_once=at_once)
+    assert system_.train(JobProgress(), at_once=at_once)
     return system_

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isles.data import ByteTokenizer
-from isles.experts.jobs import Progress
+from isles.experts.jobs import JobProgress
 from isles.experts.joining import Joining
 from isles.experts.registry import Forest
 from isles.experts.routing.clusters import Clusters, clustered
@@ -83,7 +83,7 @@ def test_the_ridge_gate_is_the_closed_form_and_experts_come_and_go() -> None:
 
 def test_experts_by_clusters_from_end_to_end(tmp_path: Path) -> None:
     system = made("smalltalk", write_domains(tmp_path), tmp_path / "out", "smalltalk.gate=clusters")
-    told = system.evaluate(Progress())
+    told = system.evaluate(JobProgress())
     loads = told["by_seed"][0]["routing"]["loads_training"]
     assert told["mean"]["trained"]["all"]["oracle"] <= told["mean"]["trained"]["all"]["mixture"]
     assert max(loads) - min(loads) <= 1

@@ -18,7 +18,7 @@ from isles.experts import mixture, on_text
 from isles.experts.domains import read_domains
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, cell
-from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.joining import Joining
 from isles.experts.reading import keep, read, template
 from isles.experts.registry import Forest
@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[System[Any], dict[str, Any]]:
     system = made("hdee", config, tmp_path_factory.mktemp("hdee"))
-    return system, system.evaluate(Progress())
+    return system, system.evaluate(JobProgress())
 
 
 def test_each_expert_is_best_on_its_own_domain(built: tuple[System[Any], dict[str, Any]]) -> None:
@@ -118,17 +118,17 @@ def test_another_machine_needs_the_seed_and_the_domain_alone(
         (tmp_path / other).unlink()
     there = opened(asked("hdee", config), tmp_path / "out")
     name = "seed-0/difficult-f24-t36-r1"
-    assert not there.train(Progress(), [name])
+    assert not there.train(JobProgress(), [name])
     assert weights_sha256(there.out / name) == weights_sha256(system.out / name)
     assert {path.name for path in (there.out / "seed-0").iterdir()} == {"seed-f24", "difficult-f24-t36-r1"}
     with pytest.raises(ValueError, match=r"difficult-f32-t24-r1 starts from .*seed-f32, which is not there"):
-        there.train(Progress(), ["seed-0/difficult-f32-t24-r1"])
+        there.train(JobProgress(), ["seed-0/difficult-f32-t24-r1"])
 
 
 def test_experts_of_several_diloco_workers_are_experts(config: Path, tmp_path: Path) -> None:
     words = ["hdee.variants=['m-ho-i-ho']", "hdee.baselines=[]", "world.workers=2", "replicas.method=diloco"]
     system = made("hdee", config, tmp_path, *words, "replicas.sync_every=6", "replicas.outer_lr=1.0")
-    mean = system.evaluate(Progress())["mean"]
+    mean = system.evaluate(JobProgress())["mean"]
     for place, domain in enumerate(("easy", "medium", "difficult")):
         told = mean["m-ho-i-ho"]["r1"][domain]
         assert min(range(3), key=told["alone"].__getitem__) == place
@@ -153,7 +153,7 @@ def test_a_second_call_trains_nothing_and_other_settings_are_refused(
 ) -> None:
     system, _ = built
     marks = {path: path.stat().st_mtime_ns for path in system.out.rglob("model.safetensors")}
-    assert system.train(Progress())
+    assert system.train(JobProgress())
     assert marks == {path: path.stat().st_mtime_ns for path in system.out.rglob("model.safetensors")}
     own = system.asked.tables["hdee"]
     turned = {**system.asked.tables, "hdee": dict(reversed(own.items()))}
@@ -217,7 +217,7 @@ def test_the_seed_starts_where_the_run_that_it_names_ended(built: tuple[System[A
     still = replace(job, name="still", config=replace(job.config, inner=replace(job.config.inner, lr=1e-30)))
     from isles.experts.jobs import train
 
-    train(still, system.out / "other", Progress())
+    train(still, system.out / "other", JobProgress())
     tokens = system.texts["easy"].sequences("test", 4)
     assert torch.equal(
         score(load_run(system.out / "other" / "still"), tokens), score(load_run(Path(job.config.run.start)), tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from isles.experts.jobs import Job, Progress, state, train
+from isles.experts.jobs import ExpertJob, JobProgress, state, train
 from isles.training.config.sections import Config
 from isles.training.records.lock import locked
 from tests.training.runs import tiny, write_text
@@ -19,8 +19,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
-def job(config: Config, name: str = "one") -> Job:
-    return Job(name=name, config=config, role="expert", domains=("text",))
+def job(config: Config, name: str = "one") -> ExpertJob:
+    return ExpertJob(name=name, config=config, role="expert", domains=("text",))
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -29,8 +29,8 @@ def test_workers_with_data_parallel_are_one_worker_with_the_whole_batch(
 ) -> None:
     alone = tiny(text, "model.dtype=float64", f"data.batch_size={2 * workers}", method="none", workers=1)
     together = tiny(text, "model.dtype=float64", "data.batch_size=2", method="ddp", workers=workers)
-    train(job(alone, "alone"), tmp_path, Progress())
-    summary = train(job(together, "together"), tmp_path, Progress())
+    train(job(alone, "alone"), tmp_path, JobProgress())
+    summary = train(job(together, "together"), tmp_path, JobProgress())
     one, other = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("alone", "together"))
     for name, tensor in one.items():
         assert float((tensor - other[name]).abs().max()) <= 1e-12 * max(1.0, float(tensor.abs().max()))
@@ -41,25 +41,25 @@ def test_workers_with_data_parallel_are_one_worker_with_the_whole_batch(
 
 def test_a_run_cut_off_before_its_first_checkpoint_begins_again(text: Path, tmp_path: Path) -> None:
     config = tiny(text, method="none", workers=1)
-    fresh = train(job(config), tmp_path / "fresh", Progress())
+    fresh = train(job(config), tmp_path / "fresh", JobProgress())
     out = tmp_path / "cut" / "one"
     out.mkdir(parents=True)
     (out / "metrics.jsonl").write_text('{"step": 2, "worker": 0, "loss": 9.9}\n')
     (out / "config.toml").write_text("[run]\nsteps = 6\n")
-    assert train(job(config), tmp_path / "cut", Progress())["sha256"] == fresh["sha256"]
+    assert train(job(config), tmp_path / "cut", JobProgress())["sha256"] == fresh["sha256"]
 
 
 @pytest.mark.parametrize(("method", "workers"), [("none", 1), ("diloco", 2)])
 def test_a_run_that_stopped_goes_on_to_the_same_weights(method: str, workers: int, text: Path, tmp_path: Path) -> None:
     config = tiny(text, "run.checkpoint_every=4", method=method, workers=workers)
-    whole = train(job(config), tmp_path, Progress())
+    whole = train(job(config), tmp_path, JobProgress())
     assert (whole["bytes_sent_per_worker"] > 0) == (workers > 1) and whole["bytes_to_other_experts"] == 0
     for name in ("summary.json", "model.safetensors", "expert.json"):
         (tmp_path / "one" / name).unlink()
     assert state(job(config), tmp_path) == "stopped at step 4"
     begun = []
 
-    class Told(Progress):
+    class Told(JobProgress):
         def line(self, name: str, line: dict[str, object]) -> None:
             begun.append(line["step"])
 
@@ -71,13 +71,13 @@ def test_a_run_that_goes_on_is_left_alone_and_another_one_is_refused(text: Path,
     config = tiny(text, method="none", workers=1)
     (tmp_path / "one").mkdir()
     with locked(tmp_path / "one"), pytest.raises(ValueError, match="in use by another run"):
-        train(job(config), tmp_path, Progress())
-    train(job(config), tmp_path, Progress())
+        train(job(config), tmp_path, JobProgress())
+    train(job(config), tmp_path, JobProgress())
     weights = tmp_path / "one" / "model.safetensors"
     weights.rename(tmp_path / "elsewhere")  # half of a directory was copied
     assert state(job(config), tmp_path) == "without model.safetensors"
     with pytest.raises(ValueError, match=r"no model.safetensors beside summary.json; copy the whole directory"):
-        train(job(config), tmp_path, Progress())
+        train(job(config), tmp_path, JobProgress())
     other = replace(config, run=replace(config.run, steps=7))
     with pytest.raises(ValueError, match="holds a run of other settings"):
-        train(job(other), tmp_path, Progress())
+        train(job(other), tmp_path, JobProgress())

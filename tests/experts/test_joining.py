@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from isles.experts import mixture
-from isles.experts.jobs import Job, Progress, train, weights_sha256
+from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
 from isles.experts.joining import EVERY, Joined, Joining
 from isles.experts.on_text import judged_on
 from isles.experts.registry import Forest, Member
@@ -45,7 +45,7 @@ def branched(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Experts whose second iteration begins with averages."""
     folder = tmp_path_factory.mktemp("branched")
     system = made("hdee", two_lessons(folder), folder / "out", *BTM)
-    system.evaluate(Progress())
+    system.evaluate(JobProgress())
     return system, folder
 
 
@@ -55,7 +55,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("routed")
     words = ["smalltalk.dense=[]", "smalltalk.router_lr=0.01", "smalltalk.rounds=6", "smalltalk.steps=20"]
     system = made("smalltalk", write_domains(folder), folder / "out", *words)
-    system.evaluate(Progress())
+    system.evaluate(JobProgress())
     return system, folder
 
 
@@ -80,7 +80,7 @@ def test_a_branch_begins_with_the_average_that_the_new_domain_asks_for(branched:
     # The second lesson of "easy" is the first of "medium", whose expert is therefore nearly all of the average.
     start = next(runs.glob("*easy*-r2-start"))
     assert json.loads((start / "average.json").read_text())["shares"][1] > 0.5
-    assert system.train(Progress())  # everything is there
+    assert system.train(JobProgress())  # everything is there
 
 
 def forest(system: System[Any], iteration: int) -> Forest:
@@ -228,8 +228,8 @@ def test_a_forest_of_one_is_its_expert_to_the_bit_and_the_shortest_context_count
     scores = joined.experts.scores(tokens)
     assert torch.equal(mixture.mix(scores, joined.weights(tokens, scores, None)), score(run, tokens))
     model, start = replace(run.config.model, context=12), replace(run.config.run, start="")
-    short = Job(name="short", config=replace(run.config, model=model, run=start), role="expert")
-    train(short, tmp_path, Progress())
+    short = ExpertJob(name="short", config=replace(run.config, model=model, run=start), role="expert")
+    train(short, tmp_path, JobProgress())
     mixed = Served.load([member, Member(name="short", run=tmp_path / "short")])
     assert mixed.context == 12
     assert mixed.scores(tokens[:, :13]).shape == (2, 5, 12)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.registry import Forest
 from isles.experts.routing.routing import gate_of, route
 from isles.experts.system import System
@@ -28,7 +28,7 @@ def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> 
     config = write_domains(tmp_path)
     whole = made("smalltalk", config, tmp_path / "whole", *WORDS)
     system = opened(asked("smalltalk", config, *WORDS), tmp_path / "cut")
-    system.prepare("seed-0", Progress())
+    system.prepare("seed-0", JobProgress())
     sets = [part for word in [*SMALLTALK, *WORDS] for part in ("--set", word)]
     command = Command(
         "experts", "smalltalk", config.name, *sets, "--out", str(system.out), "--job", LOST, folder=tmp_path
@@ -39,14 +39,14 @@ def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> 
     assert system.jobs()[LOST][1].startswith("stopped at step")
 
     # The others, on their machines.
-    assert not system.train(Progress(), ["seed-0/expert-0", "seed-0/expert-2"])
+    assert not system.train(JobProgress(), ["seed-0/expert-0", "seed-0/expert-2"])
     for name in ("seed-0/expert-0", "seed-0/expert-2"):
         assert weights_sha256(system.out / name) == weights_sha256(whole.out / name)
     _two_of_three_are_the_masked_best(whole, tmp_path)
 
-    assert system.train(Progress())  # with the lost one, from its checkpoint
+    assert system.train(JobProgress())  # with the lost one, from its checkpoint
     assert weights_sha256(system.out / LOST) == weights_sha256(whole.out / LOST)
-    results = [one.evaluate(Progress()) for one in (whole, system)]
+    results = [one.evaluate(JobProgress()) for one in (whole, system)]
     assert json.dumps(results[0]) == json.dumps(results[1])
 
 
@@ -71,7 +71,7 @@ def test_a_router_that_is_killed_ends_its_round_and_the_same_command_goes_on(tmp
     config = write_domains(tmp_path)
     rounds = ["smalltalk.dense=[]", "smalltalk.rounds=10", "smalltalk.round_sequences=96"]
     whole = opened(asked("smalltalk", config, *rounds), tmp_path / "whole")
-    whole.prepare("seed-0", Progress())
+    whole.prepare("seed-0", JobProgress())
     sets = [part for word in [*SMALLTALK, *rounds, "world.backend=distributed"] for part in ("--set", word)]
     words = ["experts", "smalltalk", config.name, *sets, "--out", "cut"]
     command = Command(*words, folder=tmp_path)
@@ -87,7 +87,7 @@ def test_a_router_that_is_killed_ends_its_round_and_the_same_command_goes_on(tmp
     assert 1 <= done < 10 and gone(command.mark)
 
     again = opened(asked("smalltalk", config, *rounds, "world.backend=distributed"), tmp_path / "cut")
-    again.prepare("seed-0", Progress())
+    again.prepare("seed-0", JobProgress())
     lines = lines_of(tmp_path / "cut/seed-0/routers/rounds.jsonl")
     assert [line["round"] for line in lines].count(done + 1) >= 2 and [line["round"] for line in lines].count(1) == 2
     for router in range(2):

@@ -15,7 +15,7 @@ import torch
 
 from isles.comm.errors import Diverged
 from isles.comm.mesh import Mesh
-from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.joining import Joining
 from isles.experts.planning import planned
 from isles.experts.registry import Forest
@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
     system = made("smalltalk", config, tmp_path_factory.mktemp("smalltalk"))
-    return system, system.evaluate(Progress())
+    return system, system.evaluate(JobProgress())
 
 
 def test_shares_are_balanced_and_make_up_the_pool(built: Built) -> None:
@@ -89,7 +89,7 @@ def test_shares_at_random_make_experts_alike(built: Built, config: Path, tmp_pat
     order = np.random.default_rng(0).permutation(len(assignment.expert_of))
     Assignment(assignment.expert_of[order], 2).save(by_chance / "assignment.npy")
     shuffled = made("smalltalk", config, tmp_path / "shuffled", *words)
-    mixed, told = (system.evaluate(Progress())["mean"]["trained"]["all"] for system in (shuffled, real))
+    mixed, told = (system.evaluate(JobProgress())["mean"]["trained"]["all"] for system in (shuffled, real))
     assert mixed["random"] < 1.1 * mixed["oracle"]
     assert told["random"] > 2 * told["oracle"]
     assert told["mixture"] < 0.6 * told["random"]
@@ -153,7 +153,7 @@ def test_one_expert_is_the_dense_run_to_the_bit(config: Path, tmp_path: Path) ->
         "smalltalk", config, tmp_path, "smalltalk.experts=1", "smalltalk.rounds=1", "smalltalk.dense=['steps']"
     )
     assert weights_sha256(tmp_path / "seed-0/expert-0") == weights_sha256(tmp_path / "seed-0/dense-steps")
-    told = system.evaluate(Progress())["mean"]["trained"]["all"]
+    told = system.evaluate(JobProgress())["mean"]["trained"]["all"]
     assert told["mixture"] == told["steps"] == told["oracle"] == told["random"]
 
 
@@ -208,7 +208,7 @@ def test_the_assignment_is_all_that_has_to_travel(built: Built, config: Path, tm
         for suffix in (".npy", ".json"):
             shutil.copy(built[0].out / "seed-0" / f"{name}{suffix}", folder)
     system = opened(asked("smalltalk", config), tmp_path)
-    assert not system.train(Progress(), ["seed-0/expert-0"])
+    assert not system.train(JobProgress(), ["seed-0/expert-0"])
     one, other = (out / "seed-0/expert-0" for out in (tmp_path, built[0].out))
     assert weights_sha256(one) == weights_sha256(other)
     losses = [json.loads((run / "summary.json").read_text())["val_loss"] for run in (one, other)]
@@ -221,7 +221,7 @@ def test_seeds_at_once_are_those_of_their_own_runs(built: Built, config: Path, t
     for name in ("expert-0", "expert-1", "dense-batch", "routers/router-0"):
         assert weights_sha256(system.out / "seed-0" / name) == weights_sha256(built[0].out / "seed-0" / name)
         assert weights_sha256(system.out / "seed-5" / name) != weights_sha256(built[0].out / "seed-0" / name)
-    results = system.evaluate(Progress())
+    results = system.evaluate(JobProgress())
     assert json.dumps(results["by_seed"][0]) == json.dumps(built[1]["by_seed"][0])
     told = [record["trained"]["all"]["mixture"] for record in results["by_seed"]]
     assert results["mean"]["trained"]["all"]["mixture"] == sum(told) / 2 and told[0] != told[1]
@@ -241,7 +241,7 @@ def test_another_machine_needs_the_segment_alone(built: Built, config: Path, tmp
     """Neither pool nor routers are there, nor the other segments; the expert that is trained there is the same."""
     shutil.copytree(built[0].out / "seed-0/segments/1", tmp_path / "seed-0/segments/1")
     system = opened(asked("smalltalk", config), tmp_path)
-    assert not system.train(Progress(), ["seed-0/expert-1"])
+    assert not system.train(JobProgress(), ["seed-0/expert-1"])
     assert weights_sha256(tmp_path / "seed-0/expert-1") == weights_sha256(built[0].out / "seed-0/expert-1")
     assert sorted(path.name for path in (tmp_path / "seed-0").iterdir()) == ["expert-1", "segments"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isles.comm.errors import CommError, PeerLost
-from isles.experts.jobs import Progress, weights_sha256
+from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.tasks import Task, carry_out
 from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone
@@ -21,7 +21,7 @@ from tests.experts.small import HDEE, made, write_domains
 FEW = ["hdee.variants=['m-ho-i-ho']", "hdee.baselines=[]"]
 
 
-class Heard(Progress):
+class Heard(JobProgress):
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.notices: list[str] = []
@@ -33,19 +33,19 @@ class Heard(Progress):
         self.notices.append(text)
 
 
-def tell(folder: Path, name: str, waits: float, progress: Progress) -> None:
+def tell(folder: Path, name: str, waits: float, progress: JobProgress) -> None:
     progress.begin(name, 1, 1)
     time.sleep(waits)
     (folder / name).write_text(" ".join(sorted(path.name for path in folder.iterdir())))
 
 
-def lose(progress: Progress) -> None:
+def lose(progress: JobProgress) -> None:
     error = PeerLost(3, "its line was cut")
     error.add_note("go on so")
     raise error
 
 
-def die(progress: Progress) -> None:
+def die(progress: JobProgress) -> None:
     os._exit(7)
 
 

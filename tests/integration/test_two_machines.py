@@ -18,7 +18,7 @@ from tests.training.runs import metrics, without_clocks, write_folder
 
 PORT = 29400
 # The command itself, with other machines' silence noticed sooner than after 10 s.
-SOON = "from isles.launch import link as line; line.SILENCE = 3.0; line._BEAT = 0.5; from isles.cli import main; main()"
+SOON = "from isles.launch import link; link.SILENCE = 3.0; link._BEAT = 0.5; from isles.cli import main; main()"
 OTHER_VERSION = "import isles.version; isles.version.__version__ = '9.9.9'; from isles.cli import main; main()"
 
 

@@ -1,4 +1,4 @@
-"""Lines between launchers, and how they meet: over this machine's own loopback, with a thread for each machine."""
+"""Links between launchers, and how they meet: over this machine's own loopback, with a thread for each machine."""
 
 from __future__ import annotations
 
@@ -16,48 +16,46 @@ from isles.comm.errors import (
     CommError,
     DeadlinePassed,
     Diverged,
-    MeetingFailed,
     NodeLost,
     PeerLost,
+    RendezvousFailed,
     WorkerFailed,
     from_plain,
     to_plain,
 )
-from isles.launch import admission as guests
-from isles.launch import link as line
-from isles.launch import rendezvous as meeting
+from isles.launch import admission, link, rendezvous
 from isles.launch import workers as local
-from isles.launch.link import Line, LineLost, connect, listen, parse_address
-from isles.launch.nodes import Party, Place, split
-from isles.launch.reachable import Door, interface_of, knock
+from isles.launch.link import Link, LinkLost, connect, listen, parse_address
+from isles.launch.nodes import NodeGroup, NodeSpec, split
+from isles.launch.reachable import EchoServer, echo_failure, interface_of
 from isles.launch.rendezvous import meet
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lines
+# Links
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
-    """Two ends of a line."""
-    with listen(0) as door:
-        here = connect("127.0.0.1", door.getsockname()[1], 5.0)
-        there = Line(door.accept()[0])
+def ends() -> Iterator[tuple[Link, Link]]:
+    """Two ends of a link."""
+    with listen(0) as listener:
+        here = connect("127.0.0.1", listener.getsockname()[1], 5.0)
+        there = Link(listener.accept()[0])
     yield here, there
     here.close()
     there.close()
 
 
-def raw(data: bytes) -> Line:
-    """The end of a line on whose other end somebody says `data`."""
-    with listen(0) as door:
-        other = socket.create_connection(("127.0.0.1", door.getsockname()[1]))
-        end = Line(door.accept()[0])
+def raw(data: bytes) -> Link:
+    """The end of a link on whose other end somebody says `data`."""
+    with listen(0) as listener:
+        other = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
+        end = Link(listener.accept()[0])
     other.sendall(data)
     other.close()
     return end
 
 
-def test_messages_come_whole_and_in_order(ends: tuple[Line, Line]) -> None:
+def test_messages_come_whole_and_in_order(ends: tuple[Link, Link]) -> None:
     """Of any JSON, floats to the bit; signs of life are no messages."""
     here, there = ends
     sent = [{"loss": 0.1 + 0.2}, [1, "two", None], "x" * 300_000, {}]
@@ -80,7 +78,7 @@ def test_messages_come_whole_and_in_order(ends: tuple[Line, Line]) -> None:
     ids=["nothing", "another protocol", "too long", "no JSON", "cut off"],
 )
 def test_what_is_no_message_ends_the_line(data: bytes, words: str) -> None:
-    with pytest.raises(LineLost, match=words):
+    with pytest.raises(LinkLost, match=words):
         raw(data).receive(5.0)
 
 
@@ -89,19 +87,19 @@ def test_what_came_before_the_end_is_heard_first() -> None:
     end = raw(struct.pack(">4sI", b"isle", len(body)) + body)
     time.sleep(0.1)
     assert end.receive(5.0) == "last words"
-    with pytest.raises(LineLost):
+    with pytest.raises(LinkLost):
         end.receive(5.0)
 
 
-def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "SILENCE", 0.6)
-    monkeypatch.setattr(line, "_BEAT", 0.1)
+def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "SILENCE", 0.6)
+    monkeypatch.setattr(link, "_BEAT", 0.1)
     here, there = ends
     here.keep_alive()
-    with pytest.raises(LineLost, match=r"no answer within 1 s"):  # alive, but says nothing
+    with pytest.raises(LinkLost, match=r"no answer within 1 s"):  # alive, but says nothing
         there.receive(1.0)
     started = time.monotonic()
-    with pytest.raises(LineLost, match=r"no sign of life for 0.6 s"):
+    with pytest.raises(LinkLost, match=r"no sign of life for 0.6 s"):
         here.receive(5.0)
     assert time.monotonic() - started < 1.5
 
@@ -114,10 +112,10 @@ def test_addresses() -> None:
             parse_address(text, "--peer")
 
 
-def test_doors_answer_and_closed_ones_do_not() -> None:
-    with Door() as door:
-        assert knock("127.0.0.1", door.port) == ""
-    assert knock("127.0.0.1", door.port) == "connection refused"
+def test_an_echo_server_answers_until_it_is_closed() -> None:
+    with EchoServer() as echo:
+        assert echo_failure("127.0.0.1", echo.port) == ""
+    assert echo_failure("127.0.0.1", echo.port) == "connection refused"
     assert interface_of("127.0.0.1") in ("lo", None) and interface_of("192.0.2.1") is None
 
 
@@ -129,7 +127,7 @@ def test_doors_answer_and_closed_ones_do_not() -> None:
         Diverged(2, 7, "hash"),
         WorkerFailed(1, "text"),
         NodeLost(1, "(a) is lost"),
-        MeetingFailed("late"),
+        RendezvousFailed("late"),
         ValueError("steps = 0"),
         CommError("other"),
     ],
@@ -148,7 +146,7 @@ def test_no_other_class_is_made_from_what_comes() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Places
+# Shares
 
 
 def test_workers_are_split_evenly_and_in_order() -> None:
@@ -162,7 +160,7 @@ def test_workers_are_split_evenly_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("node_spec", "words"),
     [
         ({"nodes": 0}, "--nodes 0: choose 1 or more"),
         ({"nodes": 2, "node": 2, "rendezvous": "a:1"}, "--node 2: with --nodes 2 it is one of 0 to 1"),
@@ -174,14 +172,14 @@ def test_workers_are_split_evenly_and_in_order() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else " ",
 )
-def test_impossible_places(place: dict[str, Any], words: str) -> None:
+def test_impossible_places(node_spec: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        Place(**place)
+        NodeSpec(**node_spec)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Meetings
+# The rendezvous
 
 
 class Meeting:
@@ -194,18 +192,24 @@ class Meeting:
         self.told: list[str] = []
         self.pool = ThreadPoolExecutor(8)
 
-    def come(self, node: int, card: Any = "same", nodes: int | None = None, seconds: float | None = None) -> Future:
+    def come(
+        self, node: int, description: Any = "same", nodes: int | None = None, seconds: float | None = None
+    ) -> Future:
         """What `meet` returns to that node."""
-        place = Place(nodes=nodes or self.nodes, node=node, rendezvous=f"127.0.0.1:{self.port}")
+        node_spec = NodeSpec(nodes=nodes or self.nodes, node=node, rendezvous=f"127.0.0.1:{self.port}")
 
         def agree(theirs: Any, node: int) -> str:
-            return "" if theirs == {"card": "same"} else f"node {node} has another card: {theirs['card']}"
+            return (
+                ""
+                if theirs == {"description": "same"}
+                else f"node {node} has another description: {theirs['description']}"
+            )
 
-        def take_part() -> Party:
-            party = meet(place, {"card": card}, agree, seconds or self.seconds, self.told.append)
+        def take_part() -> NodeGroup:
+            node_group = meet(node_spec, {"description": description}, agree, seconds or self.seconds, self.told.append)
             if node == 0:
-                party.go(store=7)
-            return party
+                node_group.go(store=7)
+            return node_group
 
         return self.pool.submit(take_part)
 
@@ -236,15 +240,15 @@ def test_all_meet_in_any_order(gathering: Callable[..., Meeting]) -> None:
     group = gathering(3)
     early = group.come(1)
     group.hears("nobody answers at")
-    parties = [group.come(0), early, group.come(2)]
-    found = [party.result(15.0) for party in parties]
-    assert [party.node for party in found] == [0, 1, 2]
-    assert all((party.host, party.facts["store"]) == ("127.0.0.1", 7) for party in found)
-    assert sorted(found[0].lines) == [1, 2] and list(found[1].lines) == list(found[2].lines) == [0]
-    found[0].lines[2].send("for two")
-    assert found[2].lines[0].receive(5.0) == "for two"
-    for party in found:
-        party.part()
+    node_groups = [group.come(0), early, group.come(2)]
+    found = [node_group.result(15.0) for node_group in node_groups]
+    assert [node_group.node for node_group in found] == [0, 1, 2]
+    assert all((node_group.host, node_group.facts["store"]) == ("127.0.0.1", 7) for node_group in found)
+    assert sorted(found[0].links) == [1, 2] and list(found[1].links) == list(found[2].links) == [0]
+    found[0].links[2].send("for two")
+    assert found[2].links[0].receive(5.0) == "for two"
+    for node_group in found:
+        node_group.part()
 
 
 def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,23 +266,23 @@ def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monk
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert refusal(2, card="other") == "node 2 has another card: other"
+    assert refusal(2, description="other") == "node 2 has another description: other"
     assert "is taken by 127.0.0.1: give every machine a --node of its own" in refusal(1)
     assert "started with --nodes 4, node 0 with --nodes 3" in refusal(2, nodes=4)
-    monkeypatch.setattr(meeting, "__version__", "9.9.9")
+    monkeypatch.setattr(rendezvous, "__version__", "9.9.9")
     assert "node 2 runs isles 9.9.9, node 0 runs isles 0." in refusal(2)
     monkeypatch.undo()
-    with pytest.raises(LineLost):  # a program of another kind
-        raw_line = connect("127.0.0.1", group.port, 5.0)
-        raw_line._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        raw_line.receive(5.0)
+    with pytest.raises(LinkLost):  # a program of another kind
+        raw_link = connect("127.0.0.1", group.port, 5.0)
+        raw_link._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        raw_link.receive(5.0)
     doctor = connect("127.0.0.1", group.port, 5.0)
     doctor.send({"doctor": "0.1.0"})
     assert "a run of isles listens here, not isles doctor" in doctor.receive(5.0)["over"][1][0]
 
     second = group.come(2)
-    for party in [host.result(10.0), first.result(10.0), second.result(10.0)]:
-        party.part()
+    for node_group in [host.result(10.0), first.result(10.0), second.result(10.0)]:
+        node_group.part()
 
 
 def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting]) -> None:
@@ -286,25 +290,34 @@ def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting
     host = group.come(0)
     group.hears("waiting at")
     gone = connect("127.0.0.1", group.port, 5.0)
-    gone.send({"isles": guests.__version__, "node": 1, "nodes": 3, "door": 1, "ports": "", "card": {"card": "same"}})
+    gone.send(
+        {
+            "isles": admission.__version__,
+            "node": 1,
+            "nodes": 3,
+            "echo_port": 1,
+            "ports": "",
+            "description": {"description": "same"},
+        }
+    )
     group.hears("node 1 (127.0.0.1) is here")
     gone.close()
     group.hears("node 1 (127.0.0.1) went away")
-    for party in [group.come(1), group.come(2), host]:
-        party.result(10.0).part()
+    for node_group in [group.come(1), group.come(2), host]:
+        node_group.result(10.0).part()
 
 
 def test_nobody_comes(gathering: Callable[..., Meeting]) -> None:
     """Node 0 alone, node 1 alone, and one of three missing: those who are there are told who is not."""
-    with pytest.raises(MeetingFailed, match=r"node 1 did not come to 127.0.0.1:\d+ within 0.5 s"):
+    with pytest.raises(RendezvousFailed, match=r"node 1 did not come to 127.0.0.1:\d+ within 0.5 s"):
         gathering(2, 0.5).come(0).result(5.0)
-    with pytest.raises(MeetingFailed, match=r"nobody answers at 127.0.0.1:\d+ since 0.5 s \(connection refused\)"):
+    with pytest.raises(RendezvousFailed, match=r"nobody answers at 127.0.0.1:\d+ since 0.5 s \(connection refused\)"):
         gathering(2, 0.5).come(1).result(5.0)
     group = gathering(3)
     both = [group.come(0, seconds=2.0), group.come(1)]
-    for party in both:
-        with pytest.raises(MeetingFailed, match="node 2 did not come"):
-            party.result(10.0)
+    for node_group in both:
+        with pytest.raises(RendezvousFailed, match="node 2 did not come"):
+            node_group.result(10.0)
 
 
 def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
@@ -314,14 +327,16 @@ def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
         group.come(0).result(5.0)
     for host, words in (("192.0.2.1", "is no address of this machine"), ("no.such.host.invalid", "no such host name")):
         for node in (0, 1) if "name" in words else (0,):
-            place = Place(nodes=2, node=node, rendezvous=f"{host}:29400")
+            node_spec = NodeSpec(nodes=2, node=node, rendezvous=f"{host}:29400")
             with pytest.raises(ValueError, match=words):
-                meet(place, {}, lambda card, node: "", 5.0, group.told.append)
+                meet(node_spec, {}, lambda description, node: "", 5.0, group.told.append)
 
 
 def test_seats_of_the_second_machine() -> None:
     """Its workers count from 0 on their own machine, which is what a GPU is chosen by; the store is node 0's."""
-    party = Party(place=Place(nodes=2, node=1, rendezvous="10.0.0.1:29400"), here="127.0.0.1", host="10.0.0.1")
-    own = local.seats(party, 5, 1234, threads=1, deadlines=None, logs=None)
-    assert [(seat.rank, seat.local_rank, seat.size) for seat in own] == [(3, 0, 5), (4, 1, 5)]
-    assert {(seat.host, seat.port, seat.interface) for seat in own} == {("10.0.0.1", 1234, interface_of("127.0.0.1"))}
+    node_group = NodeGroup(
+        spec=NodeSpec(nodes=2, node=1, rendezvous="10.0.0.1:29400"), here="127.0.0.1", host="10.0.0.1"
+    )
+    own = local.worker_specs(node_group, 5, 1234, threads=1, deadlines=None, logs=None)
+    assert [(spec.rank, spec.local_rank, spec.size) for spec in own] == [(3, 0, 5), (4, 1, 5)]
+    assert {(spec.host, spec.port, spec.interface) for spec in own} == {("10.0.0.1", 1234, interface_of("127.0.0.1"))}

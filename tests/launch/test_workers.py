@@ -150,8 +150,8 @@ from tests.launch.local_workers import lingers
 
 if __name__ == "__main__":
     if sys.argv[2] == "joining":  # the workers wait for one that never comes
-        seats = local.seats
-        local.seats = lambda *a, **k: [replace(seat, size=seat.size + 1) for seat in seats(*a, **k)]
+        worker_specs = local.worker_specs
+        local.worker_specs = lambda *a, **k: [replace(spec, size=spec.size + 1) for spec in worker_specs(*a, **k)]
     isles.run_local(lingers, 4, args=(sys.argv[1],))
 """
 

@@ -6,13 +6,13 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from isles.network.theory.barrier import Steps, waiting
+from isles.network.theory.barrier import StepLaw, waiting
 
 
 @pytest.mark.parametrize(("count", "variance"), [(1, 0.5), (2, 2.0), (30, 0.5)])
 def test_the_law_of_a_sum(count, variance):
     """A hundred thousand sums, step by step, fall below the table's quantiles as often as they should."""
-    steps, random, draws = Steps(count=count, variance=variance), np.random.default_rng(1), 100_000
+    steps, random, draws = StepLaw(count=count, variance=variance), np.random.default_rng(1), 100_000
     total = sum(np.exp(steps.mu + math.sqrt(variance) * random.standard_normal(draws)) for _ in range(count))
     z, seconds = steps.quantiles()
     for deviation in (-2.0, 0.0, 2.0, 3.0):
@@ -28,33 +28,33 @@ def test_the_law_of_a_sum(count, variance):
     ("inner_steps", "few", "many"), [(100, 1.11, 1.19), (50, 1.16, 1.29), (10, 1.37, 1.75), (1, 1.96, 3.2)]
 )
 def test_ratios_of_the_specification(inner_steps, few, many):
-    steps = Steps(count=inner_steps)
+    steps = StepLaw(count=inner_steps)
     for workers, wanted in ((64, few), (1024, many)):
         runs = [waiting(workers, steps, seed=seed) for seed in range(3)]
         assert mean(run.ratio for run in runs) == pytest.approx(wanted, rel=0.05)
 
 
 def test_who_waits_for_whom():
-    two = waiting(2, Steps(count=3))
+    two = waiting(2, StepLaw(count=3))
     assert two.everybody == pytest.approx(two.partner_last) == pytest.approx(two.partner_mean)
-    alone = waiting(1, Steps(count=3))
+    alone = waiting(1, StepLaw(count=3))
     assert alone.everybody == pytest.approx(alone.partner_last)
-    alike = waiting(7, Steps(count=3, variance=0.0), rounds=5)
+    alike = waiting(7, StepLaw(count=3, variance=0.0), rounds=5)
     assert alike.everybody == pytest.approx(alike.partner_mean) == pytest.approx(5 * 3 * math.e)
     for workers in (3, 64, 65):
-        run = waiting(workers, Steps(count=5))
-        assert run.everybody >= run.partner_last >= run.partner_mean > 100 * Steps(count=5).mean
-        assert run == waiting(workers, Steps(count=5))
+        run = waiting(workers, StepLaw(count=5))
+        assert run.everybody >= run.partner_last >= run.partner_mean > 100 * StepLaw(count=5).mean
+        assert run == waiting(workers, StepLaw(count=5))
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: waiting(0, Steps(count=1)), "workers = 0"),
-        (lambda: waiting(2, Steps(count=1), rounds=0), "rounds = 0"),
-        (lambda: Steps(count=0), "0 inner steps"),
-        (lambda: Steps(count=1, variance=-1), "variance = -1"),
-        (lambda: Steps(count=1, mu=math.nan), "mu = nan"),
+        (lambda: waiting(0, StepLaw(count=1)), "workers = 0"),
+        (lambda: waiting(2, StepLaw(count=1), rounds=0), "rounds = 0"),
+        (lambda: StepLaw(count=0), "0 inner steps"),
+        (lambda: StepLaw(count=1, variance=-1), "variance = -1"),
+        (lambda: StepLaw(count=1, mu=math.nan), "mu = nan"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, words):

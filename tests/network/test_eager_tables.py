@@ -7,7 +7,7 @@ import pytest
 
 from isles.network.theory import eager_tables as tables
 from isles.network.theory.exchanges import data_parallel, streaming
-from isles.network.theory.utilisation import Job, bandwidth_for, utilisation
+from isles.network.theory.utilisation import LayeredJob, bandwidth_for, utilisation
 
 # Gbit/s for 50, 80, 90, 95, 99 %: table 5 of arXiv 2502.12996, table 4 of arXiv 2501.18512.
 PRINTED = """
@@ -141,10 +141,10 @@ def test_further_statements_of_the_streaming_paper():
     made = streaming(108, 100, pattern="sequential")
     made = replace(made, fragments=made.fragments[::-1])  # the first layers first
     assert [on_grid(job, made, target) for target in tables.TARGETS] == [2.4, 7.5, 11.0, 16.0, 33.9]
-    deepseek = Job(parameters=671e9, layers=61, step_seconds=20.1)
+    deepseek = LayeredJob(parameters=671e9, layers=61, step_seconds=20.1)
     assert on_grid(deepseek, streaming(61, 100, bits=4, overlap=1), 0.99) == 4.3
     assert on_grid(deepseek, data_parallel(61), 0.95) == 828.6
-    llama = Job(parameters=405e9, layers=126, step_seconds=26.9)
+    llama = LayeredJob(parameters=405e9, layers=126, step_seconds=26.9)
     assert on_grid(llama, streaming(126, 100, bits=4, overlap=1), 0.99) == 0.9
     assert on_grid(llama, data_parallel(126), 0.99) == 390.7
 

@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 
 from isles.network.pauses import Pauses
-from isles.network.theory.barrier import Steps
+from isles.network.theory.barrier import StepLaw
 from isles.network.theory.fleet import ARRIVED, COMPUTED, Fleet, _Rounds, run
 
-FLEET = Fleet(workers=9, steps=Steps(count=5), message=4.0, message_variance=0.7, seed=3)
+FLEET = Fleet(workers=9, steps=StepLaw(count=5), message=4.0, message_variance=0.7, seed=3)
 PAUSED = Fleet(
-    workers=9, steps=Steps(count=5), message=4.0, message_variance=0.7, seed=3, pauses=Pauses(every=40.0, seconds=30.0)
+    workers=9,
+    steps=StepLaw(count=5),
+    message=4.0,
+    message_variance=0.7,
+    seed=3,
+    pauses=Pauses(every=40.0, seconds=30.0),
 )
 ROUNDS = 40
 
@@ -62,7 +67,7 @@ def test_pairs_wait_less_and_pauses_cost_time():
 
 
 def test_constant_times_by_hand():
-    fleet = Fleet(workers=6, steps=Steps(count=1, mu=0.0, variance=0.0), message=0.25)
+    fleet = Fleet(workers=6, steps=StepLaw(count=1, mu=0.0, variance=0.0), message=0.25)
     assert run(fleet, "all", 10).clocks == pytest.approx([10 * 1.5] * 6)
     assert run(fleet, "pairs", 10).clocks == pytest.approx([10 * 1.25] * 6)
 
@@ -70,6 +75,6 @@ def test_constant_times_by_hand():
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("message", -1.0), ("message_variance", -1.0)])
 def test_no_such_fleet(field, value):
     with pytest.raises(ValueError, match=f"{field} = {value}"):
-        Fleet(**({"workers": 2, "steps": Steps(count=1)} | {field: value}))
+        Fleet(**({"workers": 2, "steps": StepLaw(count=1)} | {field: value}))
     with pytest.raises(ValueError, match="rounds = 0"):
         run(FLEET, "pairs", 0)

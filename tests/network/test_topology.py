@@ -34,7 +34,7 @@ def test_without_islands_all_is_far() -> None:
 def clocks(world: Mesh) -> tuple[float, float]:
     """Arrivals of 125,000 bytes (a megabit) from the neighbour, then from the other island."""
     data = torch.zeros(125_000, dtype=torch.uint8)
-    islands = world.islands(2)
+    islands = isles.mesh(inner=2)
     islands.inner.exchange(1 - islands.inner.rank, data)
     inside = world.transport.now()
     islands.outer.exchange(1 - islands.outer.rank, data)

@@ -8,9 +8,9 @@ import pytest
 
 from isles.network.planner.costs import ring, two_shot
 from isles.network.theory.exchanges import data_parallel, diloco, streaming
-from isles.network.theory.utilisation import Job, bandwidth_for, bound, tolerated_latency, utilisation
+from isles.network.theory.utilisation import LayeredJob, bandwidth_for, bound, tolerated_latency, utilisation
 
-JOB = Job(parameters=1e9, layers=24, step_seconds=0.1)
+JOB = LayeredJob(parameters=1e9, layers=24, step_seconds=0.1)
 METHODS = {
     "dp": data_parallel(24),
     "diloco": diloco(24, 20),
@@ -41,8 +41,8 @@ def test_more_overlap_never_hurts():
 @pytest.mark.parametrize("name", METHODS)
 def test_scale(name):
     """Sixteen times the model over sixteen times the rate in the same time: the same bits."""
-    larger = Job(parameters=16e9, layers=24, step_seconds=0.1)
-    slower = Job(parameters=1e9, layers=24, step_seconds=0.4)
+    larger = LayeredJob(parameters=16e9, layers=24, step_seconds=0.1)
+    slower = LayeredJob(parameters=1e9, layers=24, step_seconds=0.4)
     first = utilisation(JOB, METHODS[name], RATES)
     assert (first == utilisation(larger, METHODS[name], 16 * RATES)).all()
     assert (first == utilisation(slower, METHODS[name], RATES / 4)).all()
@@ -123,9 +123,9 @@ def test_what_no_rate_can_give_is_nan():
         (lambda: utilisation(JOB, METHODS["dp"], [1e9, -1.0]), "bandwidth must be above 0"),
         (lambda: utilisation(JOB, METHODS["dp"], 1e9, latency=-1), "latency"),
         (lambda: utilisation(JOB, METHODS["dp"], 1e9, steps=0), "steps = 0"),
-        (lambda: Job(parameters=-1, layers=2, step_seconds=1), "parameters"),
-        (lambda: Job(parameters=1, layers=0, step_seconds=1), "layers"),
-        (lambda: Job(parameters=1, layers=1, step_seconds=0), "step_seconds"),
+        (lambda: LayeredJob(parameters=-1, layers=2, step_seconds=1), "parameters"),
+        (lambda: LayeredJob(parameters=1, layers=0, step_seconds=1), "layers"),
+        (lambda: LayeredJob(parameters=1, layers=1, step_seconds=0), "step_seconds"),
         (lambda: diloco(24, 0), "every = 0"),
         (lambda: streaming(24, 100, per_fragment=25), "choose 1 to 24"),
         (lambda: streaming(24, 100, overlap=-1), "overlap"),

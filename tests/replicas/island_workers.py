@@ -102,7 +102,7 @@ def train(world: Mesh, case: Case) -> dict[str, Any]:
     name, inside, max_norm, steps = case.name, case.inside, case.max_norm, STEPS
     before = {channel: world.world.traffic[channel].bytes_sent for channel in CHANNELS}
     inner, island, stop = case.inner, case.island, case.stop
-    world = world.islands(inner)
+    world = isles.mesh(inner=inner, deadlines=world.world.deadlines)
     model = Blocks(world.rank)  # worker 0's are the run's
     optimizer = wrapped(world, model, name, inside, max_norm)
     for step in range(1, steps + 1):

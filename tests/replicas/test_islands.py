@@ -95,7 +95,7 @@ def test_virtual_and_gloo_are_equal_to_the_bit() -> None:
 
 def refusals(world: Mesh) -> list[str]:
     """The lines of everything that islands cannot be."""
-    islands = world.islands(2)
+    islands = isles.mesh(inner=2)
     model = Blocks()
 
     def inside(**options: Any) -> isles.ReplicaSync:
@@ -111,7 +111,7 @@ def refusals(world: Mesh) -> list[str]:
         lambda: across(isles.DDP, inside()),
         lambda: across(isles.DiLoCo, inside(), max_norm=1.0),
         lambda: isles.DiLoCo(model, inside(), islands.inner),
-        lambda: world.islands(3),
+        lambda: isles.mesh(inner=3),
         lambda: across(isles.NoLoCo, inside(), on_peer_failure="solo"),
     ]
     found = []
@@ -139,7 +139,7 @@ def test_what_islands_cannot_be_is_refused_with_the_mend() -> None:
 
 
 def moved_alone(world: Mesh) -> None:
-    islands = world.islands(1)
+    islands = isles.mesh(inner=1)
     model = Blocks()
     optimizer = isles.LocalSGD(model, isles.DDP(model, adamw(model), islands.inner), islands.outer, sync_every=1)
     model.double()
@@ -155,7 +155,7 @@ def test_a_model_that_was_moved_is_refused_in_an_island_of_one_too() -> None:
 
 def halves(world: Mesh) -> list[dict[str, float]]:
     """DiLoCoX across islands: one worker's share of the only matrix learns a direction, the other's all of them."""
-    islands = world.islands(2)
+    islands = isles.mesh(inner=2)
     model = nn.Linear(24, 64, bias=False)
     inside = isles.DDP(model, torch.optim.SGD(model.parameters(), lr=0.05), islands.inner)
     settings = {"sync_every": 4, "rank": 4, "start_compress": 1, "window": 1}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isles.report.draw.axes import Axis, linear, logarithmic
+from isles.report.draw.axes import ChartAxis, linear, logarithmic
 from isles.report.series import average, mean_over, quantile, thin
 from isles.report.units import (
     compare,
@@ -126,12 +126,12 @@ def test_axes_of_special_data() -> None:
     assert linear(0.0, 20.0, 6).ticks[0] == 0.0  # no tick below zero when the data start at zero
     assert (linear(0.0, 0.0, 6).low, linear(0.0, 0.0, 6).high) == (0, 1)
     assert linear(5.0, 5.0, 6).low < 5.0 < linear(5.0, 5.0, 6).high
-    assert linear(0.0, 3.0, 8, tight=True, whole=True) == Axis([0, 1, 2, 3], 0.0, 3.0)
+    assert linear(0.0, 3.0, 8, tight=True, whole=True) == ChartAxis([0, 1, 2, 3], 0.0, 3.0)
     assert linear(0.0, 0.7, 8, tight=True).ticks == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
     assert linear(0.0, 1.0, 8, tight=True, whole=True).ticks == [0, 1]
-    assert logarithmic(9.9e6, 2.9e9) == Axis([1e6, 1e7, 1e8, 1e9, 1e10], 1e6, 1e10, log=True)
-    assert logarithmic(100.0, 100.0) == Axis([100.0, 1000.0], 100.0, 1000.0, log=True)
-    assert logarithmic(3e5, 8e7, tight=True) == Axis([1e6, 1e7], 3e5, 8e7, log=True)
+    assert logarithmic(9.9e6, 2.9e9) == ChartAxis([1e6, 1e7, 1e8, 1e9, 1e10], 1e6, 1e10, log=True)
+    assert logarithmic(100.0, 100.0) == ChartAxis([100.0, 1000.0], 100.0, 1000.0, log=True)
+    assert logarithmic(3e5, 8e7, tight=True) == ChartAxis([1e6, 1e7], 3e5, 8e7, log=True)
     assert logarithmic(1.5, 9.0, tight=True).ticks == [2.0, 5.0]  # no power of ten in it
     assert logarithmic(10.0, 1000.0).at(100.0) == 0.5
 

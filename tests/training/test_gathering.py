@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isles.launch.link import listen
-from isles.launch.nodes import Party, Place
+from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.running.agree import met
@@ -36,12 +36,12 @@ def both(here: tuple[Config, Path, int | None], there: tuple[Config, Path, int |
     def node(number: int, config: Config, out: Path, resume: int | None) -> Any:
         try:
             with met(
-                config, Place(nodes=2, node=number, rendezvous=rendezvous), out, resume, lambda text: None
-            ) as party:
+                config, NodeSpec(nodes=2, node=number, rendezvous=rendezvous), out, resume, lambda text: None
+            ) as node_group:
                 if number == 0:
-                    party.go()
+                    node_group.go()
                 parted.wait(20.0)
-                return party.facts
+                return node_group.facts
         except Exception as error:
             return error
 
@@ -87,13 +87,13 @@ def test_what_node_1_is_refused_for(config: Config, tmp_path: Path, tmp_path_fac
 
 def test_what_one_machine_cannot_be_split_into(config: Config, tmp_path: Path) -> None:
     """Fewer workers than machines, a virtual network: refused before anybody is waited for."""
-    place = Place(nodes=3, node=0, rendezvous="127.0.0.1:29400")
+    node_spec = NodeSpec(nodes=3, node=0, rendezvous="127.0.0.1:29400")
     virtual = tiny(tmp_path / "text.txt")
     for one, words in (
         (config, "more machines than world.workers = 2"),
         (virtual, 'world.backend = "virtual" runs on one'),
     ):
-        with pytest.raises(ValueError, match=words), met(one, place, tmp_path, None, print):
+        with pytest.raises(ValueError, match=words), met(one, node_spec, tmp_path, None, print):
             pass
-    with met(config, Place(), tmp_path, None, print) as party:
-        assert isinstance(party, Party) and not party.lines and party.nodes == 1
+    with met(config, NodeSpec(), tmp_path, None, print) as node_group:
+        assert isinstance(node_group, NodeGroup) and not node_group.links and node_group.nodes == 1

@@ -78,10 +78,10 @@ class VirtualCluster:
         its virtual time. When all have ended, the exception that came first in virtual time is raised; with
         `return_errors` the exceptions stand in the list instead. No thread is left, also after errors and Ctrl-C.
         """
-        return _Run(self, fn).join(return_errors)
+        return _VirtualRun(self, fn).join(return_errors)
 
 
-class _Run:
+class _VirtualRun:
     """One run: its threads, results and errors."""
 
     def __init__(self, cluster: VirtualCluster, fn: Callable[[VirtualTransport], Any]) -> None:

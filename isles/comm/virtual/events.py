@@ -20,7 +20,7 @@ Event = list[Any]
 _COMPACT_FROM = 256  # below this many cancelled events a clean-up saves nothing
 
 
-class Timeline:
+class EventQueue:
     """Pending events and the moment that is being acted out."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from isles.comm import mesh
-from isles.comm.stopping import SharedOrders
+from isles.comm.stopping import SharedStopControl
 from isles.comm.transport import Deadlines
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
@@ -35,7 +35,7 @@ def run_virtual(
     seed: int = 0,
     deadlines: Deadlines | None = None,
     on_event: Callable[[Any], None] | None = None,
-    orders: SharedOrders | None = None,
+    stop_control: SharedStopControl | None = None,
     return_errors: bool = False,
 ) -> list[Any]:
     """Run `worker(world, *args)` for `workers` workers in this process, on a virtual clock; results in rank order.
@@ -46,7 +46,7 @@ def run_virtual(
     on a worker of speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter:
     sigma of a log-normal factor on each step. pauses: when workers are away for a while; `deadlines` of those that
     wait for them should be longer. slots: workers that compute at once; results do not depend on it. Losses,
-    weights and bytes equal those of `run_local`. Errors as there. orders: through which the run may be asked to
+    weights and bytes equal those of `run_local`. Errors as there. stop_control: through which the run may be asked to
     stop.
     """
     cluster = VirtualCluster(
@@ -67,8 +67,8 @@ def run_virtual(
         world = mesh.init(deadlines=deadlines)
         if on_event is not None:
             world = replace(world, report=on_event)
-        if orders is not None:
-            world = replace(world, stop_here=partial(orders.boundary, transport.rank))
+        if stop_control is not None:
+            world = replace(world, stop_here=partial(stop_control.boundary, transport.rank))
         return worker(world, *args)
 
     before = torch.get_num_threads()

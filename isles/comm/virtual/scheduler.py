@@ -31,10 +31,10 @@ from typing import Protocol
 import torch
 
 from isles.comm.errors import CommError
-from isles.comm.virtual.events import Timeline
+from isles.comm.virtual.events import EventQueue
 from isles.network.pauses import Absences
 
-Place = tuple[float, int]  # (clock, rank)
+Turn = tuple[float, int]  # (clock, rank)
 
 
 class Stopped(BaseException):
@@ -82,7 +82,7 @@ class Scheduler:
     """Hands the turn round. All state is guarded by one lock, held during a turn and while events are acted out."""
 
     def __init__(self, absences: Sequence[Absences | None], slots: int) -> None:
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.workers = [Worker(self, rank, away) for rank, away in enumerate(absences)]
         self.stepper = 0
         """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
@@ -91,8 +91,8 @@ class Scheduler:
         self._slots = slots
         self._mutex = threading.Lock()
         self._running: list[Worker] = []
-        self._ready: list[Place] = []
-        self._resuming: list[Place] = [(0.0, rank) for rank in range(len(self.workers))]
+        self._ready: list[Turn] = []
+        self._resuming: list[Turn] = [(0.0, rank) for rank in range(len(self.workers))]
         self._blocked = 0
         self._stopped = False
 
@@ -177,7 +177,7 @@ class Scheduler:
         with self._mutex:
             self._stop()
 
-    def _is_another_before(self, place: Place) -> bool:
+    def _is_another_before(self, place: Turn) -> bool:
         return (
             (bool(self._ready) and self._ready[0] < place)
             or (bool(self._resuming) and self._resuming[0] < place)

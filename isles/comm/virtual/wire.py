@@ -28,7 +28,7 @@ from torch import Tensor
 
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
-from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, Timeline
+from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, EventQueue
 from isles.comm.virtual.transfer import VirtualWork
 from isles.network.pipe import Pipe
 from isles.network.topology import Topology
@@ -61,7 +61,7 @@ class Message:
 class Wire:
     """The network between `size` ranks. Every method acts at `timeline.now`."""
 
-    def __init__(self, size: int, routes: Topology, seed: int, timeline: Timeline) -> None:
+    def __init__(self, size: int, routes: Topology, seed: int, timeline: EventQueue) -> None:
         self.size, self.routes, self.seed, self.timeline = size, routes, seed, timeline
         self.numbers: list[Counter[int]] = [Counter() for _ in range(size)]
         """Messages sent so far, [source][target]: the jitter's counter."""

@@ -31,7 +31,7 @@ from typing import Literal, get_args
 
 from isles.errors import unknown_name
 from isles.experts.domains import TRAINED, Difficulty, Domain, of_difficulty
-from isles.experts.jobs import Job, configured
+from isles.experts.jobs import ExpertJob, configured
 from isles.experts.meters import TOLERANCE, Share, check_budget
 from isles.models import Shape, flops_per_token
 from isles.training.config.sections import Config
@@ -151,7 +151,7 @@ class HdeePlan:
     expert of each difficulty after each iteration. random, dense: names of the baselines; empty where left out.
     """
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[ExpertJob, ...]
     seeds: dict[int, str]
     forests: dict[str, list[tuple[str, ...]]]
     random: tuple[str, ...]
@@ -190,13 +190,13 @@ class _Planner:
 
     def __init__(self, own: HdeeConfig, base: Config, seed: int, folder: Path) -> None:
         self.own, self.base, self.run, self.folder = own, base, {"seed": seed}, folder
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, ExpertJob] = {}
 
     def seed(self, ffn: int) -> str:
         """The seed of one size; its name."""
         path = self.own.seed_path or str(self.folder / MIXTURE)
         config = configured(self.base, steps=self.own.seed_steps, path=path, model={"ffn": ffn}, run=self.run)
-        return self._add(Job(name=f"seed-f{ffn}", config=config, role="seed"))
+        return self._add(ExpertJob(name=f"seed-f{ffn}", config=config, role="seed"))
 
     def forests(self, one: Cell, lessons: Mapping[Difficulty, list[Domain]]) -> list[tuple[str, ...]]:
         """The experts of a variant: their names after each iteration, in the order of their difficulty."""
@@ -212,7 +212,9 @@ class _Planner:
                 lesson, *earlier = reversed(lessons[difficulty][: iteration + 1])
                 config = self._branched(lesson.path, ffn, steps, f"{name}-start" if parents else start)
                 history = tuple(domain.name for domain in [*reversed(earlier), lesson])
-                names.append(self._add(Job(name=name, config=config, role="expert", domains=history, parents=parents)))
+                names.append(
+                    self._add(ExpertJob(name=name, config=config, role="expert", domains=history, parents=parents))
+                )
             before = tuple(names)
             made.append(before)
         return made
@@ -223,7 +225,7 @@ class _Planner:
             return ""
         ffn = self.own.ffn[1]
         config = self._branched(str(self.folder / text), ffn, steps, f"seed-f{ffn}")
-        return self._add(Job(name=f"{role}{suffix}-f{ffn}-t{steps}", config=config, role=role))
+        return self._add(ExpertJob(name=f"{role}{suffix}-f{ffn}-t{steps}", config=config, role=role))
 
     def _branched(self, path: str, ffn: int, steps: int, start: str) -> Config:
         """A run on the text of `path` that begins with the weights of `start`, with the experts' rate."""
@@ -231,6 +233,6 @@ class _Planner:
         run = {**self.run, "start": str(self.folder / start)}
         return configured(self.base, steps=steps, path=path, model={"ffn": ffn}, inner=inner, run=run)
 
-    def _add(self, job: Job) -> str:
+    def _add(self, job: ExpertJob) -> str:
         self.jobs.setdefault(job.name, job)
         return job.name

@@ -27,9 +27,9 @@ from isles.experts.averages import averaged
 from isles.experts.domains import TRAINED, DomainText, Part, of_difficulty, pooled, read_domains, store_rows
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
-from isles.experts.jobs import Job, Progress
+from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.judging import WAYS, judge, mean_of
-from isles.experts.meters import Bytes, bytes_of
+from isles.experts.meters import ExpertTraffic, bytes_of
 from isles.experts.registry import Forest, Member
 from isles.experts.routing.priors import cached
 from isles.experts.routing.ridge import RidgeGate
@@ -72,11 +72,11 @@ class Hdee(System[HdeeConfig]):
         """Where the runs of a seed lie."""
         return self.out / f"seed-{seed}"
 
-    def placed_jobs(self) -> list[tuple[str, Job]]:
+    def placed_jobs(self) -> list[tuple[str, ExpertJob]]:
         """See System.placed_jobs."""
         return [(self.folder(seed).name, job) for seed in self.own.seeds for job in self.plan(seed).jobs]
 
-    def prepare(self, folder: str, progress: Progress) -> None:
+    def prepare(self, folder: str, progress: JobProgress) -> None:
         """The mixture that the seeds and the dense baseline train on, and its random thirds."""
         place = self.out / folder
         seed = next(seed for seed in self.own.seeds if self.folder(seed) == place)
@@ -86,7 +86,7 @@ class Hdee(System[HdeeConfig]):
             corpus = rows_corpus(f"random third {third}", pool.corpus.tokenizer, rows, pool.held)
             store_rows(corpus, place / "splits" / str(third))
 
-    def evaluate(self, progress: Progress) -> dict[str, Any]:
+    def evaluate(self, progress: JobProgress) -> dict[str, Any]:
         """Judge every forest on every domain and write the forests and OUT/results.json."""
         records = []
         for seed in self.own.seeds:
@@ -117,7 +117,7 @@ class Hdee(System[HdeeConfig]):
 
     def _judge_seed(self, seed: int) -> dict[str, Any]:
         folder, plan = self.folder(seed), self.plan(seed)
-        scored = _Scored(folder, self.texts, self.own.sequences)
+        scored = _SeedScores(folder, self.texts, self.own.sequences)
         seed_name = plan.seeds[self.own.ffn[1]]
         gate = self._ridge(scored.run(seed_name))
         record: dict[str, Any] = {"seed": self._alone(scored, seed_name)}
@@ -141,14 +141,14 @@ class Hdee(System[HdeeConfig]):
                         found["parameter_average"] = self._by_average(scored, names, domain)
         return record
 
-    def _alone(self, scored: _Scored, name: str) -> dict[str, float]:
+    def _alone(self, scored: _SeedScores, name: str) -> dict[str, float]:
         return {domain: mixture.perplexity(scored.one(name, domain, "test")) for domain in self.texts}
 
     def _by_ridge(self, gate: RidgeGate, test_ENT: Tensor, domain: str) -> float:
         chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
         return mixture.perplexity(test_ENT[torch.from_numpy(chosen), torch.arange(len(chosen))])
 
-    def _by_average(self, scored: _Scored, names: Sequence[str], domain: str) -> float:
+    def _by_average(self, scored: _SeedScores, names: Sequence[str], domain: str) -> float:
         """BTM's one model, its shares those of the cached prior."""
         shares = cached(scored.of(names, domain, "prior"), statistic="mean").exp().tolist()
         one = averaged(Served(names, [scored.run(name) for name in names]), shares)
@@ -185,13 +185,13 @@ class Hdee(System[HdeeConfig]):
         one = float(flops_per_token(replace(self.base.model, ffn=self.own.ffn[1]).shape(), backward=False))
         return {**found, "a token by one medium model": one, "a token by three of them": 3 * one}
 
-    def _bytes(self) -> Bytes:
+    def _bytes(self) -> ExpertTraffic:
         shapes = [replace(self.base.model, ffn=ffn).shape() for ffn in self.own.ffn]
         weights = [4 * parameters(shape) for shape in shapes]
         return bytes_of(weights, weights, shapes[0].vocab, serving=3)
 
 
-class _Scored:
+class _SeedScores:
     """What the runs of one seed say of the domains: each asked once, however many forests it stands in."""
 
     def __init__(self, folder: Path, texts: Mapping[str, DomainText], sequences: int) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Rule = Literal["greedy", "sequential", "optimal", "unbalanced"]
+AssignmentRule = Literal["greedy", "sequential", "optimal", "unbalanced"]
 
 
 def capacities(sequences: int, experts: int) -> np.ndarray:
@@ -27,15 +27,15 @@ def capacities(sequences: int, experts: int) -> np.ndarray:
     return np.array([share + (expert < rest) for expert in range(experts)], dtype=np.int64)
 
 
-def assign(scores_NE: np.ndarray, rule: Rule = "greedy") -> np.ndarray:
+def assign(scores_NE: np.ndarray, rule: AssignmentRule = "greedy") -> np.ndarray:
     """(N,) the expert of each sequence.
 
     rule: "greedy" as the module says. "sequential": in the order of the rows, for comparison. "optimal": the largest
     total score at the same capacities (scipy, O(N^3)). "unbalanced": each its best, whatever the loads; what routing
     does at inference. ValueError for scores that are no numbers.
     """
-    if rule not in get_args(Rule):
-        raise ValueError(f"assignment = {rule!r} is not known; use one of {', '.join(get_args(Rule))}")
+    if rule not in get_args(AssignmentRule):
+        raise ValueError(f"assignment = {rule!r} is not known; use one of {', '.join(get_args(AssignmentRule))}")
     scores_NE = np.asarray(scores_NE, dtype=np.float64)
     if not np.isfinite(scores_NE).all():
         raise ValueError("a router's score is no number: lower its learning rate (smalltalk.router_lr)")

@@ -17,7 +17,7 @@ from isles.experts.served import Served, score
 from isles.experts.smalltalk.seed import SmalltalkSeed
 from isles.training.records.saved import SavedRun, load_run
 
-Scored = dict[str, Tensor]
+DomainScores = dict[str, Tensor]
 """Of the sequences of one or more domains: the scores of "experts" (E, N, T) and of each dense model (N, T), and what
 the gate says: "routed" and "prefix-P" (N,), "chances" (E, N) in logs, and the "growing" weights (E, N, T) in logs.
 """
@@ -56,7 +56,9 @@ def judge_seed(seed: SmalltalkSeed, texts: Mapping[str, DomainText]) -> dict[str
     }
 
 
-def _scored(seed: SmalltalkSeed, gate: Gate, experts: Served, dense: Mapping[str, SavedRun], tokens: Tensor) -> Scored:
+def _scored(
+    seed: SmalltalkSeed, gate: Gate, experts: Served, dense: Mapping[str, SavedRun], tokens: Tensor
+) -> DomainScores:
     own = seed.own
     return {
         **{form: score(run, tokens) for form, run in dense.items()},
@@ -73,7 +75,7 @@ def _axis(key: str) -> int:
     return 1 if key in ("experts", "chances", "growing") else 0
 
 
-def _judged(seed: SmalltalkSeed, scored: Scored) -> dict[str, Any]:
+def _judged(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
     """Perplexities on all tokens, and on those after the prefix (None where there are none)."""
     experts_ENT = scored["experts"]
     count, length = experts_ENT.shape[1:]
@@ -81,7 +83,7 @@ def _judged(seed: SmalltalkSeed, scored: Scored) -> dict[str, Any]:
     def by(expert_of: Tensor) -> Tensor:
         return experts_ENT[expert_of, torch.arange(count)]
 
-    ways: Scored = {form: scored[form] for form in seed.own.dense}
+    ways: DomainScores = {form: scored[form] for form in seed.own.dense}
     ways["mixture"] = by(scored["routed"])
     ways |= {key: by(chosen) for key, chosen in scored.items() if key.startswith("prefix-")}
     # All experts by the gate's chances: E times the cost at inference.

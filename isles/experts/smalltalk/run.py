@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from isles.experts.jobs import Job, Progress
+from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.judging import mean_of
 from isles.experts.meters import bytes_of, score_bytes
 from isles.experts.smalltalk import smalltalk
@@ -41,15 +41,15 @@ class Smalltalk(System[SmalltalkConfig]):
         names = {seed: f"seed-{seed}" for seed in self.own.seeds}
         return {name: SmalltalkSeed(self.own, self.base, seed, self.out / name) for seed, name in names.items()}
 
-    def placed_jobs(self) -> list[tuple[str, Job]]:
+    def placed_jobs(self) -> list[tuple[str, ExpertJob]]:
         """See System.placed_jobs."""
         return [(folder, job) for folder, seed in self.seeds.items() for job in seed.jobs()]
 
-    def prepare(self, folder: str, progress: Progress) -> None:
+    def prepare(self, folder: str, progress: JobProgress) -> None:
         """Routers, assignment and segments of a seed. KeyboardInterrupt with a checkpoint."""
         self.seeds[folder].prepare(self.trained, progress)
 
-    def evaluate(self, progress: Progress) -> dict[str, Any]:
+    def evaluate(self, progress: JobProgress) -> dict[str, Any]:
         """See System.evaluate."""
         records = []
         for folder, seed in self.seeds.items():

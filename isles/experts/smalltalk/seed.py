@@ -22,7 +22,7 @@ from isles.comm.errors import CommError
 from isles.data import load_tokenizer
 from isles.data.corpus import rows_corpus
 from isles.experts.domains import DomainText, Pool, pooled, store_rows
-from isles.experts.jobs import Job, Progress
+from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.registry import Forest, Member
 from isles.experts.routing.assignment import Assignment, assign
 from isles.experts.routing.clusters import clustered, texts_of
@@ -31,7 +31,7 @@ from isles.experts.routing.routing import Gate, gate_of, route
 from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.workers import run_workers
-from isles.launch.nodes import HERE
+from isles.launch.nodes import SINGLE_NODE
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.writer import write_config
@@ -48,7 +48,7 @@ class SmalltalkSeed:
         self.own, self.folder = own, folder
         self.base = smalltalk.seeded(base, seed)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[ExpertJob]:
         """The experts' runs and the dense ones."""
         return smalltalk.expert_jobs(self.own, self.base, self.folder / "segments", self.folder / "pool")
 
@@ -91,7 +91,7 @@ class SmalltalkSeed:
         # A round that was done again after a stop has lines of both times, which are equal.
         return list({line["round"]: line["purity"] for line in lines}.values())
 
-    def prepare(self, trained: Sequence[DomainText], progress: Progress) -> None:
+    def prepare(self, trained: Sequence[DomainText], progress: JobProgress) -> None:
         """Routers, assignment and segments, those that are not there yet. KeyboardInterrupt with a checkpoint."""
         pool = self.pool(trained)
         paths = [self.folder / name for name in (HELD, ASSIGNMENT)]
@@ -114,7 +114,7 @@ class SmalltalkSeed:
             corpus = rows_corpus(f"segment {expert}", pool.corpus.tokenizer, *rows)
             store_rows(corpus, self.folder / "segments" / str(expert))
 
-    def _train_routers(self, pool: Pool, progress: Progress) -> None:
+    def _train_routers(self, pool: Pool, progress: JobProgress) -> None:
         folder = self.folder / "routers"
         folder.mkdir(parents=True, exist_ok=True)
         config = smalltalk.router_config(self.own, self.base, pool.folder)
@@ -144,13 +144,13 @@ class SmalltalkSeed:
             error.add_note(f"the same command, with this --out, goes on after round {done} of {self.own.rounds}")
             raise
         if any(result is None for result in results):
-            raise Interrupted(folder, HERE)
+            raise Interrupted(folder, SINGLE_NODE)
         for member in self.forest().routers:
             write_config(config, member.run)
         (self.folder / ROUTED).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         progress.end(name)
 
-    def _cluster(self, pool: Pool, progress: Progress) -> None:
+    def _cluster(self, pool: Pool, progress: JobProgress) -> None:
         """Centres from as many sequences as the routers' rounds would read, at most."""
         count = min(len(pool.rows), self.own.experts * self.own.round_sequences * self.own.rounds)
         progress.notice(f"clustering {count:,} sequences")

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from isles.experts.jobs import Job, configured
-from isles.experts.routing.assignment import Rule
+from isles.experts.jobs import ExpertJob, configured
+from isles.experts.routing.assignment import AssignmentRule
 from isles.models import flops_per_token
 from isles.models.config import ModelConfig
 from isles.replicas import method
@@ -70,7 +70,7 @@ class SmalltalkConfig:
     router_lr: float = 1e-4
     router_warmup: int = 1000
     router_length: Literal["prefix", "full"] = "prefix"
-    assignment: Rule = "greedy"
+    assignment: AssignmentRule = "greedy"
     reweigh_every: int = 16
     chunk: int = 0
     dense: tuple[Dense, ...] = get_args(Dense)
@@ -129,11 +129,11 @@ def router_seed(seed: int, router: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} router {router}".encode()).digest()[:4], "little")
 
 
-def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) -> list[Job]:
+def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) -> list[ExpertJob]:
     """The experts' runs on their segments, and the dense ones on the pool."""
     batch = base.data.batch_size
     jobs = [
-        Job(
+        ExpertJob(
             name=f"expert-{expert}",
             config=configured(base, steps=own.steps, path=str(segments / str(expert))),
             role="expert",
@@ -144,7 +144,7 @@ def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) 
     for form in own.dense:
         steps, sequences = forms[form]
         config = configured(base, steps=steps, path=str(pool), data={"batch_size": sequences})
-        jobs.append(Job(name=f"dense-{form}", config=config, role="dense"))
+        jobs.append(ExpertJob(name=f"dense-{form}", config=config, role="dense"))
     return jobs
 
 

@@ -25,7 +25,7 @@ _KNOTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class StepLaw:
     """The law of `count` steps in a row, each exp(mu + s z) seconds; variance: s^2."""
 
     count: int
@@ -55,7 +55,7 @@ class Steps:
 
 
 @lru_cache(maxsize=8)
-def _quantiles(steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+def _quantiles(steps: StepLaw) -> tuple[np.ndarray, np.ndarray]:
     z = np.linspace(-_TAIL, _TAIL, _KNOTS)
     s = math.sqrt(steps.variance)
     if steps.count == 1:
@@ -112,7 +112,7 @@ class Waiting:
         return self.everybody / self.partner_last
 
 
-def waiting(workers: int, steps: Steps, *, rounds: int = 100, seed: int = 0) -> Waiting:
+def waiting(workers: int, steps: StepLaw, *, rounds: int = 100, seed: int = 0) -> Waiting:
     """Both ways of waiting for the same random step times."""
     if workers < 1 or rounds < 1:
         raise ValueError(f"workers = {workers}, rounds = {rounds}: choose 1 or more of each")

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from isles.network.theory.exchanges import Exchanges, data_parallel, diloco, streaming
-from isles.network.theory.utilisation import Job, bandwidth_for, tolerated_latency, utilisation
+from isles.network.theory.utilisation import LayeredJob, bandwidth_for, tolerated_latency, utilisation
 
 STEP_FACTOR = 1.19
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 JOBS = {
-    "1B": Job(parameters=1e9, layers=24, step_seconds=0.1),
-    "10B": Job(parameters=1e10, layers=48, step_seconds=0.8),
-    "100B": Job(parameters=1e11, layers=108, step_seconds=4.9),
+    "1B": LayeredJob(parameters=1e9, layers=24, step_seconds=0.1),
+    "10B": LayeredJob(parameters=1e10, layers=48, step_seconds=0.8),
+    "100B": LayeredJob(parameters=1e11, layers=108, step_seconds=4.9),
 }
 GRID = 10.0 ** (-1 + 4 * np.arange(50) / 49)
 """Gbit/s."""
@@ -46,22 +46,22 @@ class Method:
     """
 
     name: str
-    printed: Callable[[Job], Exchanges]
-    intended: Callable[[Job], Exchanges]
+    printed: Callable[[LayeredJob], Exchanges]
+    intended: Callable[[LayeredJob], Exchanges]
     steps: int
 
 
-def scaled(job: Job) -> Job:
+def scaled(job: LayeredJob) -> LayeredJob:
     """`job` with the step time that gives table 5."""
-    return Job(parameters=job.parameters, layers=job.layers, step_seconds=STEP_FACTOR * job.step_seconds)
+    return LayeredJob(parameters=job.parameters, layers=job.layers, step_seconds=STEP_FACTOR * job.step_seconds)
 
 
-def _same(name: str, make: Callable[[Job], Exchanges], steps: int) -> Method:
+def _same(name: str, make: Callable[[LayeredJob], Exchanges], steps: int) -> Method:
     return Method(name=name, printed=make, intended=make, steps=steps)
 
 
 def _overlapped(name: str, sync_every: int, overlap: int) -> Method:
-    def make(job: Job, every: int | None = None) -> Exchanges:
+    def make(job: LayeredJob, every: int | None = None) -> Exchanges:
         return streaming(job.layers, sync_every, bits=4, overlap=overlap, every=every)
 
     if sync_every == 30:  # simulated with a fragment after every step, whatever their number
@@ -90,7 +90,7 @@ class Need:
     gbps: tuple[float, ...]
 
 
-def curve(method: Method, job: Job) -> np.ndarray:
+def curve(method: Method, job: LayeredJob) -> np.ndarray:
     """Utilisation at each point of `GRID`, as simulated for the papers (their Figure 3)."""
     return utilisation(scaled(job), method.printed(job), GRID * 1e9, steps=method.steps)
 
@@ -125,7 +125,7 @@ def _first_enough(shares: np.ndarray) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class CostRow:
     """A row of table 1: hours at any bandwidth and at `gbps`, and terabytes, of a run over `tokens`."""
 
     method: str
@@ -136,7 +136,7 @@ class Cost:
     gbps: float
 
 
-def table1(gbps: float = 1.0) -> list[Cost]:
+def table1(gbps: float = 1.0) -> list[CostRow]:
     """Hours and terabytes of the 1B model at H = 100, 4 bits, over a link of `gbps`, in the long run."""
     job = JOBS["1B"]
     rows = []
@@ -150,7 +150,7 @@ def table1(gbps: float = 1.0) -> list[Cost]:
             hours = tokens / TOKENS_A_STEP * job.step_seconds / 3600
             volume = tokens * BYTES_A_TOKEN / fewer / 1e12
             rows.append(
-                Cost(
+                CostRow(
                     method=name,
                     tokens=tokens,
                     hours_unlimited=hours,
@@ -164,6 +164,6 @@ def table1(gbps: float = 1.0) -> list[Cost]:
 
 def table2() -> list[tuple[str, float]]:
     """(overlap, tolerated seconds) of the 500M model, a step of 0.08 s, H = 30."""
-    job = Job(parameters=5e8, layers=18, step_seconds=0.08)
+    job = LayeredJob(parameters=5e8, layers=18, step_seconds=0.08)
     overlaps = {"none": 0, "1-inner-step": 1, "1-outer-step": 30, "2-outer-steps": 60}
     return [(name, tolerated_latency(job, diloco(job.layers, 30, overlap=tau))) for name, tau in overlaps.items()]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from isles.network.pauses import Absences, Pauses
-from isles.network.theory.barrier import Steps
+from isles.network.theory.barrier import StepLaw
 
 COMPUTED, ARRIVED = range(2)
 
@@ -37,7 +37,7 @@ class Fleet:
     """
 
     workers: int
-    steps: Steps
+    steps: StepLaw
     message: float = 0.0
     message_variance: float = 0.0
     pauses: Pauses | None = None

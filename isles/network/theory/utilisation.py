@@ -38,7 +38,7 @@ _WIDEST = (1e-3, 1e18)  # bits per second; what no bandwidth between them gives,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class LayeredJob:
     """parameters: spread evenly over the layers. step_seconds: of pure computing."""
 
     parameters: float
@@ -60,7 +60,7 @@ class Job:
 
 
 def utilisation(
-    job: Job,
+    job: LayeredJob,
     exchanges: Exchanges,
     bandwidth: Floats | Sequence[float] | float,
     *,
@@ -82,7 +82,7 @@ def utilisation(
         raise ValueError(f"steps = {steps}: choose 1 or more")
     collective = collective or ring(2)
     occupied = collective.payloads * job.parameters / job.layers * exchanges.bits / rates
-    run = _Run(job, exchanges, occupied, collective.hops * latency)
+    run = _Clock(job, exchanges, occupied, collective.hops * latency)
     if steps is not None:
         run.advance(steps)
         return steps * job.step_seconds / run.clock
@@ -96,20 +96,20 @@ def utilisation(
     return measured * job.step_seconds / (run.clock - before)
 
 
-def bound(job: Job, exchanges: Exchanges, bandwidth: Floats, collective: Collective | None = None) -> Floats:
+def bound(job: LayeredJob, exchanges: Exchanges, bandwidth: Floats, collective: Collective | None = None) -> Floats:
     """The most that any overlap can reach in the long run: the link must carry the whole model once a period."""
     bits = (collective or ring(2)).payloads * job.parameters * exchanges.bits
     return np.minimum(1.0, np.asarray(bandwidth, float) * exchanges.period * job.step_seconds / bits)
 
 
-def tolerated_latency(job: Job, exchanges: Exchanges) -> float:
+def tolerated_latency(job: LayeredJob, exchanges: Exchanges) -> float:
     """Seconds that an exchange may take without stalling anyone: the steps it overlaps."""
     return exchanges.overlap * job.step_seconds
 
 
 def bandwidth_for(
     targets: Sequence[float],
-    job: Job,
+    job: LayeredJob,
     exchanges: Exchanges,
     *,
     collective: Collective | None = None,
@@ -141,12 +141,12 @@ def bandwidth_for(
     return np.where(reachable, np.exp(high), math.nan)
 
 
-class _Run:
+class _Clock:
     """The clock of the compute stream, the time until which the link is busy, and the answers under way; an entry for
     each bandwidth.
     """
 
-    def __init__(self, job: Job, exchanges: Exchanges, occupied: Floats, delay: float) -> None:
+    def __init__(self, job: LayeredJob, exchanges: Exchanges, occupied: Floats, delay: float) -> None:
         self.job, self.exchanges, self.occupied, self.delay = job, exchanges, occupied, delay
         self.clock = np.zeros_like(occupied)
         self.link = np.zeros_like(occupied)

@@ -20,6 +20,8 @@ import torch
 
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
+from isles.replicas.island.island import Copies
+from isles.replicas.replica import Question, Replica
 from isles.replicas.schedule import Held, Outline, Planned, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -52,6 +54,10 @@ class BucketedSync(ReplicaSync):
     def reduction(self, bucket: Bucket) -> Reduction:
         """How that bucket's gradients become their mean."""
 
+    def as_replica(self) -> Replica:
+        """See ReplicaSync.as_replica."""
+        return Copies(self)
+
     def device(self) -> torch.device:
         """Where buckets lie."""
         return torch.device("cpu")
@@ -78,9 +84,12 @@ class BucketedSync(ReplicaSync):
         """Backward passes inside only accumulate."""
         self._quiet = True
         try:
-            yield
+            with super().no_sync():
+                yield
         finally:
             self._quiet = False
+        if self.batches > 1:
+            self.charge(1 / self.batches)  # the buckets of the last one share what is left
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """See ReplicaSync.step. What is kept of gradients follows the scale of the loss."""
@@ -108,7 +117,10 @@ class BucketedSync(ReplicaSync):
                 "clip with max_norm=, unscale with step(scaler=)"
             )
         whole = [self._wait(bucket) for bucket in self.buckets]  # of all, also behind one that is not
-        if all(whole):
+        is_usable = all(whole)
+        if self._careful:
+            is_usable = not self.replica.largest(int(not is_usable))  # its other parts would step without this one
+        if is_usable:
             for bucket in self.buckets:
                 bucket.reduction.land(bucket.flat)
                 bucket.unload()
@@ -143,8 +155,13 @@ class BucketedSync(ReplicaSync):
             ]
         return plan
 
-    def outline(self, steps: int) -> Outline:
-        """See ReplicaSync.outline: steps times buckets may be millions, and most steps are alike."""
+    @property
+    def questions(self) -> list[Question]:
+        """See ReplicaSync.questions."""
+        return [*super().questions, "largest"] if self._careful else super().questions
+
+    def own_outline(self, steps: int) -> Outline:
+        """See ReplicaSync.own_outline: steps times buckets may be millions, and most steps are alike."""
         sent = [0] * self.group.size
         for first, count in self.phases(steps):
             for position in range(self.group.size):
@@ -222,7 +239,7 @@ class BucketedSync(ReplicaSync):
         """Start the buckets up to `stop`; the computation that made their gradients is charged before."""
         for bucket in self.buckets[self._launched : stop]:
             share = (1 - _FORWARD_SHARE) * bucket.layout.numel / self._elements
-            self.charge(share + (_FORWARD_SHARE if bucket.index == 0 else 0.0))
+            self.charge((share + (_FORWARD_SHARE if bucket.index == 0 else 0.0)) / self.batches)
             bucket.load()
             self._start(bucket)
         self._launched = max(self._launched, stop)

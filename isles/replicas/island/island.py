@@ -1,4 +1,4 @@
-"""What one worker owns of a replica that an island of several workers trains together.
+"""What one worker holds of a replica that an island of several workers trains together.
 
     isles.DiLoCo(model, isles.DDP(model, AdamW(model.parameters()), world.inner), world.outer, sync_every=50)
 
@@ -6,110 +6,140 @@ Inside the island a method at gradient level (DDP, FSDP, DCT-DP) makes the worke
 method exchanges parameters. Every worker of an island owns a share of each parameter, and exchanges, anchors and
 outer momenta are of its shares alone: an island sends each entry once, so a worker of an island of R sends 1/R.
 
-    Alone     no island: the shares are the parameters
     Copies    every worker holds the whole replica (DDP): its shares are rows of it; what lands on them is `spread`
     Shards    every worker holds its shares only (FSDP)
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.replicas.island.sharded import own_rows
+from isles.replicas.replica import COMPARED, Holder, Question, Replica, largest, refuse_shared, refuse_survivors, summed
+from isles.replicas.schedule import Held
+from isles.replicas.sync import ReplicaSync
 
 _FRAGMENT = MAX_FRAGMENTS - 1  # of the island's messages; the buckets of its gradients have lower ones
 
 
-class Island(ABC):
-    """`shares`: of each trainable parameter, in their order, what this worker owns: views of live memory, of 0 entries
-    where there are fewer rows than workers.
+class Together(Replica):
+    """The workers of an island are one replica by a method of their own, `inside`. Its whole step is `apply`: it
+    reduces, unscales, clips and charges, so that the method across islands does none of that.
     """
 
-    shares: list[Tensor]
+    charged = True
 
-    @abstractmethod
+    def __init__(self, inside: ReplicaSync) -> None:
+        self.inside, self.model, self.inner = inside, inside.model, inside
+        self.parameters = list(inside.parameters)
+        self._group = inside.group
+
+    def refuse(self, holder: Holder) -> None:
+        if not holder.spans_islands:
+            raise ValueError(
+                f"{type(holder).__name__} takes an optimizer of one worker: across islands use an outer method, such "
+                "as DiLoCo"
+            )
+        refuse_shared(self._group, holder.group, "give world.inner and world.outer of isles.mesh(outer=..., inner=...)")
+        refuse_survivors(holder)
+        if holder.max_norm is not None:
+            raise ValueError("max_norm clips the island's gradient: give it to the method inside the island")
+        self.inside.replica.refuse(holder)
+
+    def begin(self, settings: str) -> None:
+        """`inside` has compared its own settings."""
+        self.catch_up()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.inside.no_sync()
+
+    def gradients(self) -> None:
+        """In the step of `inside`."""
+
+    def unscale(self, scaler: Any) -> None:
+        """In the step of `inside`."""
+
+    def norm(self, rows: Group | None = None) -> Tensor:
+        raise AssertionError("an island's gradient is clipped inside")
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        raise AssertionError("an island's gradient is clipped inside")
+
+    def apply(self, scaler: Any) -> None:
+        self.inside.step(scaler=scaler)
+
+    def catch_up(self) -> None:
+        self.inside.catch_up()
+
+    def total(self, own: Tensor, channel: Channel) -> Tensor:
+        return self.inside.replica.total(summed(self._group, own, channel), channel)
+
     def largest(self, number: int) -> int:
-        """Of the numbers that the workers of the island give: for what depends on a worker's shares and must be the
-        same for all of the island. Bytes sent: 8 times the others.
-        """
+        return self.inside.replica.largest(largest(self._group, number))
+
+    def judged(self) -> AbstractContextManager[nn.Module]:
+        return self.inside.evaluation_weights()
+
+    def whole(self) -> nn.Module:
+        return self.inside.consolidate()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.inside.weights()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.inside.load_weights(weights)
+
+    def inner_state(self) -> Any:
+        return self.inside.state_dict()
+
+    def load_inner_state(self, state: Any) -> None:
+        self.inside.load_state_dict(state)
+
+    def sent(self, steps: int, questions: Sequence[Question]) -> tuple[int, bool]:
+        outline = self.inside.outline(steps)
+        return outline.sent[self._group.rank], outline.about
+
+    def opening(self) -> int:
+        return super().opening() + self.inside.opening()[self._group.rank]
+
+    def memory(self) -> list[Held]:
+        held = [one for one in self.inside.memory() if one.what != COMPARED]
+        return held + ([Held("shares of the island", self.working_bytes, "exchange")] if self.working_bytes else [])
+
+
+class Shards(Together):
+    """Worker i of R holds nothing but the rows that it owns."""
+
+    def __init__(self, inside: ReplicaSync) -> None:
+        super().__init__(inside)
+        self.shares = [self.own(parameter) for parameter in self.parameters]
 
     def own(self, tensor: Tensor) -> Tensor:
-        """What this worker holds of a parameter, live."""
-        return tensor
-
-    @abstractmethod
-    def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
-        """The shares of the parameters `indexes` have changed on all workers of the island: make it whole again."""
-
-    @abstractmethod
-    def spread_bytes(self, indexes: Sequence[int]) -> int:
-        """Bytes that this worker sends for `spread`."""
-
-    @property
-    def working_bytes(self) -> int:
-        """Memory that `spread` of everything takes on the host."""
-        return 0
-
-
-class Alone(Island):
-    """A replica of one worker."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.shares = [self.own(parameter) for parameter in parameters]
-
-    def largest(self, number: int) -> int:
-        """The number itself."""
-        return number
-
-    def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
-        """Nothing to do."""
-
-    def spread_bytes(self, indexes: Sequence[int]) -> int:
-        """None."""
-        return 0
-
-
-class Shards(Alone):
-    """The other workers of the island hold nothing of what this one owns."""
-
-    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
-        super().__init__(parameters)
-        self._group = group
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """Its own rows."""
         return own_rows(tensor)
 
-    def largest(self, number: int) -> int:
-        """See Island.largest."""
-        return _largest(self._group, number)
 
-
-class Copies(Island):
+class Copies(Together):
     """Worker i of R owns the i-th of R nearly equal runs of rows of every parameter."""
 
-    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
-        self._parameters, self._group = list(parameters), group
-        self._rows = [_rows(parameter.detach(), group.size) for parameter in parameters]
-        self.shares = [rows[group.rank] for rows in self._rows]
+    def __init__(self, inside: ReplicaSync) -> None:
+        super().__init__(inside)
+        self._rows = [_rows(parameter.detach(), self._group.size) for parameter in self.parameters]
+        self.shares = [rows[self._group.rank] for rows in self._rows]
         self._spread = 0
-
-    def largest(self, number: int) -> int:
-        """See Island.largest."""
-        return _largest(self._group, number)
 
     def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
         """Everyone's shares to everyone. Bytes sent: (R - 1) times the own ones; one latency."""
         group = self._group
         for index in indexes:
-            if _memory(self._rows[index][0]) != _memory(self._parameters[index]):
+            if _memory(self._rows[index][0]) != _memory(self.parameters[index]):
                 raise ValueError("the model was moved after its optimizer was made: move it before")
         if group.size == 1 or not indexes:
             return
@@ -136,11 +166,7 @@ class Copies(Island):
     @property
     def working_bytes(self) -> int:
         """Everyone's shares once."""
-        return sum(parameter.nbytes for parameter in self._parameters) if self._group.size > 1 else 0
-
-
-def _largest(group: Group, number: int) -> int:
-    return max(int(theirs) for theirs in group.all_gather(torch.tensor([number])))
+        return sum(parameter.nbytes for parameter in self.parameters) if self._group.size > 1 else 0
 
 
 def _memory(tensor: Tensor) -> int:

@@ -73,6 +73,7 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.finish: a last, shorter round where inner steps were taken since the last one, and everything
         in flight lands; the live weights are then the anchors.
         """
+        self.catch_up()
         late = self.parts.cadence.rounds_late
         if not late:
             self._drain()
@@ -84,7 +85,7 @@ class OuterSync(ReplicaSync):
         self._exchange(rest, None if late else self.steps)
         self._drain()
         show(self.fragments, [fragment.anchor for fragment in self.fragments])
-        self.island.spread(self.everything)
+        self.replica.spread(self.everything)
         for fragment in self.fragments:
             if fragment.ahead is not None:
                 self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
@@ -114,7 +115,7 @@ class OuterSync(ReplicaSync):
     def spread_bytes(self, steps: int) -> int:
         """See ReplicaSync.spread_bytes: a fragment after each landing, everything at the end."""
         landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
-        return sum(map(self.island.spread_bytes, [*(self.fragments[i].places for i in landed), self.everything]))
+        return sum(map(self.replica.spread_bytes, [*(self.fragments[i].places for i in landed), self.everything]))
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""
@@ -137,15 +138,16 @@ class OuterSync(ReplicaSync):
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
         """See ReplicaSync.evaluation_weights: the anchors."""
+        self.catch_up()
         live = [fragment.flat.read(fragment.flat.new()) for fragment in self.fragments]
         show(self.fragments, [fragment.anchor for fragment in self.fragments])
-        self.island.spread(self.everything, "eval")
+        self.replica.spread(self.everything, "eval")
         try:
             with super().evaluation_weights() as model:
                 yield model
         finally:
             show(self.fragments, live)
-            self.island.spread(self.everything, "eval")
+            self.replica.spread(self.everything, "eval")
 
     def outer_state(self) -> dict[str, Any]:
         """See ReplicaSync.outer_state."""
@@ -183,12 +185,13 @@ class OuterSync(ReplicaSync):
         due = [flight for flight in self.flights if flight.lands <= self.steps]
         if not (sending or due):
             return
+        self.catch_up()
         fragments = []
         for fragment in (self.fragments[index] for index in sending):
             if self.courier.is_alone(fragment):
                 fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
                 fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
-                self.island.spread(fragment.places)
+                self.replica.spread(fragment.places)
             else:
                 fragments.append(fragment)
         payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
@@ -234,11 +237,11 @@ class OuterSync(ReplicaSync):
             self.skipped += 1
             if not self.parts.reading.needs_own:
                 fragment.skip()
-                self.island.spread(fragment.places)
+                self.replica.spread(fragment.places)
                 return
             flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
         fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
-        self.island.spread(fragment.places)
+        self.replica.spread(fragment.places)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)

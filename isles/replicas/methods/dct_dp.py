@@ -109,9 +109,9 @@ class DCTDP(BucketedSync):
         exact = min(self.config.warmup_dense_steps, steps)
         return [(first, count) for first, count in ((1, exact), (exact + 1, steps - exact)) if count]
 
-    def outline(self, steps: int) -> Outline:
-        """See ReplicaSync.outline."""
-        return replace(super().outline(steps), about=self.config.sparsity > 0)
+    def own_outline(self, steps: int) -> Outline:
+        """See ReplicaSync.own_outline."""
+        return replace(super().own_outline(steps), about=self.config.sparsity > 0)
 
     def gauges(self) -> dict[str, float]:
         """See ReplicaSync.gauges: also the share of entries that the last step sent of tensors that are sent in part,

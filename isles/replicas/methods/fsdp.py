@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from isles.comm.group import Group
-from isles.replicas.island.island import Island, Shards
-from isles.replicas.island.sharded import Sharding, as_sharded, gathered, own_rows, shard, sharding_of, without_meshes
+from isles.replicas.island.island import Shards
+from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
+from isles.replicas.replica import Replica
 from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
 from isles.replicas.start import bytes_by_format, same_settings
 from isles.replicas.sync import MethodConfig, ReplicaSync
@@ -46,6 +46,7 @@ class FSDP(ReplicaSync):
     Config = FSDPConfig
     config: FSDPConfig
     level = "gradient"
+    needs_whole = True
     agrees = True
 
     @classmethod
@@ -62,6 +63,7 @@ class FSDP(ReplicaSync):
             raise ValueError("reshard_after_forward is not what isles.shard was given: give both the same")
         self.shares = []  # every worker has rows of its own
         if not self.is_sketch:
+            self.replica.begin(f"{type(self).__name__} {self.max_norm}")
             same_settings(self.group, self._settings())
 
     @property
@@ -69,16 +71,17 @@ class FSDP(ReplicaSync):
         """How the model is cut."""
         return sharding_of(self.model)
 
-    def as_island(self) -> Island:
-        """See ReplicaSync.as_island."""
-        return Shards(self.parameters, self.group)
+    def as_replica(self) -> Replica:
+        """See ReplicaSync.as_replica."""
+        return Shards(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See ReplicaSync.no_sync: gradients stay whole and are scattered in the last backward pass."""
         self._sync(False)
         try:
-            yield
+            with super().no_sync():
+                yield
         finally:
             self._sync(True)
 
@@ -97,15 +100,9 @@ class FSDP(ReplicaSync):
                 messages.channel = self.group.channel
             self._reshard()
 
-    @torch.no_grad()
-    def clip(self, max_norm: float) -> Tensor:
-        """See ReplicaSync.clip: the norm of the whole gradient, of which every worker has its rows."""
-        rows = [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(rows))) if rows else torch.zeros(())
-        squares = self.group.all_gather(own.double().square().reshape(1).cpu(), self.group.channel)
-        norm = torch.cat(squares).sum().sqrt().to(own)
-        torch._foreach_mul_(rows, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
-        return norm
+    def norm(self) -> Tensor:
+        """See ReplicaSync.norm: of the whole gradient, of which every worker has its rows."""
+        return self.replica.norm(self.group)
 
     def consolidate(self) -> nn.Module:
         """See ReplicaSync.consolidate: a plain model, whole on every worker."""
@@ -137,8 +134,8 @@ class FSDP(ReplicaSync):
             else []
         )
 
-    def outline(self, steps: int) -> Outline:
-        """See ReplicaSync.outline: every step is like the first."""
+    def own_outline(self, steps: int) -> Outline:
+        """See ReplicaSync.own_outline: every step is like the first."""
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
     def opening(self) -> tuple[int, ...]:

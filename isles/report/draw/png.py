@@ -14,7 +14,7 @@ from typing import Any
 from isles.report import experts
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
-from isles.report.draw.axes import Axis
+from isles.report.draw.axes import ChartAxis
 from isles.report.draw.style import BOXES, LIGHT, LINES
 from isles.report.draw.svg import axes_of
 from isles.report.page import panels, subtitle, title
@@ -109,7 +109,9 @@ def bare(axes: Any, heading: str, *, above: int = 0) -> None:
     axes.xaxis.label.set_color(LIGHT["soft"])
 
 
-def scaled(axes: Any, x: Axis, y: Axis, x_format: Callable[[float], str], y_format: Callable[[float], str]) -> None:
+def scaled(
+    axes: Any, x: ChartAxis, y: ChartAxis, x_format: Callable[[float], str], y_format: Callable[[float], str]
+) -> None:
     """Lay the two axes under a plot, with horizontal lines at the ticks of `y`."""
     for place, axis, form, scale, limit in (
         (axes.xaxis, x, x_format, axes.set_xscale, axes.set_xlim),

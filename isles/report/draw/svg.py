@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from html import escape
 
-from isles.report.draw.axes import Axis, linear, logarithmic
-from isles.report.panels import Chart, Line
+from isles.report.draw.axes import ChartAxis, linear, logarithmic
+from isles.report.panels import Chart, Polyline
 from isles.report.series import Point
 
 WIDTH, HEIGHT = 760, 300
 LEFT, TOP, BOTTOM = 60, 12, 40
 
 
-def axes_of(chart: Chart) -> tuple[Axis, Axis] | None:
+def axes_of(chart: Chart) -> tuple[ChartAxis, ChartAxis] | None:
     """The x and y axis that hold everything; None where there is nothing."""
     everything = [p for line in chart.lines for p in chart.usable(line.points)] + chart.usable(chart.dots)
     if not everything:
@@ -87,7 +87,7 @@ def _end_labels(labels: list[tuple[str, float]], x: int) -> list[str]:
     return placed
 
 
-def _polyline(line: Line, points: list[Point]) -> str:
+def _polyline(line: Polyline, points: list[Point]) -> str:
     if not points:
         return ""
     title = f"<title>{escape(line.name)}</title>" if line.name else ""

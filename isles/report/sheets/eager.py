@@ -6,7 +6,7 @@ import math
 
 from isles.network.theory import eager_tables as tables
 from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Line, Panel, Table
+from isles.report.panels import Chart, Panel, Polyline, Table
 from isles.report.sheet import Sheet
 
 _FINITE = (
@@ -153,7 +153,7 @@ def _figure3(size: str) -> Panel:
     lines, keys = [], []
     for css, method in zip(SERIES, tables.METHODS, strict=True):
         points = list(zip(tables.GRID.tolist(), tables.curve(method, job).tolist(), strict=True))
-        lines.append(Line(points=points, css=css, name=method.name))
+        lines.append(Polyline(points=points, css=css, name=method.name))
         keys.append((css, method.name))
     chart = Chart(
         title=f"Utilisation of the {size} model",

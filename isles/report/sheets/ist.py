@@ -17,7 +17,7 @@ from isles.network.theory.ist_theory import (
 )
 from isles.report.charts import short
 from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Line, Panel, Table
+from isles.report.panels import Chart, Panel, Polyline, Table
 from isles.report.sheet import Sheet
 
 _SIZE = 12
@@ -101,7 +101,7 @@ def _off_panel() -> Panel:
     for css, coupling in zip(SERIES, _COUPLINGS, strict=False):
         problems = [_problem(workers, coupling) for workers in _WORKERS]
         points = [(float(p.workers), _off(p, stationary_mean(p, "masks"))) for p in problems]
-        lines.append(Line(points=points, css=css, name=f"coupling {coupling:g}"))
+        lines.append(Polyline(points=points, css=css, name=f"coupling {coupling:g}"))
     chart = Chart(title="Distance of the limit from the optimum", x_label="workers", y_format=short, lines=lines)
     return Panel(
         heading=chart.title,
@@ -117,7 +117,7 @@ def _path_panel() -> Panel:
         problem = _problem(workers, _COUPLED)
         means = [x.mean(axis=0) for x in paths(problem, "masks", rate=_RATE, rounds=_ROUNDS, copies=_COPIES)]
         points = [(float(step), _off(problem, x)) for step, x in enumerate([np.zeros(_SIZE), *means])]
-        lines.append(Line(points=points, css=css, name=f"{workers} worker{'s' if workers > 1 else ''}"))
+        lines.append(Polyline(points=points, css=css, name=f"{workers} worker{'s' if workers > 1 else ''}"))
     chart = Chart(title="On the way there", x_label="round", y_format=short, lines=lines, whole_x=True)
     return Panel(
         heading=chart.title,
@@ -145,12 +145,12 @@ def _floor_panel() -> Panel:
         left = problem.gradient(last)
         dots.append((rate, float(np.einsum("pi,ij,pj->p", left, np.linalg.inv(curvature), left).mean())))
     lines = [
-        Line(
+        Polyline(
             points=[(rate, neighbourhood(problem, rate, 0.25, noise)) for rate in _RATES],
             css="series0",
             name="theorem 2",
         ),
-        Line(points=[(rate, floor) for rate in _RATES], css="series3", name="step size to 0"),
+        Polyline(points=[(rate, floor) for rate in _RATES], css="series3", name="step size to 0"),
     ]
     chart = Chart(
         title="What smaller steps cannot mend",

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from isles.network.theory.barrier import Steps, waiting
+from isles.network.theory.barrier import StepLaw, waiting
 from isles.network.theory.latency import pair_seconds, ratios, swap_seconds, two_shot_seconds
 from isles.network.theory.quadratic import Quadratic, heavy_ball, mean_path, simulate, variance
 from isles.network.theory.quadratic import radius as radius_of
 from isles.replicas.parts.stability import largest_gamma, radius
 from isles.report.charts import short
 from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Line, Panel, Table
+from isles.report.panels import Chart, Panel, Polyline, Table
 from isles.report.series import Point
 from isles.report.sheet import Sheet
 
@@ -38,11 +38,11 @@ def latency() -> Sheet:
     }
     error = max(row.error / row.ratio for rows in table.values() for row in rows)
     lines = [
-        Line(points=[(row.workers, row.ratio) for row in rows], css=css, name=f"cv {cv:g}")
+        Polyline(points=[(row.workers, row.ratio) for row in rows], css=css, name=f"cv {cv:g}")
         for css, (cv, rows) in zip(SERIES, table.items(), strict=False)
     ]
     own = [
-        Line(points=list(zip(map(float, _WORKERS), row, strict=True)), css=css, name=f"cv {cv:g}")
+        Polyline(points=list(zip(map(float, _WORKERS), row, strict=True)), css=css, name=f"cv {cv:g}")
         for css, (cv, row) in zip(SERIES, shots.items(), strict=False)
     ]
     names = [f"cv {cv:g}" for cv in _CVS]
@@ -89,15 +89,15 @@ def latency() -> Sheet:
 def barrier() -> Sheet:
     """Waiting for all against waiting for a partner."""
     runs = {
-        count: [waiting(workers, Steps(count=count), rounds=_ROUNDS) for workers in _CROWDS] for count in _INNER_STEPS
+        count: [waiting(workers, StepLaw(count=count), rounds=_ROUNDS) for workers in _CROWDS] for count in _INNER_STEPS
     }
     by_crowd = [
-        Line(points=[(run.workers, run.ratio) for run in row], css=css, name=f"H = {count}")
+        Polyline(points=[(run.workers, run.ratio) for run in row], css=css, name=f"H = {count}")
         for css, (count, row) in zip(SERIES, runs.items(), strict=False)
     ]
     shown = [workers for workers in _CROWDS if workers >= 16]
     by_steps = [
-        Line(
+        Polyline(
             points=[(count, row[_CROWDS.index(workers)].ratio) for count, row in runs.items()],
             css=css,
             name=f"{workers:,} workers",
@@ -189,7 +189,7 @@ def _mean_panel() -> Panel:
     for css, rate in zip(SERIES, rates, strict=False):
         setting = Quadratic(rate=rate)
         factor = radius_of(heavy_ball(setting.alpha, setting.beta * setting.progress))
-        lines.append(Line(points=_points(range(31), mean_path(setting, 30)), css=css, name=f"rate {rate:g}"))
+        lines.append(Polyline(points=_points(range(31), mean_path(setting, 30)), css=css, name=f"rate {rate:g}"))
         keys.append(f"rate {rate:g} (x {factor:.3f} a round)")
     heading = "Mean over the workers, from 1"
     return _panel(heading, "outer round", lines, keys, "alpha 0.5, beta 0.7, 50 inner steps, curvature 1.")
@@ -209,9 +209,11 @@ def _variance_panel() -> Panel:
         x_format=lambda rate: f"{rate:g}",
         y_format=lambda value: f"{value:.0e}",
         lines=[
-            Line(points=_points(rates, [v.replicas for v in settled]), css="series0", name="spread of the replicas"),
-            Line(points=_points(rates, [v.mean for v in settled]), css="series2", name="of their mean"),
-            Line(
+            Polyline(
+                points=_points(rates, [v.replicas for v in settled]), css="series0", name="spread of the replicas"
+            ),
+            Polyline(points=_points(rates, [v.mean for v in settled]), css="series2", name="of their mean"),
+            Polyline(
                 points=[(r, settled[0].replicas * (r / rates[0]) ** 2) for r in rates], css="ddp", name="rate squared"
             ),
         ],
@@ -233,9 +235,9 @@ def _variance_panel() -> Panel:
 def _region_panel() -> Panel:
     alphas = np.linspace(0, 0.99, 100)
     lines = [
-        Line(points=_points(alphas, [largest_gamma(float(a)) for a in alphas]), css="series0", name="stable below"),
-        Line(points=_points(alphas, np.sqrt(2 + alphas**2)), css="series3", name="paper, upper end"),
-        Line(points=_points(alphas, alphas), css="series4", name="paper, lower end"),
+        Polyline(points=_points(alphas, [largest_gamma(float(a)) for a in alphas]), css="series0", name="stable below"),
+        Polyline(points=_points(alphas, np.sqrt(2 + alphas**2)), css="series3", name="paper, upper end"),
+        Polyline(points=_points(alphas, alphas), css="series4", name="paper, lower end"),
     ]
     chart = Chart(
         title="Which gamma keeps replicas together",
@@ -253,7 +255,9 @@ def _radius_panel() -> Panel:
     for css, alpha in zip(SERIES, _MOMENTA, strict=False):
         gammas = np.linspace(0.005, 2, 200)
         lines.append(
-            Line(points=_points(gammas, [radius(alpha, float(g)) for g in gammas]), css=css, name=f"alpha {alpha:g}")
+            Polyline(
+                points=_points(gammas, [radius(alpha, float(g)) for g in gammas]), css=css, name=f"alpha {alpha:g}"
+            )
         )
     return _panel(
         "Variance between replicas, factor a round",
@@ -268,7 +272,7 @@ def _radius_panel() -> Panel:
 def _panel(
     heading: str,
     x_label: str,
-    lines: Sequence[Line],
+    lines: Sequence[Polyline],
     keys: Sequence[str],
     note: str = "",
     *,

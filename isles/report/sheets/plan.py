@@ -10,7 +10,7 @@ import numpy as np
 from isles.network.planner.job import Job
 from isles.network.planner.planner import Plan, curve
 from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Line, Panel, Table, plain
+from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.sheet import Sheet
 from isles.report.units import format_percent, format_short
 
@@ -113,7 +113,7 @@ def _panel(job: Job, plans: Sequence[Plan], slowest: float) -> Panel:
         points = [
             (factor * slowest / 1e6, share) for factor, share in zip(factors, curve(job, one, factors), strict=True)
         ]
-        lines.append(Line(points=points, css=css, name=_named(one)))
+        lines.append(Polyline(points=points, css=css, name=_named(one)))
         keys.append((css, " ".join(word for word in (one.way.method, _codec(one), f"H = {one.every}") if word)))
         dots.append((slowest / 1e6, one.utilisation))
     left_out = list(best)[len(SERIES) :]

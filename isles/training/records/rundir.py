@@ -1,4 +1,4 @@
-"""The run directory as a place: whose it is, what a failed run leaves behind, and what to do then."""
+"""The run directory as a node_spec: whose it is, what a failed run leaves behind, and what to do then."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from isles.comm.errors import CommError, MeetingFailed
-from isles.launch.nodes import Place
+from isles.comm.errors import CommError, RendezvousFailed
+from isles.launch.nodes import NodeSpec
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import locked
 
@@ -37,16 +37,16 @@ def claim(out: Path) -> None:
     (out / METRICS).touch()
 
 
-def say_what_is_left(error: BaseException, out: Path, place: Place) -> None:
+def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> None:
     """After a run that failed: remove what is of no use, and note on the error how to go on."""
     steps = Checkpoints(out).steps()
     clear_logs(out, all_of_them=isinstance(error, ValueError))
     if not _has_begun(out) and not steps:
         (out / METRICS).unlink(missing_ok=True)
         (out / CONFIG).unlink(missing_ok=True)
-    if isinstance(error, CommError | OSError) and has_room(error) and not isinstance(error, MeetingFailed):
+    if isinstance(error, CommError | OSError) and has_room(error) and not isinstance(error, RendezvousFailed):
         error.add_note(
-            f"go on after step {steps[-1]} with: isles resume {out}{place.flags}"
+            f"go on after step {steps[-1]} with: isles resume {out}{node_spec.flags}"
             if steps
             else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
         )
@@ -57,10 +57,10 @@ def has_room(error: BaseException) -> bool:
     return not (isinstance(error, OSError) and error.errno in _NO_ROOM)
 
 
-def go_on(out: Path, place: Place) -> str:
+def go_on(out: Path, node_spec: NodeSpec) -> str:
     """What to do once there is room again."""
     if Checkpoints(out).steps():
-        return f"make room and go on with: isles resume {out}{place.flags}"
+        return f"make room and go on with: isles resume {out}{node_spec.flags}"
     return "make room and start again (no checkpoint was written yet, see run.checkpoint_every)"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from isles.launch.nodes import Party
+from isles.launch.nodes import NodeGroup
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -29,12 +29,12 @@ class Records:
         out: Path,
         on_line: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
-        party: Party,
+        node_group: NodeGroup,
         loggers: Loggers,
         resume: int | None,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.party, self.loggers, self.resume = party, loggers, resume
+        self.node_group, self.loggers, self.resume = node_group, loggers, resume
         self.file: TextIO | None = None
         self.shards: Counter[int] = Counter()
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
@@ -79,8 +79,8 @@ class Records:
     def _shard(self, step: int) -> None:
         self.shards[step] += 1
         if self.shards[step] == self.config.world.workers:
-            self.party.tell({"order": {"commit": step}})
-            commit(self.config, self.out, step, self.party)
+            self.node_group.tell({"command": {"commit": step}})
+            commit(self.config, self.out, step, self.node_group)
 
     def _same_corpus(self, sha256: str, rank: int) -> None:
         self.corpora.setdefault(sha256, rank)
@@ -100,14 +100,14 @@ def write_config(config: Config, out: Path) -> None:
         path.write_text(to_toml(config), encoding="utf-8")
 
 
-def commit(config: Config, out: Path, step: int, party: Party) -> None:
+def commit(config: Config, out: Path, step: int, node_group: NodeGroup) -> None:
     """Make the checkpoint of `step`, whose shards are all written, exist on this machine."""
     write_config(config, out)
     workers, keep = config.world.workers, config.run.keep_checkpoints
-    if keep and party.nodes > 1:
+    if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
     facts = {"isles_version": __version__, "method": config.method}
-    own = None if party.place.one_folder else party.shares(workers)[party.node]
+    own = None if node_group.spec.shared_directory else node_group.shares(workers)[node_group.node]
     Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
 
 

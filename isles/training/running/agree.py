@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isles.launch.nodes import Party, Place
+from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.rendezvous import meet
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -24,42 +24,48 @@ _SHOWN = 3  # differing keys that are named
 
 
 @contextlib.contextmanager
-def met(config: Config, place: Place, out: Path, resume: int | None, tell: Callable[[str], None]) -> Iterator[Party]:
+def met(
+    config: Config, node_spec: NodeSpec, out: Path, resume: int | None, tell: Callable[[str], None]
+) -> Iterator[NodeGroup]:
     """The machines of this run, for as long as it goes; then they part, and are told what went wrong if anything did.
 
-    resume: None for a new run. `party.facts["resume"]` is then the step of the newest checkpoint that all have.
+    resume: None for a new run. `node_group.facts["resume"]` is then the step of the newest checkpoint that all have.
     tell: is told what is being waited for.
     """
-    if place.nodes == 1:
-        yield Party(place=place)
+    if node_spec.nodes == 1:
+        yield NodeGroup(spec=node_spec)
         return
     world = config.world
     if world.backend != "distributed":
-        raise ValueError(f'--nodes {place.nodes}: world.backend = "{world.backend}" runs on one machine; take one out')
-    if world.workers < place.nodes:
         raise ValueError(
-            f"--nodes {place.nodes}: more machines than world.workers = {world.workers}, which counts the workers of "
-            "all of them; raise it"
+            f'--nodes {node_spec.nodes}: world.backend = "{world.backend}" runs on one machine; take one out'
         )
-    card = {
+    if world.workers < node_spec.nodes:
+        raise ValueError(
+            f"--nodes {node_spec.nodes}: more machines than world.workers = {world.workers}, which counts the workers "
+            "of all of them; raise it"
+        )
+    description = {
         "config": tomllib.loads(to_toml(config)),
         "checkpoints": None if resume is None else Checkpoints(out).steps(),
-        "out": None if place.one_folder else [uuid.getnode(), str(out.resolve())],
+        "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }
-    if place.one_folder:
+    if node_spec.shared_directory:
         tell = _nobody  # torchrun starts all at once: they come before a word about it is read
-    party = meet(place, card, partial(_disagreement, card), world.meeting_deadline, tell)
+    node_group = meet(node_spec, description, partial(_disagreement, description), world.meeting_deadline, tell)
     try:
-        if place.node == 0:
-            party.facts.update(resume=None if resume is None else _common_step(card, party.cards))
-        yield party
+        if node_spec.node == 0:
+            node_group.facts.update(
+                resume=None if resume is None else _common_step(description, node_group.descriptions)
+            )
+        yield node_group
     except KeyboardInterrupt as error:
-        party.part(None if hasattr(error, "step") else error)  # None: all have stopped together
+        node_group.part(None if hasattr(error, "step") else error)  # None: all have stopped together
         raise
     except BaseException as error:
-        party.part(error)
+        node_group.part(error)
         raise
-    party.part()
+    node_group.part()
 
 
 def _nobody(text: str) -> None:
@@ -67,9 +73,12 @@ def _nobody(text: str) -> None:
 
 
 def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
-    """Why `node`, with its card, cannot take part in node 0's run; empty where it can."""
+    """Why `node`, with its description, cannot take part in node 0's run; empty where it can."""
     if (theirs.get("checkpoints") is None) != (mine["checkpoints"] is None):
-        commands = ["isles train" if card.get("checkpoints") is None else "isles resume" for card in (theirs, mine)]
+        commands = [
+            "isles train" if description.get("checkpoints") is None else "isles resume"
+            for description in (theirs, mine)
+        ]
         return f"node {node} was started with `{commands[0]}`, node 0 with `{commands[1]}`: use the same on both"
     if different := _differences(mine["config"], theirs.get("config")):
         more = f" (and {len(different) - _SHOWN} more keys)" if len(different) > _SHOWN else ""
@@ -102,8 +111,8 @@ def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:
     ]
 
 
-def _common_step(mine: Mapping[str, Any], cards: Mapping[int, Any]) -> int:
-    steps = {0: mine["checkpoints"], **{node: card["checkpoints"] for node, card in cards.items()}}
+def _common_step(mine: Mapping[str, Any], descriptions: Mapping[int, Any]) -> int:
+    steps = {0: mine["checkpoints"], **{node: description["checkpoints"] for node, description in descriptions.items()}}
     common = set.intersection(*map(set, steps.values()))
     if not common:
         held = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in steps.items())

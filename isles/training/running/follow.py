@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isles.launch.nodes import Party, Place
+from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.relay import RemoteWorkers
-from isles.launch.workers import seats
+from isles.launch.workers import worker_specs
 from isles.training.config.sections import Config
 from isles.training.records.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
 from isles.training.records.writer import commit
@@ -31,15 +31,15 @@ def follow(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
-    place: Place,
+    node_spec: NodeSpec,
 ) -> str:
     """Take part in node 0's run; returns node 0's address when it is done. Arguments and errors as in `launch`; on_line
     sees this machine's workers only.
     """
-    assert place.node > 0
+    assert node_spec.node > 0
     try:
         with held(out):
-            return _follow(config, out, on_line, on_notice, resume, place)
+            return _follow(config, out, on_line, on_notice, resume, node_spec)
     except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):  # not empty, or not ours to remove
             out.rmdir()
@@ -52,42 +52,42 @@ def _follow(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
-    place: Place,
+    node_spec: NodeSpec,
 ) -> str:
     if resume is None:
         claim(out)
         (out / METRICS).unlink()
     try:
-        with met(config, place, out, resume, on_notice) as party:
-            results = _work(config, out, on_line, party)
+        with met(config, node_spec, out, resume, on_notice) as node_group:
+            results = _work(config, out, on_line, node_group)
             if None in results:
-                raise Interrupted(out, place)
+                raise Interrupted(out, node_spec)
     except BaseException as error:  # Ctrl-C too
-        say_what_is_left(error, out, place)
+        say_what_is_left(error, out, node_spec)
         raise
     clear_logs(out)
-    return party.host
+    return node_group.host
 
 
-def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], party: Party) -> list[Any]:
+def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
     def take(event: Any) -> None:
         if isinstance(event, dict) and "loss" in event:
             on_line(event)
 
-    def obey(order: Any) -> None:
-        if isinstance(order, dict) and "commit" in order:
-            commit(config, out, int(order["commit"]), party)
+    def obey(command: Any) -> None:
+        if isinstance(command, dict) and "commit" in command:
+            commit(config, out, int(command["commit"]), node_group)
 
     world = config.world
     start_server()
-    own = seats(
-        party,
+    own = worker_specs(
+        node_group,
         world.workers,
-        int(party.facts["store"]),
+        int(node_group.facts["store"]),
         threads=world.threads,
         deadlines=deadlines(config),
         logs=out / LOGS,
     )
-    pool = RemoteWorkers(train_process, own, args=(config, out, party.facts["resume"]), party=party)
+    pool = RemoteWorkers(train_process, own, args=(config, out, node_group.facts["resume"]), node_group=node_group)
     with first_interrupt(pool.stop):
         return pool.join(take, obey)

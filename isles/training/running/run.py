@@ -29,11 +29,11 @@ from typing import Any
 
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
-from isles.comm.stopping import SharedOrders
+from isles.comm.stopping import SharedStopControl
 from isles.comm.transport import Deadlines
 from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
-from isles.launch.nodes import HERE, Party, Place
+from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import LocalWorkers, Workers, raise_first
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -48,7 +48,7 @@ from isles.version import __version__
 _PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
 
 Summary = dict[str, Any]
-Hire = Callable[[Config, Path, int | None, Party], Workers]
+StartWorkers = Callable[[Config, Path, int | None, NodeGroup], Workers]
 
 
 def launch(
@@ -57,15 +57,15 @@ def launch(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None = None,
-    place: Place = HERE,
-    hire: Hire | None = None,
+    node_spec: NodeSpec = SINGLE_NODE,
+    start_workers: StartWorkers | None = None,
 ) -> Summary:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
     resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
-    the newest that all of them have. place: this machine's among several; it is node 0.
-    hire: gets hold of the workers; by default they are processes that are started here.
+    the newest that all of them have. node_spec: this machine's among several; it is node 0.
+    start_workers: gets hold of the workers; by default they are processes that are started here.
 
     ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
     the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
@@ -75,12 +75,12 @@ def launch(
     try:
         require(config.run.loggers)
         with held(out):
-            return _launch(config, out, on_line, on_notice, resume, place, hire or processes)
+            return _launch(config, out, on_line, on_notice, resume, node_spec, start_workers or start_processes)
     except BaseException as error:  # Ctrl-C too
         with contextlib.suppress(OSError):  # not empty, or not ours to remove
             out.rmdir()
         if isinstance(error, OSError) and not has_room(error):
-            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, place)}") from error
+            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, node_spec)}") from error
         raise
 
 
@@ -90,30 +90,30 @@ def _launch(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
-    place: Place,
-    hire: Hire,
+    node_spec: NodeSpec,
+    start_workers: StartWorkers,
 ) -> Summary:
     started = time.perf_counter()
     if resume is None:
         claim(out)
     try:
-        with met(config, place, out, resume, on_notice) as party:
-            resume = party.facts.get("resume", resume)
+        with met(config, node_spec, out, resume, on_notice) as node_group:
+            resume = node_group.facts.get("resume", resume)
             with (
                 Loggers(config, out, resume) as loggers,
-                Records(config, out, on_line, on_notice, party, loggers, resume) as records,
+                Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
             ):
-                results = _start(config, out, resume, records.take, party, hire)
+                results = _start(config, out, resume, records.take, node_group, start_workers)
                 finished = [result for result in results if result is not None]
                 if len(finished) < len(results):
-                    raise Interrupted(out, place)
+                    raise Interrupted(out, node_spec)
                 summary = summarise(config, finished, time.perf_counter() - started)
                 partial = out / "summary.partial"
                 partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
                 os.replace(partial, out / SUMMARY)
                 loggers.summary(summary)
     except BaseException as error:  # Ctrl-C too
-        say_what_is_left(error, out, place)
+        say_what_is_left(error, out, node_spec)
         raise
     clear_logs(out)
     return summary
@@ -124,12 +124,12 @@ class Interrupted(KeyboardInterrupt):
     that lost workers saves no more.
     """
 
-    def __init__(self, out: Path, place: Place) -> None:
+    def __init__(self, out: Path, node_spec: NodeSpec) -> None:
         self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
         super().__init__(
             "stopped; there is no checkpoint, for a worker was lost before the first"
             if self.step is None
-            else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{place.flags}"
+            else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{node_spec.flags}"
         )
 
 
@@ -138,14 +138,19 @@ def _last_line(error: Exception) -> str:
 
 
 def _start(
-    config: Config, out: Path, resume: int | None, on_event: Callable[[Any], None], party: Party, hire: Hire
+    config: Config,
+    out: Path,
+    resume: int | None,
+    on_event: Callable[[Any], None],
+    node_group: NodeGroup,
+    start_workers: StartWorkers,
 ) -> list[dict[str, Any] | None]:
     world, args = config.world, (config, out, resume)
     if world.backend == "virtual":
         corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
         with _warnings_told(on_event):
             return on_virtual(train_worker, world.workers, config, (*args, corpus), on_event)
-    pool = hire(config, out, resume, party)
+    pool = start_workers(config, out, resume, node_group)
 
     def tell(rank: int, error: Exception) -> None:
         on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
@@ -162,8 +167,8 @@ def on_virtual(
     worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], on_event: Callable[[Any], None]
 ) -> list[Any]:
     """`worker(world, *args)` on the virtual backend that [world] describes; the first Ctrl-C stops all at one step."""
-    world, orders = config.world, SharedOrders(workers)
-    with first_interrupt(orders.ask):
+    world, stop_control = config.world, SharedStopControl(workers)
+    with first_interrupt(stop_control.ask):
         return run_virtual(
             worker,
             workers,
@@ -179,11 +184,11 @@ def on_virtual(
             seed=config.run.seed,
             deadlines=deadlines(config),
             on_event=on_event,
-            orders=orders,
+            stop_control=stop_control,
         )
 
 
-def processes(config: Config, out: Path, resume: int | None, party: Party) -> Workers:
+def start_processes(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
     """Start this machine's workers."""
     start_server()
     return LocalWorkers(
@@ -193,7 +198,7 @@ def processes(config: Config, out: Path, resume: int | None, party: Party) -> Wo
         threads=config.world.threads,
         deadlines=deadlines(config),
         logs=out / LOGS,
-        party=party,
+        node_group=node_group,
     )
 
 

@@ -1,7 +1,7 @@
 """A run whose processes torchrun has started: each is a worker, and rank 0's also does what a launcher does.
 
 rank 0     main thread: worker 0    <--pipe-->    a thread: `launch`, with its metrics, checkpoints and summary
-rank k     main thread: worker k    <--line-->    the same thread of rank 0
+rank k     main thread: worker k    <--link-->    the same thread of rank 0
 
 All write into one run directory, so several machines need a shared file system; without one, use --nodes.
 """
@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from isles.comm import mesh
 from isles.comm.errors import WorkerFailed, from_plain, to_plain
-from isles.launch.link import Line, LineLost, listen
-from isles.launch.nodes import Party, Place
-from isles.launch.processes import PipeLink
+from isles.launch.link import Link, LinkLost, listen
+from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.launch.processes import PipeHandle
 from isles.launch.reachable import interface_of, loopback
-from isles.launch.worker import Seat, attend
-from isles.launch.workers import Workers, node_links
+from isles.launch.worker import WorkerSpec, attend
+from isles.launch.workers import Workers, node_handles
 from isles.training.config.sections import Config
 from isles.training.running.agree import met
 from isles.training.running.run import Summary, deadlines, launch, train_process
@@ -55,11 +55,11 @@ def take_part(
         with listen(0) as free:
             store.set("isles/rendezvous", f"{os.environ['MASTER_ADDR']}:{free.getsockname()[1]}")
     rendezvous = store.get("isles/rendezvous").decode()
-    place = Place(nodes=size, node=rank, rendezvous=rendezvous if size > 1 else "", one_folder=True)
+    node_spec = NodeSpec(nodes=size, node=rank, rendezvous=rendezvous if size > 1 else "", shared_directory=True)
     try:
         if rank == 0:
-            return _lead(config, out(), on_line, on_notice, resume, place, store)
-        _follow(config, on_notice, resume, place, store)
+            return _lead(config, out(), on_line, on_notice, resume, node_spec, store)
+        _follow(config, on_notice, resume, node_spec, store)
         return None
     finally:
         mesh.leave()
@@ -71,23 +71,23 @@ def _lead(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
-    place: Place,
+    node_spec: NodeSpec,
     store: dist.Store,
 ) -> tuple[Path, Summary]:
-    begun: SimpleQueue[tuple[Workers, int | None, Party] | None] = SimpleQueue()
+    begun: SimpleQueue[tuple[Workers, int | None, NodeGroup] | None] = SimpleQueue()
     ours, theirs = Pipe()
     ended: list[Summary | BaseException] = []
 
-    def hire(config: Config, out: Path, resume: int | None, party: Party) -> Workers:
+    def start_workers(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
         workers = config.world.workers
-        party.go(out=str(out))
-        pool = Workers(workers, [PipeLink(0, ours), *node_links(party, workers)], lambda patience: None)
-        begun.put((pool, resume, party))
+        node_group.go(out=str(out))
+        pool = Workers(workers, [PipeHandle(0, ours), *node_handles(node_group, workers)], lambda patience: None)
+        begun.put((pool, resume, node_group))
         return pool
 
     def work() -> None:
         try:
-            ended.append(launch(config, out, on_line, on_notice, resume, place, hire))
+            ended.append(launch(config, out, on_line, on_notice, resume, node_spec, start_workers))
         except BaseException as error:  # raised again in the main thread
             ended.append(error)
         begun.put(None)
@@ -95,8 +95,8 @@ def _lead(
     thread = threading.Thread(target=work, name="isles-launcher", daemon=True)
     thread.start()
     if (start := begun.get()) is not None:
-        pool, step, party = start
-        _attend(_PipeWay(theirs, pool), config, out, step, party, store)
+        pool, step, node_group = start
+        _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
     if isinstance(ended[0], BaseException):
         raise ended[0]
@@ -104,38 +104,43 @@ def _lead(
 
 
 def _follow(
-    config: Config, on_notice: Callable[[str], None], resume: int | None, place: Place, store: dist.Store
+    config: Config, on_notice: Callable[[str], None], resume: int | None, node_spec: NodeSpec, store: dist.Store
 ) -> None:
-    with met(config, place, Path(), resume, on_notice) as party:
-        way = _LineWay(party.lines[0], place.node)
-        _attend(way, config, Path(party.facts["out"]), party.facts["resume"], party, store)
-        way.hear_how_it_ended()
+    with met(config, node_spec, Path(), resume, on_notice) as node_group:
+        launcher = _LinkToLauncher(node_group.links[0], node_spec.node)
+        _attend(launcher, config, Path(node_group.facts["out"]), node_group.facts["resume"], node_group, store)
+        launcher.hear_how_it_ended()
 
 
 def _attend(
-    way: _PipeWay | _LineWay, config: Config, out: Path, resume: int | None, party: Party, store: dist.Store
+    launcher: _PipeToLauncher | _LinkToLauncher,
+    config: Config,
+    out: Path,
+    resume: int | None,
+    node_group: NodeGroup,
+    store: dist.Store,
 ) -> None:
     """Work in this thread. Ctrl-C, and torchrun's SIGTERM, ask all workers to stop after a common step."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    seat = Seat(
-        rank=party.node,
-        size=party.nodes,
-        local_rank=int(os.environ.get("LOCAL_RANK", party.node)),
-        host=party.host,
+    spec = WorkerSpec(
+        rank=node_group.node,
+        size=node_group.nodes,
+        local_rank=int(os.environ.get("LOCAL_RANK", node_group.node)),
+        host=node_group.host,
         port=0,
         threads=config.world.threads,
-        interface=loopback() if one_machine else interface_of(party.here),
+        interface=loopback() if one_machine else interface_of(node_group.here),
         deadlines=deadlines(config),
     )
 
     def asked(*_: object) -> None:
-        if way.closed:
+        if launcher.closed:
             raise _Closed
-        way.stop()
+        launcher.stop()
 
     before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        attend(seat, way, lambda: store, train_process, (config, out, resume))
+        attend(spec, launcher, lambda: store, train_process, (config, out, resume))
     except _Closed:
         pass  # whoever called hears why
     finally:
@@ -147,8 +152,8 @@ class _Closed(KeyboardInterrupt):
     """The run was ended while this worker was at work."""
 
 
-class _Way:
-    """The worker's way to rank 0's launcher; a Channel of `isles.launch.worker`. It wakes up a worker whose run is
+class _ToLauncher:
+    """The worker's connection to rank 0's launcher, as in `isles.launch.worker`. It wakes up a worker whose run is
     over.
     """
 
@@ -157,7 +162,7 @@ class _Way:
         self._finished = False
 
     def said(self, message: tuple[str, Any]) -> tuple[str, Any]:
-        """Note what the worker says, and print what is too long for a line."""
+        """Note what the worker says, and print what is too long for one line."""
         kind, value = message
         self._finished = self._finished or kind in ("done", "error")
         if isinstance(value, WorkerFailed) and "\n" in value.report:
@@ -165,15 +170,15 @@ class _Way:
             value = WorkerFailed(value.rank, value.report.splitlines()[-1])
         return kind, value
 
-    def heard(self, order: Any) -> Any:
+    def heard(self, command: Any) -> Any:
         """Note what the launcher says."""
-        if order == "close" and not self._finished:
+        if command == "close" and not self._finished:
             self.closed = True
             signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)
-        return order
+        return command
 
 
-class _PipeWay(_Way):
+class _PipeToLauncher(_ToLauncher):
     """On rank 0."""
 
     def __init__(self, pipe: Connection, pool: Workers) -> None:
@@ -181,20 +186,20 @@ class _PipeWay(_Way):
         self.pipe, self.stop = pipe, pool.stop
 
     def send(self, message: tuple[str, Any]) -> None:
-        """See Channel."""
+        """See LauncherConnection."""
         self.pipe.send(self.said(message))
 
     def recv(self) -> Any:
-        """See Channel."""
+        """See LauncherConnection."""
         return self.heard(self.pipe.recv())
 
 
-class _LineWay(_Way):
+class _LinkToLauncher(_ToLauncher):
     """On the other ranks."""
 
-    def __init__(self, line: Line, rank: int) -> None:
+    def __init__(self, link: Link, rank: int) -> None:
         super().__init__()
-        self.line, self.rank = line, rank
+        self.link, self.rank = link, rank
         self._stop_wanted = False
         self._verdict: Any = None
 
@@ -203,33 +208,33 @@ class _LineWay(_Way):
         self._stop_wanted = True
 
     def send(self, message: tuple[str, Any]) -> None:
-        """See Channel."""
+        """See LauncherConnection."""
         kind, value = self.said(message)
         try:
-            self.line.send([self.rank, kind, to_plain(value) if kind == "error" else value])
-        except LineLost as error:
+            self.link.send([self.rank, kind, to_plain(value) if kind == "error" else value])
+        except LinkLost as error:
             raise OSError(str(error)) from error
 
     def recv(self) -> Any:
-        """See Channel."""
+        """See LauncherConnection."""
         try:
-            while not isinstance(order := self._next(), str | list):
+            while not isinstance(command := self._next(), str | list):
                 pass  # a word to launchers
-        except LineLost as error:
+        except LinkLost as error:
             raise EOFError(str(error)) from error
-        return self.heard(order)
+        return self.heard(command)
 
     def hear_how_it_ended(self) -> None:
         """Raise the error with which the run ended, if it did."""
-        while not isinstance(message := self.line.receive(_VERDICT), dict) or "over" not in message:
+        while not isinstance(message := self.link.receive(_VERDICT), dict) or "over" not in message:
             pass
         if message["over"] is not None:
             raise from_plain(message["over"])
 
     def _next(self) -> Any:
-        while (message := self.line.next()) is None:
+        while (message := self.link.next()) is None:
             if self._stop_wanted:
                 self._stop_wanted = False
-                self.line.send([-1, "interrupt", None])
-            self.line.wait(_GLANCE)
+                self.link.send([-1, "interrupt", None])
+            self.link.wait(_GLANCE)
         return message

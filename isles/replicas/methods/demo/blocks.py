@@ -23,7 +23,7 @@ _PIECE_ELSEWHERE = 1 << 26  # a GPU wants few large calls
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BlockGroup:
     """`blocks` blocks of shape (a, b), from entry `first` of the flat vector on."""
 
     edges: tuple[int, int]
@@ -37,7 +37,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockRange:
     """Blocks [start, stop) of group number `group`; their entries are [first, last) of the flat vector."""
 
     group: int
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BlockLayout:
     """A tensor's blocks: lead (..., rows, columns) of them, of `edges`, from entry `first` on."""
 
     grid: tuple[int, ...]
@@ -66,16 +66,16 @@ class Blocks:
             (*shape[:-2], *(-(-size // one) for size, one in zip(shape[-2:], edges, strict=True)))
             for shape, edges in zip(self.shapes, cut, strict=True)
         ]
-        self.groups: list[Group] = []
-        self._places: dict[int, _Place] = {}
+        self.groups: list[BlockGroup] = []
+        self._places: dict[int, _BlockLayout] = {}
         first = 0
         for edges in dict.fromkeys((a, b) for a, b in cut):
             start = first
             for index, grid in enumerate(grids):
                 if cut[index] == edges:
-                    self._places[index] = _Place(grid, edges, first)
+                    self._places[index] = _BlockLayout(grid, edges, first)
                     first += math.prod(grid) * math.prod(edges)
-            self.groups.append(Group(edges, start, (first - start) // math.prod(edges)))
+            self.groups.append(BlockGroup(edges, start, (first - start) // math.prod(edges)))
         self.entries = first
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
@@ -109,7 +109,7 @@ class Blocks:
         both = [zip(shape[-2:], self._places[i].edges, strict=True) for i, shape in enumerate(self.shapes)]
         return sorted({size for pairs in both for size, one in pairs if size > chunk and 2 * one < chunk})
 
-    def pieces(self, device: torch.device) -> Iterator[Piece]:
+    def pieces(self, device: torch.device) -> Iterator[BlockRange]:
         """All blocks in order, so many at a time as suits the device."""
         room = _PIECE if device.type == "cpu" else _PIECE_ELSEWHERE
         for number, group in enumerate(self.groups):
@@ -117,11 +117,11 @@ class Blocks:
             for start in range(0, group.blocks, many):
                 stop = min(start + many, group.blocks)
                 first, last = (group.first + at * group.entries for at in (start, stop))
-                yield Piece(number, start, stop, first, last)
+                yield BlockRange(number, start, stop, first, last)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Extent:
     """Entries [start, stop) of a dimension: `blocks` blocks from block `first` on, of which `height` is real."""
 
     start: int
@@ -139,11 +139,11 @@ def edge(size: int, chunk: int, padding: bool) -> int:
     return -(-size // -(-size // chunk))
 
 
-def _runs(size: int, height: int) -> list[_Run]:
+def _runs(size: int, height: int) -> list[_Extent]:
     """The whole blocks of a dimension, and the last one where it is filled up."""
     whole, rest = divmod(size, height)
-    runs = [_Run(0, whole * height, 0, whole, height)] if whole else []
-    return [*runs, _Run(whole * height, size, whole, 1, rest)] if rest else runs
+    runs = [_Extent(0, whole * height, 0, whole, height)] if whole else []
+    return [*runs, _Extent(whole * height, size, whole, 1, rest)] if rest else runs
 
 
 def _at_least_2d(shape: torch.Size) -> torch.Size:

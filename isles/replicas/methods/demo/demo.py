@@ -39,6 +39,7 @@ from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
 from isles.replicas.schedule import Held, Outline, Planned, outline
 from isles.replicas.sync import ReplicaSync
+from isles.wrapping import innermost
 
 
 class DeMo(ReplicaSync):
@@ -63,7 +64,7 @@ class DeMo(ReplicaSync):
         self._exchanged = False
 
     def _refuse(self) -> None:
-        if not isinstance(self.inner, torch.optim.SGD):
+        if not isinstance(innermost(self.inner), torch.optim.SGD):
             raise ValueError(
                 f"DeMo has a momentum of its own, and its inner optimizer is torch.optim.SGD(lr, weight_decay), not "
                 f'{type(self.inner).__name__}: wrap that one (isles train: inner.optimizer = "sgd")'
@@ -165,6 +166,7 @@ class DeMo(ReplicaSync):
         """Hash of the weights at the steps where it is compared, else 0."""
         if not self.config.check_every or not self.steps or self.steps % self.config.check_every:
             return 0
+        self.catch_up()
         weights = FlatParameters(self.parameters)
         room = weights.scratch()
         return digest([block.read(room).view(torch.int32).sum() for block in weights.blocks()])
@@ -186,8 +188,8 @@ class DeMo(ReplicaSync):
         sent = ((self.group.size - 1) * self.payload_bytes,) * self.group.size
         return [Planned(step, step, 0, "momentum", (everyone,), sent) for step in range(1, steps + 1)]
 
-    def outline(self, steps: int) -> Outline:
-        """See ReplicaSync.outline: every step is like the first."""
+    def own_outline(self, steps: int) -> Outline:
+        """See ReplicaSync.own_outline: every step is like the first."""
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
     def memory(self) -> list[Held]:

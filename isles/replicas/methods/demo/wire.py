@@ -19,7 +19,7 @@ from torch import Tensor
 from isles.comm.codecs import Codec, codec
 from isles.comm.codecs.sign import Sign
 from isles.comm.codecs.topk import pack_places, unpack_places
-from isles.replicas.methods.demo.blocks import Blocks, Group
+from isles.replicas.methods.demo.blocks import BlockGroup, Blocks
 from isles.replicas.methods.demo.config import Values
 
 HEADER_BYTES = 16
@@ -122,17 +122,17 @@ class Packing:
     def _of(self, index: int) -> slice:
         return self.of(index, 0, self.groups[index].blocks)
 
-    def _listed(self) -> Sequence[tuple[Group, int]]:
+    def _listed(self) -> Sequence[tuple[BlockGroup, int]]:
         return [(group, self.counts[index]) for index, group in enumerate(self.groups) if self.is_listed(index)]
 
 
-def _places_bytes(group: Group, count: int) -> int:
+def _places_bytes(group: BlockGroup, count: int) -> int:
     if group.entries <= 256:
         return count
     return -(-count // 2) * 3 if group.entries <= 4096 else 2 * count
 
 
-def _pack(group: Group, places: Tensor) -> Tensor:
+def _pack(group: BlockGroup, places: Tensor) -> Tensor:
     if group.entries <= 256:
         return places.to(torch.uint8)
     if group.entries <= 4096:
@@ -140,7 +140,7 @@ def _pack(group: Group, places: Tensor) -> Tensor:
     return places.to(torch.int16).view(torch.uint8)  # wraps around: read back as unsigned
 
 
-def _unpack(group: Group, packed: Tensor, out: Tensor) -> None:
+def _unpack(group: BlockGroup, packed: Tensor, out: Tensor) -> None:
     if group.entries <= 256:
         out.copy_(packed)
     elif group.entries <= 4096:

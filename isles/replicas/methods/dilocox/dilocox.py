@@ -69,10 +69,8 @@ class DiLoCoX(OuterSync):
         """See OuterSync.adapt."""
         (fragment,) = self.fragments
         form = self.parts.codec
-        if self.adaptive is None and self.inside is None:
-            return
         if isinstance(form, LowRank) and self.config.rounds_averaged and fragment.rounds > form.start:
-            every = self.island.largest(self._adapted(fragment))
+            every = self.replica.largest(self._adapted(fragment))
             self.cadence = replace(self.cadence, sync_every=every, origin=self.steps)
 
     def _adapted(self, fragment: Fragment) -> int:

@@ -80,6 +80,7 @@ class IST(ReplicaSync):
     Config = ISTConfig
     config: ISTConfig
     level = "parameter"
+    needs_whole = True
     agrees = True  # on what all hold, after each round
 
     def _begin(self) -> None:

@@ -68,7 +68,7 @@ def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-class Places(NamedTuple):
+class EntryPositions(NamedTuple):
     """The same entries of a parameter as they lie at the worker that holds them and at the one that keeps them."""
 
     held: Units
@@ -117,7 +117,7 @@ class Division:
             for axis in self.axes[name]
         )
 
-    def places(self, name: str, holder: int, keeper: int, round: int) -> Places | None:
+    def places(self, name: str, holder: int, keeper: int, round: int) -> EntryPositions | None:
         """What of a parameter goes between the two; None: nothing."""
         lead = self.lead(name)
         held, kept = [], []
@@ -132,7 +132,7 @@ class Division:
                 return None
             held.append(torch.arange(first, last))
             kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if axis is lead else 0))
-        return Places(tuple(held), tuple(kept))
+        return EntryPositions(tuple(held), tuple(kept))
 
     def units_between(self, layer: str, round: int) -> Tensor:
         """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""

@@ -1,0 +1,72 @@
+"""Who sits where: the place of every rank on the axes of a run, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Axis = Literal["replica", "stage", "inner"]
+
+
+class Coordinate(NamedTuple):
+    """Of which replica a worker holds a piece, which piece of the model that is, and which of the workers it is that
+    share the piece's data-parallel work.
+    """
+
+    replica: int
+    stage: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`coordinates[rank]`, all different. Replicas need not be alike: `grid` makes those that are."""
+
+    coordinates: tuple[Coordinate, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.coordinates)) != len(self.coordinates):
+            raise ValueError(f"layout {self.coordinates}: two ranks are in one place, give each its own")
+
+    @classmethod
+    def grid(cls, outer: int, stage: int = 1, inner: int = 1) -> Layout:
+        """`outer` replicas of `stage` stages of `inner` workers: rank = (replica * stages + stage) * inner + inner
+        position, so that the workers of an island are neighbours. ValueError for an axis without a worker.
+        """
+        if min(outer, stage, inner) < 1:
+            raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
+        return cls(tuple(Coordinate(o, s, i) for o in range(outer) for s in range(stage) for i in range(inner)))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.coordinates)
+
+    def sharing(self, rank: int, *axes: Axis) -> list[int]:
+        """The ranks that are where `rank` is on all of `axes`, itself included, in the order of coordinates."""
+        here = self.coordinates[rank]
+        there = [
+            (place, other)
+            for other, place in enumerate(self.coordinates)
+            if all(getattr(place, axis) == getattr(here, axis) for axis in axes)
+        ]
+        return [other for _, other in sorted(there)]
+
+    def reader(self, rank: int) -> tuple[int, int]:
+        """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one."""
+        shares = sorted({(place.replica, place.inner) for place in self.coordinates})
+        here = self.coordinates[rank]
+        return shares.index((here.replica, here.inner)), len(shares)
+
+
+def grid_of(workers: int, *, outer: int | None = None, stage: int = 1, inner: int = 1) -> Layout:
+    """The grid of all `workers` (outer None: what is left). ValueError when the product is another number."""
+    if outer is None:
+        outer = max(workers // max(stage * inner, 1), 1)
+    layout = Layout.grid(outer, stage, inner)
+    if layout.size != workers:
+        raise ValueError(
+            f"mesh outer={outer} x stage={stage} x inner={inner} is {layout.size} workers, the world has {workers}: "
+            "start that many workers or change the mesh"
+        )
+    return layout

@@ -1,0 +1,362 @@
+"""What one worker holds of its replica, and how that takes an inner step.
+
+    Plain     a module and the inner optimizer over it; `peers` hold the replica's other parts, such as stages
+    Copies    the workers of an island hold the same module, which a method such as DDP keeps the same
+    Shards    the workers of an island hold rows of one module, by FSDP
+
+Copies and Shards are in `isles.replicas.island.island`. Methods keep replicas alike and ask of a replica only what
+`Replica` says, never its kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isles.comm.group import Group
+from isles.comm.tags import Channel
+from isles.replicas.island.sharded import own_rows
+from isles.replicas.schedule import Held
+from isles.replicas.start import same_settings
+from isles.wrapping import Deferred
+
+COMPARED = "weights and their mean"
+"""The memory of a comparison of replicas; workers of one replica are not compared."""
+
+Question = Literal["norm", "largest"]
+"""What a step asks the other workers of its replica; each answer is one number of 8 bytes."""
+
+_ANSWER_BYTES = 8
+
+
+class Holder(Protocol):
+    """What a replica looks at in the method that holds it."""
+
+    group: Group
+    max_norm: float | None
+    spans_islands: ClassVar[bool]
+    needs_whole: ClassVar[bool]
+
+    @property
+    def survives(self) -> bool: ...
+
+
+class Replica(ABC):
+    """One worker's part of one replica.
+
+    model: what this worker computes with. inner: the optimizer whose groups and state schedulers see. parameters: the
+    trainable ones of `model`. shares: of each of them, in their order, what this worker alone answers for: views of
+    live memory, of 0 entries where there are fewer rows than workers. charged: whoever runs the model charges a virtual
+    clock for its steps, so that a method does not.
+    """
+
+    model: nn.Module
+    inner: Optimizer
+    parameters: list[nn.Parameter]
+    shares: list[Tensor]
+    charged: bool = False
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This worker's part of a parameter, live."""
+        return tensor
+
+    @abstractmethod
+    def refuse(self, holder: Holder) -> None:
+        """ValueError, with the mend, where `holder` cannot keep such replicas alike."""
+
+    @abstractmethod
+    def begin(self, settings: str) -> None:
+        """Called before the holder's first message. Diverged, naming the odd worker, unless all workers of the replica
+        give the same `settings`.
+        """
+
+    # One inner step, in this order.
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around backward passes that only accumulate; at its end their gradients are in `.grad`."""
+
+    @abstractmethod
+    def gradients(self) -> None:
+        """Put the gradients of all backward passes of the step into `.grad`."""
+
+    @abstractmethod
+    def unscale(self, scaler: Any) -> None:
+        """Divide the gradients by the scale of the loss; all workers of a replica find it finite, or none does."""
+
+    @abstractmethod
+    def norm(self, rows: Group | None = None) -> Tensor:
+        """2-norm () of the whole replica's gradient, the same bits on all of its workers. rows: workers that hold the
+        other rows of these parameters.
+        """
+
+    @abstractmethod
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale gradients of norm `norm` so that it is at most `max_norm`."""
+
+    @abstractmethod
+    def apply(self, scaler: Any) -> None:
+        """The inner optimizer's step."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Called before somebody reads or writes weights or inner state: all steps so far are in them."""
+
+    # The replica's other workers.
+
+    @abstractmethod
+    def total(self, own: Tensor, channel: Channel) -> Tensor:
+        """Sum of `own` (n,) over the workers of the replica, in the order of ranks, the same bits on all of them. Bytes
+        sent: own's to each of the others.
+        """
+
+    @abstractmethod
+    def largest(self, number: int) -> int:
+        """Largest of the numbers that the workers of the replica give: for what depends on a worker's part and must be
+        the same for all of them. Bytes sent: 8 to each of the others.
+        """
+
+    def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
+        """The shares of the parameters `indexes` were written to on all workers: give each what it lacks of them."""
+        del indexes, channel  # nobody holds what another one answers for
+
+    def spread_bytes(self, indexes: Sequence[int]) -> int:
+        """Bytes that this worker sends for `spread`."""
+        return 0
+
+    @property
+    def working_bytes(self) -> int:
+        """Host memory that `spread` of everything takes."""
+        return 0
+
+    # Around a run.
+
+    @abstractmethod
+    def judged(self) -> AbstractContextManager[nn.Module]:
+        """The model with the weights of now, for evaluation."""
+
+    @abstractmethod
+    def whole(self) -> nn.Module:
+        """The model with all of its rows; of a stage, that stage."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that this worker holds, by name: plain tensors, live."""
+
+    @abstractmethod
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Restore `weights`. RuntimeError where they are of another model."""
+
+    @abstractmethod
+    def inner_state(self) -> Any:
+        """State of whatever `apply` steps."""
+
+    @abstractmethod
+    def load_inner_state(self, state: Any) -> None:
+        """Restore `inner_state`."""
+
+    # What a plan says of it.
+
+    @abstractmethod
+    def sent(self, steps: int, questions: Sequence[Question]) -> tuple[int, bool]:
+        """Bytes that this worker sends inside its replica in `steps` steps, beside `spread`, and whether they are only
+        about so many. questions: asked in each step.
+        """
+
+    def opening(self) -> int:
+        """Bytes that this worker sends inside its replica before the first step."""
+        return self.spread_bytes(range(len(self.shares)))
+
+    def memory(self) -> list[Held]:
+        """What is held on the host beside weights, gradients and the inner optimizer's state."""
+        return []
+
+
+@runtime_checkable
+class Several(Protocol):
+    """A method whose workers may be one replica."""
+
+    def as_replica(self) -> Replica:
+        """What each of them holds of it. ValueError for a method that leaves them apart."""
+
+
+def as_replica(model: nn.Module, inner: Any) -> Replica:
+    """What takes the inner steps of `model` (an optimizer, a method inside an island, a replica) as a replica.
+    ValueError where it is one of another model.
+    """
+    if isinstance(inner, Several):
+        inner = inner.as_replica()
+    if not isinstance(inner, Replica):
+        return Plain(model, inner)
+    if inner.model is not model:
+        raise ValueError("the optimizer is of another module: give the method the module that it was made for")
+    return inner
+
+
+class Plain(Replica):
+    """`model`, stepped by `inner`.
+
+    peers: the workers that hold the other parts of this replica, such as a pipeline's stages. clip_over: whether the
+    gradient's norm is that over all of them ("peers"), or of this part ("own").
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        *,
+        peers: Group | None = None,
+        clip_over: Literal["peers", "own"] = "peers",
+        charged: bool = False,
+    ) -> None:
+        self.model, self.inner, self.charged = model, inner, charged
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
+        self.shares = list(self.parameters)
+        self.peers = peers if peers is not None and peers.size > 1 else None
+        self._clipped_with = self.peers if clip_over == "peers" else None
+        self._deferred = inner if isinstance(inner, Deferred) else None
+
+    def refuse(self, holder: Holder) -> None:
+        if holder.needs_whole and (self.peers is not None or self._deferred is not None):
+            raise ValueError(
+                f"{type(holder).__name__} changes shapes and state of a whole model between steps: give it one without "
+                "stages, and an optimizer that steps when it is told to"
+            )
+        if self.peers is not None:
+            refuse_shared(
+                self.peers, holder.group, "give mesh.stage and mesh.outer of isles.mesh(outer=..., stage=...)"
+            )
+            refuse_survivors(holder)
+
+    def begin(self, settings: str) -> None:
+        self.catch_up()
+        if self.peers is not None:
+            same_settings(self.peers, settings)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.gradients()
+
+    def gradients(self) -> None:
+        if self._deferred is not None:
+            self._deferred.gradients()
+
+    def unscale(self, scaler: Any) -> None:
+        if self.peers is not None and scaler.is_enabled():
+            self._break_together()
+        scaler.unscale_(self.inner)
+
+    def norm(self, rows: Group | None = None) -> Tensor:
+        own = torch.nn.utils.get_total_norm(self._gradients())
+        if rows is None and self._clipped_with is None:
+            return own
+        square = own.double().square().reshape(1).cpu()
+        if rows is not None:
+            square = summed(rows, square, rows.channel)
+        if self._clipped_with is not None:
+            square = summed(self._clipped_with, square, "inner")
+        return square.sqrt().reshape(()).to(own)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        gradients = self._gradients()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for device in {gradient.device for gradient in gradients}:
+            torch._foreach_mul_([own for own in gradients if own.device == device], scale.to(device))
+
+    def apply(self, scaler: Any) -> None:
+        if scaler is None:
+            self.inner.step()
+        else:
+            scaler.step(self.inner)
+            scaler.update()
+
+    def catch_up(self) -> None:
+        if self._deferred is not None:
+            self._deferred.catch_up()
+
+    def total(self, own: Tensor, channel: Channel) -> Tensor:
+        return own if self.peers is None else summed(self.peers, own, channel)
+
+    def largest(self, number: int) -> int:
+        return number if self.peers is None else largest(self.peers, number)
+
+    @contextmanager
+    def judged(self) -> Iterator[nn.Module]:
+        self.catch_up()
+        yield self.model
+
+    def whole(self) -> nn.Module:
+        self.catch_up()
+        return self.model
+
+    def weights(self) -> dict[str, Tensor]:
+        self.catch_up()
+        return dict(self.model.state_dict())
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.catch_up()
+        self.model.load_state_dict(weights)
+
+    def inner_state(self) -> Any:
+        self.catch_up()
+        return self.inner.state_dict()
+
+    def load_inner_state(self, state: Any) -> None:
+        self.catch_up()
+        self.inner.load_state_dict(state)
+
+    def sent(self, steps: int, questions: Sequence[Question]) -> tuple[int, bool]:
+        asked = [self._clipped_with if question == "norm" else self.peers for question in questions]
+        return steps * sum(_ANSWER_BYTES * len(group.others) for group in asked if group is not None), False
+
+    def opening(self) -> int:
+        return 0 if self.peers is None else _ANSWER_BYTES * len(self.peers.others)  # the hash of `begin`
+
+    def _gradients(self) -> list[Tensor]:
+        return [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+
+    def _break_together(self) -> None:
+        """Leave no worker of the replica a finite gradient where one has none: their scalers then skip the same step
+        and keep one scale.
+        """
+        gradients = self._gradients()
+        is_broken = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if self.largest(int(is_broken)) and not is_broken:
+            for gradient in gradients:
+                gradient.fill_(torch.nan)
+
+
+def refuse_shared(own: Group, across: Group, mend: str) -> None:
+    """ValueError where other workers are both in this one's replica (`own`) and replicas of it (`across`)."""
+    if set(own.ranks) & set(across.ranks) != {across.transport.rank}:
+        raise ValueError(f"the replica's group and the group across replicas share other workers: {mend}")
+
+
+def refuse_survivors(holder: Holder) -> None:
+    """ValueError for a method that goes on without those it lost, where a replica has several workers."""
+    if holder.survives:
+        raise ValueError('on_peer_failure = "solo": workers of one replica could lose different peers; choose "raise"')
+
+
+def summed(group: Group, own: Tensor, channel: Channel) -> Tensor:
+    """Sum of `own` over the group, in the order of ranks."""
+    first, *others = group.all_gather(own, channel)
+    total = first.clone()
+    for theirs in others:
+        total += theirs
+    return total
+
+
+def largest(group: Group, number: int) -> int:
+    """Largest of the group's numbers."""
+    return max(int(theirs) for theirs in group.all_gather(torch.tensor([number])))

@@ -1,0 +1,76 @@
+"""From batches to a loss with gradients in place: what a trainer does with a model between two steps of its optimizer.
+
+    Whole     this worker has a model that it runs by itself
+
+The optimizer does the rest: reduce, clip, step, exchange. So a trainer drives any way to run a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from isles.replicas.sync import ReplicaSync
+from isles.training.evaluation import validation_loss
+
+
+class Step(Protocol):
+    """How one worker runs a model. Batches are (b, T + 1) int64 on the model's device."""
+
+    reads: bool
+    """Whether `run` and `judge` want batches on this worker."""
+
+    def run(self, batches: Iterable[Tensor]) -> Tensor:
+        """Forward and backward over the batches of one inner step. Their mean loss (), in nats, detached; the gradient
+        of that is in `.grad`, or will be when the optimizer asks for it.
+        """
+
+    def judge(self, batches: Iterable[Tensor]) -> float | None:
+        """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that is not told."""
+
+    def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
+        """End the run and give the one model that came of it; None where another worker holds it."""
+
+
+class Whole:
+    """A model that is this worker's alone to run, or that calls others by itself, as a sharded one does.
+
+    optimizer: its `no_sync` is around all backward passes but the last. autocast: a context for each forward pass.
+    scaler: a torch.amp.GradScaler, or None. batches: how many `run` gets.
+    """
+
+    reads = True
+
+    def __init__(
+        self,
+        optimizer: ReplicaSync,
+        model: nn.Module,
+        autocast: Callable[[], AbstractContextManager[object]],
+        scaler: Any,
+        batches: int,
+    ) -> None:
+        self._optimizer, self._model, self._autocast = optimizer, model, autocast
+        self._scaler, self._batches = scaler, batches
+
+    def run(self, batches: Iterable[Tensor]) -> Tensor:
+        total = torch.zeros((), device=next(self._model.parameters()).device)
+        for number, tokens in enumerate(batches, 1):
+            with nullcontext() if number == self._batches else self._optimizer.no_sync():
+                total += self._backward(tokens)
+        return total
+
+    def judge(self, batches: Iterable[Tensor]) -> float:
+        return validation_loss(self._model, batches, self._autocast())
+
+    def whole(self, optimizer: ReplicaSync) -> nn.Module:
+        return optimizer.consolidate()
+
+    def _backward(self, tokens: Tensor) -> Tensor:
+        with self._autocast():
+            loss = self._model(tokens).loss / self._batches
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        return loss.detach()
