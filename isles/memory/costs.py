@@ -106,7 +106,8 @@ class Ends:
 
     weights, states, buffers: bytes. before: what stays from before the first block until the end of the backward pass.
     top, bottom: transients after the last block, forward and backward, and in the backward pass before the first.
-    top_gradients, bottom_gradients: bytes that the two leave on the parameters. flops: forward, of both.
+    top_gradients, bottom_gradients: bytes that the two leave on the parameters. carried: what waits from the top to the
+    bottom, as the head's part of a tied matrix's gradient does. flops: forward, of both.
     """
 
     params: int
@@ -118,6 +119,7 @@ class Ends:
     bottom: int
     top_gradients: int
     bottom_gradients: int
+    carried: int
     flops: float
 
 
@@ -267,13 +269,13 @@ def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: 
         for cost in costs:
             peak = max(peak, used + cost.slot + cost.forward)
             used += cost.forward - cost.forward_end - cost.swap
-        peak = max(peak, used + ends.top + ends.top_gradients)
-        used += (0 if batch else ends.top_gradients) - sum(cost.casts_end for cost in costs)
+        peak = max(peak, used + ends.top + ends.top_gradients + ends.carried)
+        used += ends.carried + (0 if batch else ends.top_gradients) - sum(cost.casts_end for cost in costs)
         for cost in reversed(costs):
             peak = max(peak, used + cost.slot + cost.swap + cost.backward + cost.gradients)
             used += cost.swap + cost.backward - cost.backward_end
             if cost.on_device and not batch:
                 used += cost.gradients
         peak = max(peak, used + ends.bottom + ends.bottom_gradients)
-        used += 0 if batch else ends.bottom_gradients
+        used += (0 if batch else ends.bottom_gradients) - ends.carried
     return peak

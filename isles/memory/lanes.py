@@ -270,7 +270,7 @@ class _Run:
         if kind == "update":
             return [self._event("landed", step, happened=not self.hosted)]
         if kind == "top":
-            return [self._granted(self.ends.top + self.ends.top_gradients)]
+            return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
         if kind == "bottom":
             return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
         cost, times, needs = self.costs[unit], self.times[unit], []
@@ -372,7 +372,7 @@ class _Run:
         return cost.backward_end + cost.slot
 
     def _end_bottom(self, task: _Task) -> float:
-        return self.ends.bottom + (self.ends.bottom_gradients if task.batch else 0)
+        return self.ends.bottom + self.ends.carried + (self.ends.bottom_gradients if task.batch else 0)
 
     def _end_update(self, task: _Task) -> float:
         self.marks.append(self.now)

@@ -100,6 +100,7 @@ def _memory(profile: Profile, options: Sequence[Placement]) -> tuple[np.ndarray,
             if cost.on_device:
                 taken[backward + 1 :, column] += cost.gradients
     stays = np.full(2 * units + 2, float(profile.base))
+    stays[top:] += ends.carried
     stays[top] += ends.top + ends.top_gradients
     stays[top + 1 :] += ends.top_gradients
     stays[bottom] += ends.bottom + ends.bottom_gradients

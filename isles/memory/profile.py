@@ -5,8 +5,8 @@ and drop is counted, so the bytes are those of the real step. (On the meta devic
 scores are counted; real CPU and GPU kernels do not make them.) It runs as it is and with every unit recomputed, and
 under bfloat16 autocast also with the units' matrices in bfloat16, as they travel.
 
-Operations are counted in closed form for Isles' own decoder, else on the meta device, for torch does not count the
-CPU's attention kernel.
+Operations are counted in closed form for Isles' own decoder, else with attention taken apart, for torch does not count
+the CPU's attention kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -102,16 +103,18 @@ def profile(
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     keep = runs["resident"][0]
     begin, end = keep.units[0], keep.units[-1]
+    carried = max(end.backward_begin - end.forward_end - keep.top_gradients, 0)
     ends = Ends(
         params=sum(parameter.numel() for parameter in rest),
         weights=sum(parameter.nbytes for parameter in rest),
         states=sum(state_bytes(parameter) for parameter in rest if parameter.requires_grad),
         buffers=nbytes(model.buffers()),
         before=max(begin.forward_begin - keep.static - begin.input, 0) + SCALARS,
-        top=max(keep.top - end.forward_end - keep.top_gradients - (stream - end.output), 0),
+        top=max(keep.top - end.forward_end - keep.top_gradients - carried - (stream - end.output), 0),
         bottom=max(keep.bottom - begin.backward_end - _bottom_gradients(rest, keep) - (stream - begin.input), 0),
         top_gradients=keep.top_gradients,
         bottom_gradients=_bottom_gradients(rest, keep),
+        carried=carried,
         flops=whole - sum(flops),
     )
     made = []
@@ -333,8 +336,10 @@ def _flops(model: nn.Module, units: list[Unit], batch: Any, loss: Loss) -> tuple
 
         return run
 
-    with _without_numbers(model, "meta", {}), forwards(units, around), counter, torch.no_grad():
-        loss(model, _like(batch, "meta"))
+    whole = sdpa_kernel(SDPBackend.MATH)  # taken apart, so that its products are counted
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _without_numbers(model, "cpu", {}), forwards(units, around), whole, counter, torch.no_grad():
+        loss(model, _like(batch, "cpu"))
     return counted, float(counter.get_total_flops())
 
 

@@ -218,7 +218,7 @@ class Runner:
 
     def _ask(self, task: _Task) -> list[Event]:
         if task.kind == "top":
-            return [self._granted(self.ends.top + self.ends.top_gradients)]
+            return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
         if task.kind == "bottom":
             return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
         index, kind, cost, number = task.unit, task.kind, self.costs[task.unit], self.passes
@@ -323,7 +323,7 @@ class Runner:
         self.arena.free(freed)
         if index == 0:
             self._begin(_Task("bottom", 0), number)
-            self._bottom = self.ends.bottom + (0 if first else self.ends.bottom_gradients)
+            self._bottom = self.ends.bottom + self.ends.carried + (0 if first else self.ends.bottom_gradients)
 
     # Gradients
 

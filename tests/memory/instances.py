@@ -18,6 +18,7 @@ NOTHING = Ends(
     bottom=0,
     top_gradients=0,
     bottom_gradients=0,
+    carried=0,
     flops=0.0,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ UNITS = 4
 SHAPE = Shape(d_model=64, layers=UNITS, heads=4, ffn=192, vocab=256, context=32, tie_embeddings=False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """A model, its batches, and its loss."""
 
@@ -62,6 +63,11 @@ class Left:
             and all(map(torch.equal, self.weights, other.weights))
             and all(map(torch.equal, self.state, other.state))
         )
+
+
+@cache
+def profiled(task: Task, autocast: str) -> Profile:
+    return profile(task.make(), task.batch(0), loss=task.loss, autocast=autocast)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -119,7 +125,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda done: 1.0 / (1 + done))
     meter, managed = MemoryMeter(), None
     if placements is not None:
-        made = profile(model, task.batch(0), loss=task.loss, autocast=autocast)
+        made = profiled(task, autocast)
         plan = plan_of(made, placements, update=update, accumulation=accumulation)
         meter.track(*model.buffers())
         managed = manage(plan, model, inner, profile=made, machine=MACHINES["H100"], engine=engine, meter=meter)

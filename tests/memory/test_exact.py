@@ -15,10 +15,10 @@ from isles.memory.costs import ACTIVATIONS, PLACES, Placement
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.plan import table
-from isles.memory.profile import profile
-from tests.memory.loops import DECODER, TIED, UNITS, Left, Task, plan_of, train
+from tests.memory.loops import DECODER, TIED, UNITS, Left, Task, plan_of, profiled, train
 
-MOST, LEAST = 1.0, 0.9  # of the planned peak
+LEAST = 0.9  # of the planned peak
+LEAST_OF_CONVOLUTIONS = 0.8  # what two blocks save (one's output, the next one's input) is counted for both
 PURE = [(Placement(place, one),) * UNITS for place in PLACES[:3] for one in ACTIVATIONS]
 
 
@@ -35,21 +35,20 @@ def _case(number: int) -> tuple[tuple[Placement, ...], dict[str, Any], bool]:
 
 @cache
 def _plain(name: str, settings: tuple[tuple[str, Any], ...]) -> Left:
-    return train(TASKS[name], **dict(settings))
+    return train(TASKS[name], steps=3, **dict(settings))
 
 
 def _compare(name: str, plan: tuple[Placement, ...], threads: bool = True, update: str = "exact", **settings: Any) -> None:
     wanted = _plain(name, tuple(settings.items()))
-    got = train(TASKS[name], plan, engine=Paced() if threads else Inline(), update=update, **settings)
+    got = train(TASKS[name], plan, engine=Paced() if threads else Inline(), update=update, steps=3, **settings)
     assert got.losses == wanted.losses
     assert got.same(wanted)
-    assert LEAST * got.planned <= got.peak <= MOST * got.planned
-    made = profile(
-        TASKS[name].make(), TASKS[name].batch(0), loss=TASKS[name].loss, autocast=settings.get("autocast", "none")
-    )
+    least = LEAST_OF_CONVOLUTIONS if name == "resnet" else LEAST
+    assert least * got.planned <= got.peak <= got.planned
+    made = profiled(TASKS[name], settings.get("autocast", "none"))
     rows = table(plan_of(made, plan, accumulation=settings.get("accumulation", 1)), made)
     assert got.moved is not None
-    steps = 4
+    steps = 3
     assert got.moved["down"] == steps * sum(row["down"] for row in rows)
     # What stays from one pass to the next of the same weights does not come up again.
     assert got.moved["up"] <= steps * sum(row["up"] for row in rows)

@@ -61,7 +61,7 @@ def test_both_directions_at_once_are_slower() -> None:
 def _random_case(rng: random.Random) -> tuple[Profile, Machine, tuple[Placement, ...], int]:
     count, accumulation = rng.randint(2, 7), rng.randint(1, 3)
     made, machine = instance(rng, count, equal=rng.random() < 0.5)
-    sizes = {key: int(rng.uniform(0, 1000 * MIB)) for key in ("top", "bottom", "top_gradients", "bottom_gradients")}
+    sizes = {key: int(rng.uniform(0, 1000 * MIB)) for key in ("top", "bottom", "top_gradients", "bottom_gradients", "carried")}
     made = replace(made, ends=replace(NOTHING, flops=1e9, **sizes), stream=int(rng.uniform(0, 500 * MIB)))
     plan = tuple(Placement(rng.choice(PLACES), rng.choice(ACTIVATIONS)) for _ in range(count))
     return made, machine, plan, accumulation
