@@ -19,6 +19,7 @@ class Topology:
         far.check(workers)
         if workers % island:
             raise ValueError(f"{workers} workers are not islands of {island}: choose a divisor")
+        self.workers = workers
         self.far, self.near, self.island = far, far if near is None or island == 1 else near, island
         self.uplinks = far.uplink_count(workers)
         self.rates = [far.rate(line) for line in range(self.uplinks)]

@@ -1,0 +1,289 @@
+"""The tasks of a step in time: workers that do one task at a time, and a wire between them.
+
+One loop serves all: `orders` lists the tasks of a made-up step, `replay` times those of a real one. What differs is the
+queue of a worker (which task of those that could start does) and the wire (when what a task made arrives).
+
+Times of one moment are settled before anything starts in it, so a result never hangs on the order in which events of
+one moment are looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from isles.network.routing.routes import Route, Task
+
+
+class Queue(Protocol):
+    """The tasks of one worker that could start."""
+
+    def add(self, time: float, task: Task) -> None:
+        """What `task` needs is there since `time`."""
+        ...
+
+    def take(self, room: bool) -> Task | None:
+        """The task to do now, which leaves the queue; without `room` no forward. None: wait for what comes."""
+        ...
+
+    def waiting(self) -> Iterable[Task]:
+        """All of them."""
+        ...
+
+    def due(self) -> Task | None:
+        """The task that must come first, where one must."""
+        ...
+
+
+class Wire(Protocol):
+    """The network between the workers."""
+
+    when: float
+    """Seconds of its next event, infinity where there is none."""
+
+    def send(self, now: float, task: Task, source: int, target: int) -> None:
+        """What `task` at `target` begins with leaves `source`."""
+        ...
+
+    def arrivals(self) -> Iterable[Task]:
+        """Act out the next event: the tasks whose messages are there with it."""
+        ...
+
+
+class Span(NamedTuple):
+    """A task as it was done, in seconds from the step's start."""
+
+    worker: int
+    task: Task
+    start: float
+    end: float
+
+
+class Ranked:
+    """A queue by the order of `key(time, task)`; what is no forward goes first."""
+
+    def __init__(self, key: Callable[[float, Task], tuple[float, ...]]) -> None:
+        self._key = key
+        self._forwards: list[tuple[tuple[float, ...], Task]] = []
+        self._others: list[tuple[tuple[float, ...], Task]] = []
+
+    def add(self, time: float, task: Task) -> None:
+        heap = self._forwards if task.kind == "F" else self._others
+        heapq.heappush(heap, (self._key(time, task), task))
+
+    def take(self, room: bool) -> Task | None:
+        if self._others:
+            return heapq.heappop(self._others)[1]
+        return heapq.heappop(self._forwards)[1] if self._forwards and room else None
+
+    def waiting(self) -> Iterable[Task]:
+        return [task for _, task in self._forwards + self._others]
+
+    def due(self) -> Task | None:
+        return None
+
+
+class FirstCome(Ranked):
+    """A queue by the time since when a task could start, then by microbatch; forwards have no place of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda time, task: (time, task.microbatch, task.hop))
+
+    def take(self, room: bool) -> Task | None:
+        if not self._forwards or not room:
+            return super().take(room)
+        heap = self._others if self._others and self._others[0] < self._forwards[0] else self._forwards
+        return heapq.heappop(heap)[1]
+
+
+class Listed:
+    """A queue by a list made beforehand: the next of it, or nothing."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._next = 0
+        self._ready: set[Task] = set()
+
+    def add(self, time: float, task: Task) -> None:
+        self._ready.add(task)
+
+    def take(self, room: bool) -> Task | None:
+        if self._next == len(self._tasks) or self._tasks[self._next] not in self._ready:
+            return None
+        self._next += 1
+        self._ready.discard(self._tasks[self._next - 1])
+        return self._tasks[self._next - 1]
+
+    def waiting(self) -> Iterable[Task]:
+        return self._ready
+
+    def due(self) -> Task | None:
+        return self._tasks[self._next] if self._next < len(self._tasks) else None
+
+
+class AtOnce:
+    """A wire that takes no time."""
+
+    def __init__(self) -> None:
+        self.when = float("inf")
+        self._tasks: list[Task] = []
+
+    def send(self, now: float, task: Task, source: int, target: int) -> None:
+        self.when = now
+        self._tasks.append(task)
+
+    def arrivals(self) -> Iterable[Task]:
+        tasks, self._tasks, self.when = self._tasks, [], float("inf")
+        return tasks
+
+
+def play(
+    routes: Sequence[Route],
+    queue: Callable[[int], Queue],
+    wire: Wire,
+    seconds: Callable[[int, Task], float],
+    room: Mapping[int, int],
+    pause: Callable[[Task], float] | None = None,
+) -> list[Span]:
+    """Every task of `routes` in the order of its end.
+
+    queue:   makes the queue of the worker at a position.
+    seconds: that a task takes there.
+    room:    forwards that a worker may hold, by position; where there is none, any number.
+    pause:   seconds that a worker rests after a task; its product leaves before.
+
+    ValueError, naming who waits for whom, where the tasks cannot all be done.
+    """
+    return _Play(routes, queue, wire, seconds, room, pause).run()
+
+
+def orders_of(spans: Sequence[Span]) -> dict[int, list[Task]]:
+    """Every worker's tasks in the order of their starts, as `orders` gives them."""
+    made: dict[int, list[Task]] = {worker: [] for worker in sorted({span.worker for span in spans})}
+    for span in sorted(spans, key=lambda span: span.start):
+        made[span.worker].append(span.task)
+    return made
+
+
+class _Play:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        queue: Callable[[int], Queue],
+        wire: Wire,
+        seconds: Callable[[int, Task], float],
+        room: Mapping[int, int],
+        pause: Callable[[Task], float] | None,
+    ) -> None:
+        self.routes = {route.microbatch: route for route in routes}
+        self.wire, self.seconds, self.room, self.pause = wire, seconds, room, pause
+        workers = sorted({worker for route in routes for worker in route.visits})
+        self.queues = {worker: queue(worker) for worker in workers}
+        self.held: dict[int, set[tuple[int, int]]] = {worker: set() for worker in workers}
+        """(microbatch, hop) whose forward each worker keeps."""
+        self.followers: dict[int, list[int]] = defaultdict(list)
+        for route in routes:
+            if route.after is not None:
+                self.followers[route.after].append(route.microbatch)
+        self.ends: list[tuple[float, int, Task | None]] = []  # (when, worker, its task, or None at the end of a rest)
+        self.busy: set[int] = set()
+        self.stirred: set[int] = set()
+        """Workers that may have something to start at this moment."""
+        self.spans: list[Span] = []
+
+    def run(self) -> list[Span]:
+        for route in self.routes.values():
+            if route.after is None:
+                self._ready(0.0, route.origin, Task("F", route.microbatch, 0))
+        self._start(0.0)
+        infinite = float("inf")
+        while True:
+            now = min(self.ends[0][0] if self.ends else infinite, self.wire.when)
+            if now == infinite:
+                break
+            while self.wire.when <= now or (self.ends and self.ends[0][0] <= now):
+                if self.wire.when <= now:
+                    for task in self.wire.arrivals():
+                        self._ready(now, self.routes[task.microbatch].worker(task), task)
+                else:
+                    self._end(*heapq.heappop(self.ends))
+            self._start(now)
+        if len(self.spans) < sum(2 * len(route.visits) + route.home for route in self.routes.values()):
+            raise ValueError(self._blocked())
+        return sorted(self.spans, key=lambda span: (span.end, span.start, span.worker))
+
+    def _ready(self, now: float, worker: int, task: Task) -> None:
+        self.queues[worker].add(now, task)
+        self.stirred.add(worker)
+
+    def _start(self, now: float) -> None:
+        """Let every free worker that has something begin."""
+        for worker in sorted(self.stirred - self.busy):
+            held = self.held[worker]
+            limit = self.room.get(worker)
+            task = self.queues[worker].take(limit is None or len(held) < limit)
+            if task is None:
+                continue
+            if task.kind == "F":
+                held.add(task[1:])
+            end = now + self.seconds(worker, task)
+            self.busy.add(worker)
+            self.spans.append(Span(worker, task, now, end))
+            heapq.heappush(self.ends, (end, worker, task))
+        self.stirred.clear()
+
+    def _end(self, now: float, worker: int, task: Task | None) -> None:
+        """A task is done, or a rest after one is over."""
+        if task is None:
+            self.busy.discard(worker)
+            self.stirred.add(worker)
+            return
+        route = self.routes[task.microbatch]
+        if task.kind == "B":
+            self.held[worker].discard(task[1:])
+        following = route.following(task)
+        if following is None:
+            for microbatch in self.followers[task.microbatch]:
+                self._ready(now, worker, Task("F", microbatch, 0))
+        else:
+            target = route.worker(following)
+            if target == worker:
+                self._ready(now, worker, following)
+            else:
+                self.wire.send(now, following, worker, target)
+        rest = 0.0 if self.pause is None else self.pause(task)
+        if rest > 0:
+            heapq.heappush(self.ends, (now + rest, worker, None))
+        else:
+            self.busy.discard(worker)
+            self.stirred.add(worker)
+
+    def _blocked(self) -> str:
+        """The circle of those who wait for each other."""
+        waits: dict[int, tuple[str, list[int]]] = {}  # microbatch: (where it waits, for which microbatches)
+        for worker, queue in self.queues.items():
+            due = queue.due()
+            for task in queue.waiting():
+                if due is not None:
+                    waits[task.microbatch] = f"its turn at worker {worker}, where {_named(due)} comes", [due.microbatch]
+                else:
+                    holders = sorted({microbatch for microbatch, _ in self.held[worker]})
+                    kept = " and ".join(map(str, holders))
+                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {kept}", holders
+        for route in self.routes.values():
+            if route.after is not None and route.microbatch not in waits:
+                waits[route.microbatch] = f"the end of microbatch {route.after}", [route.after]
+        walked: list[int] = []
+        microbatch = min((m for m, (_, others) in waits.items() if others), default=None)
+        while microbatch is not None and microbatch not in walked:
+            walked.append(microbatch)
+            microbatch = next((m for m in waits.get(microbatch, ("", []))[1] if m in waits), None)
+        circle = walked[walked.index(microbatch) :] if microbatch is not None else walked
+        return "the routes cannot finish: " + "; ".join(f"microbatch {m} waits for {waits[m][0]}" for m in circle)
+
+
+def _named(task: Task) -> str:
+    what = {"F": "the forward", "L": "the loss", "B": "the backward"}[task.kind]
+    return f"{what} of microbatch {task.microbatch}"

@@ -1,0 +1,157 @@
+"""What a plan is made for: nodes in stages, seconds of their tasks and between them, how much they hold.
+
+Stage 0 holds the origins: embedding, first layers, head and loss (SkipPipe, arXiv 2502.19913). Each origin has `memory`
+slots; a slot has one microbatch on the way at a time and sends `waves` of them in a step, all along one path.
+
+    path o -> v1 -> ... -> vn -> o, alone:
+    w_o + sum_i (d(v_i-1, v_i) + w_vi) + d(vn, o) + loss w_o + d(o, vn) + sum_i (back w_vi + d(v_i, v_i-1)) + back w_o
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from isles.network.routing.events import Wire
+from isles.network.routing.legal import Rules
+from isles.network.routing.replay import Replay, TaskSeconds, first_come, replay
+from isles.network.routing.routes import MOST_VISITS, Route, Task
+from isles.network.routing.wires import Delays
+
+Slot = tuple[int, int]
+"""An origin's node, and the number of the slot there."""
+Path = tuple[int, ...]
+"""Nodes in the order of execution, the origin first."""
+Paths = Mapping[Slot, Path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A node's seconds of loss and head, and of a backward, as shares of its forward; seconds that it rests after a
+    task, and after the forward of a microbatch of its own.
+    """
+
+    loss: float = 0.25
+    backward: float = 1.5
+    rest: float = 0.0
+    rest_at_origin: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "backward", "rest", "rest_at_origin"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: choose 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """stages: the nodes of each stage, numbered from 0 without gaps, each in one. delays: seconds of a microbatch from
+    node to node, [source][target]. forward: seconds of a forward, by node. path_length: stages that a microbatch runs,
+    stage 0 included. memory: forwards that a node holds. waves: microbatches of a slot in a step.
+
+    ValueError, one line, for what cannot be planned.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    delays: tuple[tuple[float, ...], ...]
+    forward: tuple[float, ...]
+    path_length: int
+    memory: int = 3
+    waves: int = 2
+    costs: Costs = field(default_factory=Costs)
+    rules: Rules = field(default_factory=Rules)
+
+    def __post_init__(self) -> None:
+        nodes = sorted(node for stage in self.stages for node in stage)
+        if not all(self.stages) or nodes != list(range(len(nodes))) or len(nodes) < 1:
+            raise ValueError("stages must name the nodes 0, 1, 2 ... once each, and every stage at least one")
+        count = len(nodes)
+        if len(self.forward) != count or not all(0 < seconds < math.inf for seconds in self.forward):
+            raise ValueError(f"forward must be {count} times above 0 s, one for each node")
+        if len(self.delays) != count or any(len(row) != count for row in self.delays):
+            raise ValueError(f"delays must be a matrix of {count} x {count} for {count} nodes")
+        if not all(0 <= seconds < math.inf for row in self.delays for seconds in row):
+            raise ValueError("delays must be 0 s or more and finite")
+        for name, least in (("memory", 1), ("waves", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)}: choose {least} or more")
+        if not 1 <= self.path_length <= min(len(self.stages), MOST_VISITS):
+            raise ValueError(
+                f"path_length = {self.path_length}: there are {len(self.stages)} stages, choose 1 to "
+                f"{min(len(self.stages), MOST_VISITS)}"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return len(self.forward)
+
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """The nodes of stage 0."""
+        return self.stages[0]
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each node."""
+        stage_of = {node: number for number, stage in enumerate(self.stages) for node in stage}
+        return tuple(stage_of[node] for node in range(self.nodes))
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All of them, an origin's one after the other."""
+        return [(origin, number) for origin in self.origins for number in range(self.memory)]
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return len(self.slots) * self.waves
+
+    @property
+    def seconds(self) -> TaskSeconds:
+        """Of each node's tasks."""
+        return TaskSeconds(
+            forward=self.forward,
+            loss=[self.costs.loss * seconds for seconds in self.forward],
+            backward=[self.costs.backward * seconds for seconds in self.forward],
+        )
+
+    def rest(self, task: Task) -> float:
+        """Seconds that a node rests after a task."""
+        return self.costs.rest_at_origin if task.kind == "F" and task.hop == 0 else self.costs.rest
+
+    def hop(self, source: int, target: int) -> float:
+        """Seconds of a microbatch from one node to another; none to itself."""
+        return 0.0 if source == target else self.delays[source][target]
+
+    def round_trip(self, path: Path) -> float:
+        """Seconds of one microbatch along `path` where nobody else is on the way."""
+        there = zip(path, (*path[1:], path[0]), strict=True)
+        travel = sum(self.hop(one, other) + self.hop(other, one) for one, other in there)
+        work = sum(self.forward[node] for node in path) * (1 + self.costs.backward)
+        return work + travel + self.costs.loss * self.forward[path[0]]
+
+
+def routes_of(paths: Paths, waves: int) -> list[Route]:
+    """The routes of a step: in wave k the microbatch of slot i has the number k * slots + i, and starts after that of
+    the wave before.
+    """
+    slots = list(paths)
+    return [
+        Route(wave * len(slots) + index, paths[slot], True, (wave - 1) * len(slots) + index if wave else None)
+        for wave in range(waves)
+        for index, slot in enumerate(slots)
+    ]
+
+
+def replay_paths(problem: Problem, paths: Paths, wire: Wire | None = None) -> Replay:
+    """A step of `paths`, first come, first served; `wire`: other than the problem's delays."""
+    return replay(
+        routes_of(paths, problem.waves),
+        problem.seconds,
+        Delays(problem.delays) if wire is None else wire,
+        first_come,
+        room=dict.fromkeys(range(problem.nodes), problem.memory),
+        pause=problem.rest,
+    )

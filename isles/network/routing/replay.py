@@ -1,0 +1,108 @@
+"""How long a step of a pipeline takes: its routes, the order of its tasks, their seconds and a wire, event by event.
+
+In a fixed pipeline of S equal stages and M microbatches, loss at the last, forwards of F and backwards of B seconds and
+messages that take no time, a step takes (M + S - 1) (F + B), of which (S - 1) / (M + S - 1) is a bubble. Nothing is
+rounded but the sums of times, so a run on the virtual clock without jitter takes what its replay takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from isles.network.routing.events import FirstCome, Listed, Queue, Ranked, Span, Wire, play
+from isles.network.routing.routes import Route, Task, check_routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSeconds:
+    """Seconds of computing for one microbatch, by position.
+
+    loss: of head and loss with their gradient; where it is computed at the last visit, it is a part of that forward.
+    """
+
+    forward: Sequence[float]
+    loss: Sequence[float]
+    backward: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A step as it was played. spans: every task in the order of the ends. held: most forwards that each worker kept
+    for their backward at once.
+    """
+
+    spans: Sequence[Span]
+    held: Mapping[int, int]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start to the end of the last task."""
+        return self.spans[-1].end if self.spans else 0.0
+
+    @property
+    def busy(self) -> dict[int, float]:
+        """Seconds that each worker computed."""
+        busy: defaultdict[int, float] = defaultdict(float)
+        for span in self.spans:
+            busy[span.worker] += span.end - span.start
+        return dict(busy)
+
+    @property
+    def bubbles(self) -> dict[int, float]:
+        """The share of the step in which each worker had nothing to do."""
+        return {worker: 1 - seconds / self.makespan for worker, seconds in self.busy.items()}
+
+
+def replay(
+    routes: Sequence[Route],
+    seconds: TaskSeconds,
+    wire: Wire,
+    queue: Callable[[int], Queue],
+    *,
+    room: Mapping[int, int] | None = None,
+    pause: Callable[[Task], float] | None = None,
+) -> Replay:
+    """Play one step. queue: `in_order(...)`, `by_arrival` or `first_come`. room and pause: as in `events.play`.
+
+    ValueError for routes that are none, and, naming who waits for whom, for tasks that cannot all be done.
+    """
+    check_routes(routes)
+    at_last = {(route.microbatch, route.last) for route in routes if not route.home}
+
+    def duration(worker: int, task: Task) -> float:
+        if task.kind == "F":
+            loss = seconds.loss[worker] if task[1:] in at_last else 0.0
+            return seconds.forward[worker] + loss
+        return seconds.loss[worker] if task.kind == "L" else seconds.backward[worker]
+
+    spans = play(routes, queue, wire, duration, room or {}, pause)
+    return Replay(spans=spans, held=_held(spans))
+
+
+def in_order(orders: Mapping[int, Sequence[Task]]) -> Callable[[int], Queue]:
+    """Every worker follows its list (`orders`)."""
+    return lambda worker: Listed(orders.get(worker, ()))
+
+
+def by_arrival(worker: int) -> Queue:
+    """Whoever is free does what has come, backwards and losses first, then what came first."""
+    return Ranked(lambda time, task: (time, task.microbatch, task.hop))
+
+
+def first_come(worker: int) -> Queue:
+    """Whoever is free does what came first, whatever it is."""
+    return FirstCome()
+
+
+def _held(spans: Sequence[Span]) -> dict[int, int]:
+    """A forward counts from its start to the end of its backward; what ends at a moment is gone before others start."""
+    moments = [(span.start, 1, span.worker) for span in spans if span.task.kind == "F"]
+    moments += [(span.end, -1, span.worker) for span in spans if span.task.kind == "B"]
+    now: Counter[int] = Counter()
+    most = dict.fromkeys(sorted({span.worker for span in spans}), 0)
+    for _, change, worker in sorted(moments):
+        now[worker] += change
+        most[worker] = max(most[worker], now[worker])
+    return most

@@ -1,0 +1,253 @@
+"""Paths for the slots of a problem: legal, and as fast as a search finds them.
+
+SkipPipe (arXiv 2502.19913) resolves three kinds of conflict between the best paths of single microbatches: more slots
+in a stage than it holds, more on a node than it holds, and visits that collide. Here
+
+    blind     legal paths that know nothing of the network: stages by the room that is left, nodes at random
+    without   simulated annealing over legal paths towards the least slowest round trip alone: no look at collisions
+    with      annealing towards the least seconds of a whole step, in which collisions count for what they cost, on from
+              the paths of `without`, so never slower
+
+Each is done coarse, with one path for all slots of an origin, and fine, with a path for each slot.
+
+A legal set of paths stays legal in every move: one path takes its stages in another order, two paths exchange nodes, or
+a path takes a node that has room. Everything follows from the seed, unless the time is over before the moves are.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from isles.network.routing.legal import legal_orders
+from isles.network.routing.problem import Path, Paths, Problem
+from isles.network.routing.stopwatch import Stopwatch
+
+Score = Callable[[Sequence[Path]], float]
+
+_TIE = 1e-3
+"""Weight of the mean beside the slowest, so that a search sees progress where the slowest one does not move."""
+_HOT, _COLD = 0.03, 0.0005
+"""Temperature at the start and at the end, as shares of the first score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to search. moves: tried in each of the three searches. seconds: after which what has been found counts;
+    None: no limit, and the same plan on every machine.
+    """
+
+    moves: int = 20_000
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.moves < 1:
+            raise ValueError(f"moves = {self.moves}: choose 1 or more")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"time_budget_s = {self.seconds}: choose more than 0 s")
+
+
+def blind(problem: Problem, seed: int = 0) -> Paths:
+    """Legal paths that are chosen without a look at the network. ValueError where there are none."""
+    return dict(zip(problem.slots, _Moves(problem, random.Random(seed)).start(), strict=True))
+
+
+def without_collisions(problem: Problem, effort: Effort, seed: int = 0) -> Paths:
+    """Legal paths with the least slowest round trip alone that was found, with one path an origin or with one a slot:
+    of the two those whose step is shorter. ValueError where there are none.
+    """
+    rng = random.Random(seed)
+    # A slot starts after the forwards of those before it at its origin.
+    starts = [number * problem.forward[origin] for origin, number in problem.slots]
+    trips: dict[Path, float] = {}
+
+    def trip(path: Path) -> float:
+        if path not in trips:
+            trips[path] = problem.round_trip(path)
+        return trips[path]
+
+    def score(paths: Sequence[Path]) -> float:
+        ends = [start + trip(path) for start, path in zip(starts, paths, strict=True)]
+        return max(ends) + _TIE * sum(ends) / len(ends)
+
+    deadline = _deadline(effort, 0.2)
+    moves = _Moves(problem, rng)
+    fine = _anneal(moves, moves.start(), score, effort.moves, deadline, rng)
+    coarse = _coarse(problem, score, effort.moves, _deadline(effort, 0.1), rng)
+    found = fine if coarse is None else min(fine, coarse, key=Stopwatch(problem))
+    return dict(zip(problem.slots, found, strict=True))
+
+
+def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 0) -> Paths:
+    """Legal paths with the least seconds of a step that were found; never more than those of `begin`."""
+    rng = random.Random(seed + 1)
+    stopwatch = Stopwatch(problem)
+
+    def score(paths: Sequence[Path]) -> float:
+        longest, mean = stopwatch(paths)
+        return longest + _TIE * mean
+
+    best = [begin[slot] for slot in problem.slots]
+    coarse = _coarse(problem, score, effort.moves, _deadline(effort, 0.3), rng)
+    if coarse is not None:
+        best = min(best, coarse, key=score)
+    moves = _Moves(problem, rng)
+    moves.stand(best)
+    fine = _anneal(moves, best, score, effort.moves, _deadline(effort, 0.4), rng)
+    return dict(zip(problem.slots, min(best, fine, key=stopwatch), strict=True))
+
+
+def _coarse(problem: Problem, score: Score, count: int, deadline: float, rng: random.Random) -> list[Path] | None:
+    """One path for all slots of each origin; None where the nodes are too few for that."""
+    moves = _Moves(replace(problem, memory=1), rng)
+    try:
+        begun = moves.start()
+    except ValueError:
+        return None
+
+    def spread(paths: Sequence[Path]) -> list[Path]:
+        return [path for path in paths for _ in range(problem.memory)]
+
+    return spread(_anneal(moves, begun, lambda paths: score(spread(paths)), count, deadline, rng))
+
+
+def _deadline(effort: Effort, share: float) -> float:
+    return math.inf if effort.seconds is None else time.monotonic() + share * effort.seconds
+
+
+def _anneal(
+    moves: _Moves, begin: list[Path], score: Score, count: int, deadline: float, rng: random.Random
+) -> list[Path]:
+    """The best paths that were met on a walk of `count` moves, which goes uphill less and less."""
+    now, best = list(begin), list(begin)
+    value = least = score(now)
+    hot = _HOT * value
+    for number in range(count):
+        if time.monotonic() > deadline:
+            break
+        changed = moves.change(now)
+        if changed is None:
+            continue
+        after = list(now)
+        for slot, path in changed.items():
+            after[slot] = path
+        temperature = hot * (_COLD / _HOT) ** (number / count)
+        found = score(after)
+        if found <= value or rng.random() < math.exp((value - found) / temperature):
+            moves.take(now, after, changed)
+            now, value = after, found
+            if value < least:
+                best, least = list(now), value
+    return best
+
+
+class _Moves:
+    """Changes of a legal set of paths, one path for each slot."""
+
+    def __init__(self, problem: Problem, rng: random.Random) -> None:
+        self._problem, self._rng = problem, rng
+        self._orders: dict[frozenset[int], list[tuple[int, ...]]] = {}
+        """Legal orders of the later stages, by their set."""
+        for order in legal_orders(len(problem.stages), problem.path_length, problem.rules):
+            self._orders.setdefault(frozenset(order[1:]), []).append(order[1:])
+        self._loads: Counter[int] = Counter()
+        self._trips: dict[Path, float] = {}
+        self._later = [node for stage in problem.stages[1:] for node in stage]
+
+    def start(self) -> list[Path]:
+        """Paths by the room that is left in each stage, else at random."""
+        problem, rng = self._problem, self._rng
+        later = problem.path_length - 1
+        sets = sorted(tuple(sorted(stages)) for stages in self._orders)
+        room = {number: len(stage) * problem.memory for number, stage in enumerate(problem.stages) if number}
+        free = dict.fromkeys(self._later, problem.memory)
+        paths = []
+        for origin, _ in problem.slots:
+            usable = [stages for stages in sets if all(room[stage] for stage in stages)]
+            if not usable:
+                visits = len(problem.slots) * later
+                raise ValueError(
+                    f"there are no legal paths: {len(problem.slots)} slots need {visits} places at later stages "
+                    f"and find {len(self._later) * problem.memory}; choose a shorter path_length or fewer origins"
+                )
+            most = max(sum(room[stage] for stage in stages) for stages in usable)
+            stages = rng.choice([stages for stages in usable if sum(room[stage] for stage in stages) == most])
+            path = [origin]
+            for stage in rng.choice(self._orders[frozenset(stages)]):
+                node = rng.choice([node for node in problem.stages[stage] if free[node]])
+                free[node] -= 1
+                room[stage] -= 1
+                path.append(node)
+            paths.append(tuple(path))
+        self.stand(paths)
+        return paths
+
+    def stand(self, paths: Sequence[Path]) -> None:
+        """Changes are of these paths from now on."""
+        self._loads = Counter(node for path in paths for node in path)
+
+    def take(self, before: Sequence[Path], after: Sequence[Path], changed: dict[int, Path]) -> None:
+        """The change was made."""
+        for slot in changed:
+            self._loads.subtract(before[slot])
+            self._loads.update(after[slot])
+
+    def change(self, paths: Sequence[Path]) -> dict[int, Path] | None:
+        """New paths for one or two slots; None where this draw gives none."""
+        if self._problem.path_length == 1:
+            return None
+        rng = self._rng
+        slot, draw = rng.randrange(len(paths)), rng.random()
+        if draw < 0.2:
+            return self._reordered(paths, slot)
+        if draw < 0.4:
+            return self._moved(paths, slot)
+        return self._exchanged(paths, slot, rng.randrange(len(paths)))
+
+    def _reordered(self, paths: Sequence[Path], slot: int) -> dict[int, Path] | None:
+        path = paths[slot]
+        others = [made for made in self._arranged(path[0], path[1:]) if made != path]
+        return {slot: self._rng.choice(others)} if others else None
+
+    def _moved(self, paths: Sequence[Path], slot: int) -> dict[int, Path] | None:
+        """A node of the path gives way to one that has room."""
+        path, rng = paths[slot], self._rng
+        node = rng.choice(self._later)
+        if self._loads[node] >= self._problem.memory or node in path:
+            return None
+        place = rng.randrange(1, len(path))
+        new = self._fitted(path[0], (*path[1:place], *path[place + 1 :], node))
+        return None if new is None else {slot: new}
+
+    def _exchanged(self, paths: Sequence[Path], one: int, other: int) -> dict[int, Path] | None:
+        """Two paths exchange a node."""
+        rng, mine, theirs = self._rng, paths[one], paths[other]
+        a, b = rng.randrange(1, len(mine)), rng.randrange(1, len(theirs))
+        if one == other or mine[a] == theirs[b]:
+            return None
+        first = self._fitted(mine[0], (*mine[1:a], *mine[a + 1 :], theirs[b]))
+        second = self._fitted(theirs[0], (*theirs[1:b], *theirs[b + 1 :], mine[a]))
+        return None if first is None or second is None else {one: first, other: second}
+
+    def _fitted(self, origin: int, nodes: tuple[int, ...]) -> Path | None:
+        """A path over `nodes`, mostly the fastest alone; None where their stages have no legal order."""
+        made = list(self._arranged(origin, nodes))
+        if not made:
+            return None
+        return self._rng.choice(made) if self._rng.random() < 0.2 else min(made, key=self._trip)
+
+    def _arranged(self, origin: int, nodes: tuple[int, ...]) -> Iterator[Path]:
+        """All legal paths over `nodes`."""
+        by_stage = {self._problem.stage_of[node]: node for node in nodes}
+        if len(by_stage) == len(nodes):
+            for order in self._orders.get(frozenset(by_stage), ()):
+                yield (origin, *(by_stage[stage] for stage in order))
+
+    def _trip(self, path: Path) -> float:
+        if path not in self._trips:
+            self._trips[path] = self._problem.round_trip(path)
+        return self._trips[path]
