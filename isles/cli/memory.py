@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -112,10 +111,10 @@ def _head(plan: Plan, made: Profile, here: Machine) -> list[str]:
     from isles.report.units import format_bytes, format_count, format_percent, format_seconds
 
     return [
-        f"model    {made.model}: {format_count(made.params)} parameters, {len(made.units)} blocks; batch {made.batch} x "
-        f"{made.tokens} tokens{'' if made.autocast == 'none' else ', ' + made.autocast}",
-        f"machine  {here.name}: {format_bytes(here.device_bytes)} on the device, {format_bytes(here.host_bytes)} on the "
-        "host",
+        f"model    {made.model}: {format_count(made.params)} parameters, {len(made.units)} blocks; batch {made.batch} "
+        f"x {made.tokens} tokens{'' if made.autocast == 'none' else ', ' + made.autocast}",
+        f"machine  {here.name}: {format_bytes(here.device_bytes)} on the device, {format_bytes(here.host_bytes)} on "
+        "the host",
         f"plan     {plan.method}, {plan.update} updates: {plan.short}",
         f"peak     {format_bytes(plan.peak)} of {format_bytes(plan.budget)}; host {format_bytes(plan.host_bytes)}"
         + (f"; disk {format_bytes(plan.disk_bytes)}" if plan.disk_bytes else ""),

@@ -60,7 +60,7 @@ class Swapped:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self._store[key] = _Saved(whole)
         self._store[key].readers += 1
-        return _Ticket(key, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Ticket(key, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Any) -> Tensor:
         """For `torch.autograd.graph.saved_tensors_hooks`."""

@@ -261,7 +261,7 @@ def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
 
 
 def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: int = 1) -> int:
-    """Bytes on the device at the peak of a step in which nothing is fetched ahead: what must fit for the plan to run."""
+    """Bytes on the device at the peak of a step in which nothing is fetched ahead: what must fit for a plan to run."""
     costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
     ends = profile.ends
     used = peak = profile.base + sum(cost.resident for cost in costs)

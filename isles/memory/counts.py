@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 def expand(units: int, counts: Counts) -> tuple[Placement, ...]:
     """The plan of these counts. Kept activations are those of the last units, whose backward pass comes first."""
-    moved: list[Place] = ["disk"] * counts.stored + ["host"] * (counts.moved - counts.stored)
+    moved: list[Place] = [*["disk"] * counts.stored, *["host"] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
     device: list[Place] = ["device"] * counts.device
     optimizer: list[Place] = ["optimizer"] * (units - counts.device - counts.moved)
     places = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]

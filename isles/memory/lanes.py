@@ -67,8 +67,8 @@ def simulate(
     steps: int = _STEPS,
     spans: bool = False,
 ) -> LaneTimeline:
-    """Play `steps` steps of the plan. budget: bytes of the device, None for the machine's. Deadlock where the plan needs
-    more than that even without fetching ahead.
+    """Play `steps` steps of the plan. budget: bytes of the device, None for the machine's. Deadlock where the plan
+    needs more than that even without fetching ahead.
     """
     least = least_peak(profile, placements, accumulation)
     limit = machine.device_bytes if budget is None else budget
@@ -191,7 +191,9 @@ class _Run:
             self.now, _, run = heapq.heappop(self._heap)
             run()
         if self.at < len(self.tasks):
-            raise Deadlock(f"stuck at {self.tasks[self.at]}: {self.arena.used:.0f} of {self.arena.budget:.0f} bytes used")
+            raise Deadlock(
+                f"stuck at {self.tasks[self.at]}: {self.arena.used:.0f} of {self.arena.budget:.0f} bytes used"
+            )
         laps = max(len(self.marks) - 1, 1)
         first = self.marks[0] if len(self.marks) > 1 else 0.0
         busy: dict[LaneName, float] = {name: self.lanes[name].busy / self.steps for name in LANES[1:]}

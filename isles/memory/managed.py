@@ -68,7 +68,8 @@ def manage(
 class Managed(Wrapping):
     """See the module. `param_groups` and `state` are those of `inner`; `device` is where the model computes.
 
-    runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end its threads.
+    runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end
+    its threads.
     """
 
     def __init__(
@@ -139,12 +140,14 @@ class Managed(Wrapping):
             began_with, done = self._early
             if not _same(began_with, settings):
                 raise RuntimeError(
-                    "memory.update = \"early\": a setting of the optimizer, such as its learning rate, was changed "
-                    "between the backward pass and step(); change it before the forward pass, or use \"exact\""
+                    'memory.update = "early": a setting of the optimizer, such as its learning rate, was changed '
+                    'between the backward pass and step(); change it before the forward pass, or use "exact"'
                 )
         self._early = None
         began = time.perf_counter()
-        for index in reversed(self._parts) if self.engine.first_come else self._parts:  # as gradients came, or as needed
+        for index in (
+            reversed(self._parts) if self.engine.first_come else self._parts
+        ):  # as gradients came, or as needed
             if index not in done:
                 self._queue(index, settings)
         self._rest_part.step(settings)

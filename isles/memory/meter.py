@@ -74,5 +74,3 @@ def storages(tensors: Iterator[Tensor] | Any) -> dict[int, int]:
 def nbytes(tensors: Iterator[Tensor] | Any) -> int:
     """Bytes of the tensors' storages, each once."""
     return sum(storages(tensors).values())
-
-

@@ -101,7 +101,9 @@ def from_json(text: str, source: str = "memory.plan") -> Plan:
     try:
         table = json.loads(text)
         if table.pop("format") != _FORMAT:
-            raise ValueError("it was written by another version of isles; make it again with `isles memory plan --json`")
+            raise ValueError(
+                "it was written by another version of isles; make it again with `isles memory plan --json`"
+            )
         placements = tuple(Placement(place, activations) for place, activations in table.pop("placements"))
         if any(one.place not in PLACES or one.activations not in ACTIVATIONS for one in placements):
             raise ValueError("a choice is none of this version's; make it again with `isles memory plan --json`")
@@ -115,9 +117,7 @@ def from_json(text: str, source: str = "memory.plan") -> Plan:
 def digests(profile: Profile, machine: Machine | None) -> dict[str, str]:
     """What a plan is made for. Measured seconds are left out: they differ from one measurement to the next."""
     units = [(unit.params, unit.weights, unit.states, unit.moved) for unit in profile.units]
-    saved = [
-        (unit.resident.saved, unit.brought.saved, unit.boundary, unit.resident.casts) for unit in profile.units
-    ]
+    saved = [(unit.resident.saved, unit.brought.saved, unit.boundary, unit.resident.casts) for unit in profile.units]
     made = {
         "model": _digest((units, profile.ends.params, profile.ends.weights, profile.ends.states)),
         "batch": _digest((saved, profile.batch, profile.tokens, profile.autocast)),
@@ -169,7 +169,8 @@ def trace(timeline: LaneTimeline) -> str:
     """The timeline in Chrome's trace format, a row a lane."""
     rows = {name: number for number, name in enumerate(LANES)}
     names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}} for name, number in rows.items()
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
+        for name, number in rows.items()
     ]
     spans = [_event(span, rows[span.lane]) for span in timeline.spans]
     return json.dumps({"traceEvents": names + spans})

@@ -92,10 +92,14 @@ def profile(
     if there is one, the tokens. state_bytes: of the optimizer's state of a parameter. ValueError as in `units_of`.
     """
     units = units_of(model)
-    runs = {"resident": [_fake_trace(model, units, batch, loss, autocast, kept, False) for kept in ("keep", "recompute")]}
+    runs = {
+        "resident": [_fake_trace(model, units, batch, loss, autocast, kept, False) for kept in ("keep", "recompute")]
+    }
     runs["brought"] = runs["resident"]
     if autocast == "bf16":
-        runs["brought"] = [_fake_trace(model, units, batch, loss, autocast, kept, True) for kept in ("keep", "recompute")]
+        runs["brought"] = [
+            _fake_trace(model, units, batch, loss, autocast, kept, True) for kept in ("keep", "recompute")
+        ]
     flops, whole = _flops(model, units, batch, loss)
     stream = max(max(trace.input, trace.output) for trace in runs["resident"][0].units)
     first = tensors_in(batch)[0]
@@ -244,7 +248,9 @@ def trace_step(
 
         return run
 
-    cast: AbstractContextManager[Any] = torch.autocast("cpu", dtype=torch.bfloat16) if autocast == "bf16" else nullcontext()
+    cast: AbstractContextManager[Any] = (
+        torch.autocast("cpu", dtype=torch.bfloat16) if autocast == "bf16" else nullcontext()
+    )
     with forwards(units, around), meter:
         with cast:
             value = loss(model, batch)

@@ -234,7 +234,9 @@ class Runner:
         if cost.swap:
             back = self.engine.event()
             needs.append(back)
-            self.arena.want(cost.swap, partial(self._swap_granted, index, self._out[index], self._urgency(kind, index), back))
+            self.arena.want(
+                cost.swap, partial(self._swap_granted, index, self._out[index], self._urgency(kind, index), back)
+            )
         needs.append(self._granted(cost.backward + cost.gradients))
         return needs
 

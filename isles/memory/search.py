@@ -238,9 +238,7 @@ class Search:
 
     def _by_counts(self, most: int) -> None:
         fastest, tried, best = min(self.seconds.values(), default=math.inf), 0, None
-        counted = ranked(
-            self.profile, self.options, self.loads[0], self.fixed, budget=self.budget, host=self.host
-        )
+        counted = ranked(self.profile, self.options, self.loads[0], self.fixed, budget=self.budget, host=self.host)
         for bound, counts in itertools.islice(counted, _SCANNED):
             if tried >= most:
                 break
@@ -337,7 +335,7 @@ class Search:
             peak=peak,
             step=timeline.step,
             bound=min(bound, timeline.step),
-            busy=timeline.busy,
+            busy=dict(timeline.busy.items()),
             host_bytes=host_bytes(self.profile, plan),
             disk_bytes=disk_bytes(self.profile, plan),
             floors=floors,
@@ -385,7 +383,9 @@ class Search:
         """
 
         def size(plan: tuple[Placement, ...]) -> tuple[float, float]:
-            over = max(host_bytes(self.profile, plan) - self.host, 0) + max(disk_bytes(self.profile, plan) - self.disk, 0)
+            over = max(host_bytes(self.profile, plan) - self.host, 0) + max(
+                disk_bytes(self.profile, plan) - self.disk, 0
+            )
             return over, least_peak(self.profile, plan, self.accumulation)
 
         usable = [one for one in self.options if math.isfinite(self.bound((one,) * self.units))]

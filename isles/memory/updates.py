@@ -18,7 +18,7 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 class Part:
-    """The share of `whole` that updates `parameters`. State is the whole one's, made where and when it first updates."""
+    """The share of `whole` that updates `parameters`. State is the whole one's, made when it first updates."""
 
     def __init__(self, whole: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from torch import nn
+from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.errors import in_section
@@ -15,10 +17,15 @@ from isles.training.config.sections import Config
 
 
 def wrapped(
-    config: Config, model: nn.Module, group: Group, island: Group | None = None
+    config: Config,
+    model: nn.Module,
+    group: Group,
+    island: Group | None = None,
+    manage: Callable[[nn.Module, Optimizer], Optimizer] = lambda model, inner: inner,
 ) -> tuple[ReplicaSync, list[str]]:
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
-    `group` is then across them. ValueError, with the key, where the run cannot mean what they say.
+    `group` is then across them. manage: what is put around the inner optimizer of a model.
+    ValueError, with the key, where the run cannot mean what they say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     try:
@@ -28,7 +35,7 @@ def wrapped(
             )
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
-            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
         else:
             if not kind.spans_islands:
                 raise ValueError(
@@ -37,7 +44,7 @@ def wrapped(
                 )
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
-            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
             inner = inside(part, inner, island, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips

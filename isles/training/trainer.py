@@ -33,6 +33,7 @@ from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
+from isles.training.memory import PlannedMemory
 from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
@@ -80,9 +81,11 @@ class Trainer:
             check_contract(model, config.model.factory, context)
         if config.run.start:
             start_weights(model, config.run.start)
-        self.optimizer, notices = wrapped(config, model, world.outer, world.inner)  # refuses what cannot work
+        self.memory = PlannedMemory(config)
+        manage = self.memory.manage
+        self.optimizer, notices = wrapped(config, model, world.outer, world.inner, manage)  # refuses what cannot work
         self.model = self.optimizer.model
-        self.device = next(self.model.parameters()).device
+        self.device = self.memory.device(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
@@ -278,6 +281,7 @@ class Trainer:
             "train_seconds": seconds,
             "virtual_seconds": clock,
             "corpus_sha256": self.corpus.sha256,
+            "memory": self.memory.told(computing / self.config.run.steps),
         }
 
     def _judge(self) -> float | None:
@@ -336,4 +340,7 @@ def train_worker(
     if resume is not None:
         assert out is not None
         trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
-    return trainer.run(out)
+    try:
+        return trainer.run(out)
+    finally:
+        trainer.memory.close()

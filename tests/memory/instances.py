@@ -59,10 +59,11 @@ def instance(
     """A model of `count` blocks, and a device that holds a share in `tight` of what is between the least and all."""
     first = block(rng, "0")
     units = [first, *(replace(first, name=str(k)) if equal else block(rng, str(k)) for k in range(1, count))]
-    made = Profile(
-        model="made up", units=tuple(units), ends=NOTHING, stream=0, batch=1, tokens=1, autocast="none"
+    made = Profile(model="made up", units=tuple(units), ends=NOTHING, stream=0, batch=1, tokens=1, autocast="none")
+    full, least = (
+        least_peak(made, uniform(made, "device", "keep")),
+        least_peak(made, uniform(made, "host", "recompute")),
     )
-    full, least = least_peak(made, uniform(made, "device", "keep")), least_peak(made, uniform(made, "host", "recompute"))
     link = rng.choice([6e9, 12e9, 22e9, 50e9])
     machine = replace(
         MACHINES["A100-40"],

@@ -38,7 +38,9 @@ def _plain(name: str, settings: tuple[tuple[str, Any], ...]) -> Left:
     return train(TASKS[name], steps=3, **dict(settings))
 
 
-def _compare(name: str, plan: tuple[Placement, ...], threads: bool = True, update: str = "exact", **settings: Any) -> None:
+def _compare(
+    name: str, plan: tuple[Placement, ...], threads: bool = True, update: str = "exact", **settings: Any
+) -> None:
     wanted = _plain(name, tuple(settings.items()))
     got = train(TASKS[name], plan, engine=Paced() if threads else Inline(), update=update, steps=3, **settings)
     assert got.losses == wanted.losses

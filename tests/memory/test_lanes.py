@@ -31,7 +31,7 @@ def test_a_step_by_hand() -> None:
     made = replace(made, units=(unit, replace(unit, name="1")))
     machine = replace(machine, up=2000.0, down=1000.0, up_both=2000.0, down_both=1000.0, host_update=1000.0)
     found = simulate(made, uniform(made, "host", "keep"), machine, budget=math.inf, steps=6)
-    # Both copies stay from forward to backward. First step: copies come up 0 to 1 and 1 to 2, forward 1 to 2 and 2 to 3,
+    # Both copies stay from forward to backward. First step: copies up 0 to 1 and 1 to 2, forward 1 to 2 and 2 to 3,
     # backward of unit 1 to 5, of unit 0 to 7, gradients down to 7 and 9. Then updates, unit 0 to 12, unit 1 to 15; its
     # copy is up at 13, forward to 14; that of unit 1 at 16, forward to 17; backward to 19 and 21, gradients to 23.
     assert found.step == pytest.approx(14.0)
@@ -61,7 +61,10 @@ def test_both_directions_at_once_are_slower() -> None:
 def _random_case(rng: random.Random) -> tuple[Profile, Machine, tuple[Placement, ...], int]:
     count, accumulation = rng.randint(2, 7), rng.randint(1, 3)
     made, machine = instance(rng, count, equal=rng.random() < 0.5)
-    sizes = {key: int(rng.uniform(0, 1000 * MIB)) for key in ("top", "bottom", "top_gradients", "bottom_gradients", "carried")}
+    sizes = {
+        key: int(rng.uniform(0, 1000 * MIB))
+        for key in ("top", "bottom", "top_gradients", "bottom_gradients", "carried")
+    }
     made = replace(made, ends=replace(NOTHING, flops=1e9, **sizes), stream=int(rng.uniform(0, 500 * MIB)))
     plan = tuple(Placement(rng.choice(PLACES), rng.choice(ACTIVATIONS)) for _ in range(count))
     return made, machine, plan, accumulation

@@ -122,7 +122,9 @@ def test_without_a_link_activations_are_made_again() -> None:
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_budget_that_is_too_small_names_one_that_works(equal: bool) -> None:
     made, machine = instance(random.Random(4), 5, equal=equal)
-    with pytest.raises(InfeasibleBudget, match=r"memory\.device_budget = .* the least that works is \d+ bytes") as caught:
+    with pytest.raises(
+        InfeasibleBudget, match=r"memory\.device_budget = .* the least that works is \d+ bytes"
+    ) as caught:
         best(made, machine, device_budget=1e9)
     least = caught.value.device_bytes
     plan = best(made, machine, device_budget=least)

@@ -21,7 +21,9 @@ def test_a_machine_is_read_back_from_its_file(name: str, tmp_path: Path) -> None
 
 def test_fields_are_laid_over_a_known_machine(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
-    path.write_text('base = "H100"\nname = "ours"\ndevice_bytes = "24GiB"\nup = "10GB/s"\npeak = "165T"\n', encoding="utf-8")
+    path.write_text(
+        'base = "H100"\nname = "ours"\ndevice_bytes = "24GiB"\nup = "10GB/s"\npeak = "165T"\n', encoding="utf-8"
+    )
     made = machine(str(path))
     assert (made.name, made.device_bytes, made.up, made.up_both, made.peak) == ("ours", 24 * 2**30, 10e9, 10e9, 165e12)
     assert (made.down, made.host_bytes) == (MACHINES["H100"].down, MACHINES["H100"].host_bytes)
@@ -49,6 +51,6 @@ def test_seconds_are_operations_over_what_is_reached() -> None:
 def test_what_cannot_be_is_one_line(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="^[^\n]*$") as caught:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
         machine(str(path))
     assert words in str(caught.value)

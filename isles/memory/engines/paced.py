@@ -99,5 +99,5 @@ class Paced(Engine):
                 del job  # and with it what its work holds
                 done()
                 del done
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self.fail(lane, error)

@@ -36,6 +36,7 @@ from isles.data import load_corpus
 from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import LocalWorkers, Workers, raise_first
 from isles.training.config.sections import Config
+from isles.training.memory import prepared, step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
 from isles.training.records.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
@@ -72,6 +73,8 @@ def launch(
     far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
     ends them at once.
     """
+    if config.memory.method != "none":
+        prepared(config)  # refuses what cannot be before anything is made
     try:
         require(config.run.loggers)
         with held(out):
@@ -177,7 +180,7 @@ def on_virtual(
             inner=world.inner,
             inner_links=world.inner_links,
             threads=world.threads,
-            step_seconds=world.step_seconds,
+            step_seconds=step_seconds(config),
             speeds=replace(world, workers=workers).factors,
             compute_jitter=world.step_jitter,
             pauses=world.pauses,
@@ -290,4 +293,5 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
         "virtual_seconds": max(r["virtual_seconds"] for r in results) if config.world.backend == "virtual" else None,
         "seed": config.run.seed,
         "corpus_sha256": first["corpus_sha256"],
+        **first["memory"],
     }
