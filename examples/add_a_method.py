@@ -1,14 +1,15 @@
-"""A method of one's own in a few lines: plain pair gossip, on virtual workers, against no communication.
+"""Methods of one's own in a few lines each, on virtual workers, against no communication: plain pair gossip, and an
+outer rule that remembers.
 
     python examples/add_a_method.py
 
-The same class works everywhere else: `isles train --method examples.add_a_method:Gossip`.
+The same classes work everywhere else: `isles train --method examples.add_a_method:Gossip`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ import isles
 # The method, from here. --------------------------------------------------------------------------------------------
 from isles.comm.codecs import codec
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.sync import MethodConfig
@@ -26,10 +27,10 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GossipConfig(MethodConfig):
-    """sync_every: inner steps between two exchanges. seed: of the pairs."""
-
     sync_every: int = 10
+    """Inner steps between two exchanges."""
     seed: int = 0
+    """Seed of the pairs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PairMean(OuterRule):
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         out.copy_(live)  # what travels
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         anchor.copy_(answer.mean)  # what the answer does
 
 
@@ -55,15 +56,41 @@ class Gossip(isles.OuterSync):
 
 # To here. -----------------------------------------------------------------------------------------------------------
 
+# An outer rule of one's own for a method that is there: a vector kept from round to round, and which round it is. -----
 
-def worker(world: isles.Mesh, method: type[isles.ReplicaSync]) -> tuple[float, float, float]:
+
+@dataclass(frozen=True, kw_only=True)
+class Settling(OuterRule):
+    """v <- v / 2 + g;  anchor <- anchor - v / sqrt(t): a momentum whose rate falls with the rounds t."""
+
+    vectors = ("momentum",)  # zeros at the start; `start` would name other values
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        outer_gradient(out, live, reference)
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+        v = vectors["momentum"].mul_(0.5).add_(answer.mean)
+        anchor.sub_(v, alpha=round**-0.5)
+
+
+class Settled(isles.FedAvg):
+    """FedAvg with that rule; settings, codecs, checkpoints and islands come along."""
+
+    def compose(self) -> Composition:
+        return replace(super().compose(), rule=Settling())
+
+
+# To here, again. ----------------------------------------------------------------------------------------------------
+
+
+def worker(world: isles.Mesh, method: type[isles.ReplicaSync], options: dict[str, int]) -> tuple[float, float, float]:
     """Fit a noisy linear map on this worker's own 20 rows; (replica's loss, spread, the one model's loss)."""
     truth = torch.randn(30, 1, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + world.rank)
     x = torch.randn(20, 30, generator=generator)  # fewer rows than unknowns: alone, nobody can find the truth
     y = x @ truth + 0.5 * torch.randn(20, 1, generator=generator)
     model = torch.nn.Linear(30, 1)
-    optimizer = method(model, torch.optim.SGD(model.parameters(), lr=0.02), world.outer)
+    optimizer = method(model, torch.optim.SGD(model.parameters(), lr=0.02), world.outer, **options)
     for _ in range(300):
         (model(x) - y).square().mean().backward()
         optimizer.step()
@@ -82,10 +109,11 @@ def main() -> None:
     """Eight workers over home connections."""
     torch.manual_seed(0)
     print("method    a replica's loss    spread    the one model's loss")
-    for name, method in (("none", isles.NoSync), ("gossip", Gossip)):
-        results = isles.run_virtual(worker, 8, links="home-fibre", args=(method,))
+    every = {"sync_every": 10}
+    for name, method, options in (("none", isles.NoSync, {}), ("gossip", Gossip, every), ("settled", Settled, every)):
+        results = isles.run_virtual(worker, 8, links="home-fibre", args=(method, options))
         replica = sum(alone for alone, _, _ in results) / len(results)
-        print(f"{name:6s} {replica:19.3f} {results[0][1]:9.4f} {results[0][2]:23.3f}")
+        print(f"{name:7s} {replica:18.3f} {results[0][1]:9.4f} {results[0][2]:23.3f}")
 
 
 if __name__ == "__main__":

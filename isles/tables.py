@@ -1,11 +1,17 @@
-"""TOML tables that a user wrote: read from a file, and turned into a dataclass, one line an error."""
+"""TOML tables that a user wrote: read from a file, and turned into a dataclass, one line an error; and what the fields
+of such a dataclass say of themselves.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,31 @@ def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
         return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ValueError(_worded(section, error)) from None
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """What the string below each field of a dataclass says, in one line; a field that a class derived from another
+    gives a new default keeps its words, unless it has its own. "" where there are none, or no source to read.
+    """
+    found = dict.fromkeys((field.name for field in fields(cls)), "")
+    for owner in reversed(cls.__mro__):
+        found |= {name: text for name, text in _own_docs(owner).items() if name in found}
+    return found
+
+
+def _own_docs(cls: type) -> dict[str, str]:
+    try:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError):  # typed at a prompt, or built in
+        return {}
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for statement, below in pairwise(node.body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    found[statement.target.id] = " ".join(text.split())
+    return found
 
 
 def _worded(section: str, error: ValidationError) -> str:

@@ -1,7 +1,7 @@
 """The house rules that a machine can hold: floors, file sizes, no pickle, no swallowed errors, light imports.
 
-Everything is read from the source with `ast`, so nothing of isles is imported here, and an import inside a function or
-under TYPE_CHECKING counts like any other.
+Nearly everything is read from the source with `ast`, so an import inside a function or under TYPE_CHECKING counts like
+any other.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Container, Iterator
+import tomllib
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import isles
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "isles"
@@ -25,6 +29,7 @@ FLOORS = {
     "wrapping": 1,  # isles/wrapping.py: an optimizer around another one; imports nothing of isles
     "errors": -2,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
+    "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors alone
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors alone
     "network": 0,
     "comm": 1,
@@ -45,6 +50,10 @@ FRONT_DOOR = {"__init__", "__main__"}
 SIDEWAYS = {("cli", "report")}
 
 MAX_LINES = 400
+MAX_FILES = 24  # in a folder, so that it can be read as a list
+MANY_FILES = {"isles/replicas/methods"}  # a file a method, each found by its paper's name
+# What a method that composes its parts fills in; the order of things is the loop's alone.
+HOOKS = {"compose", "adapt", "advise", "gauges", "outer_state", "load_outer_state"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"}
 HEAVY = ("torch", "matplotlib", "scipy", "transformers")
 NO_TORCH_ROOMS = ("report", "network")  # `isles report` and `isles plan` answer without loading torch
@@ -299,6 +308,88 @@ def ancestors(name: str, bases: dict[str, set[str]]) -> set[str]:
     return found
 
 
+def defined_names(node: ast.ClassDef) -> dict[str, ast.stmt]:
+    """What a class's body defines: functions, and names that it assigns (a bare annotation assigns nothing)."""
+    found: dict[str, ast.stmt] = {}
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            found[statement.name] = statement
+        elif isinstance(statement, ast.Assign):
+            found |= {name.id: statement for name in statement.targets if isinstance(name, ast.Name)}
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            found[dotted(statement.target)] = statement
+    return found
+
+
+def hook_complaints(classes: list[ast.ClassDef], base: str, hooks: set[str]) -> list[tuple[ast.stmt, str]]:
+    """Classes under `base` that define functions of it, or of the classes above it, other than `hooks`."""
+    bases = {node.name: base_names(node) for node in classes}
+    above = {base} | ancestors(base, bases)
+    functions = {
+        name
+        for node in classes
+        if node.name in above
+        for name, statement in defined_names(node).items()
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    public = {name for name in functions if not name.startswith("_")}
+    return [
+        (statement, f"{node.name} defines {name}, which is {base}'s: a method fills in {', '.join(sorted(hooks))}")
+        for node in classes
+        if base in ancestors(node.name, bases)
+        for name, statement in defined_names(node).items()
+        if name in functions - hooks
+        or (isinstance(statement, ast.FunctionDef) and not name.startswith("_") and name not in public)
+    ]
+
+
+def test_methods_of_parts_fill_in_hooks_and_nothing_else() -> None:
+    homes = {node: path for path in source_files() for node in class_definitions(parse(path))}
+    found = hook_complaints(list(homes), "OuterSync", HOOKS)
+    at = {statement: path for node, path in homes.items() for statement in node.body}
+    assert not found, listed([f"{where(at[statement], statement)} {text}" for statement, text in found])
+    assert sum(1 for node in homes if "OuterSync" in base_names(node)) >= 8, "nobody derives from OuterSync?"
+
+
+def crowded(files: Iterable[Path], root: Path, most: int) -> list[str]:
+    """Folders under `root` with more Python files than that."""
+    counts = Counter(path.parent.relative_to(root).as_posix() for path in files)
+    return [f"{folder} has {count} files" for folder, count in counts.items() if count > most]
+
+
+def test_no_folder_is_a_heap() -> None:
+    complaints = [text for text in crowded(source_files(), ROOT, MAX_FILES) if text.split()[0] not in MANY_FILES]
+    assert not complaints, f"more than {MAX_FILES}; make rooms in the room:{listed(complaints)}"
+
+
+def names_for_checkers(tree: ast.Module) -> set[tuple[str, str]]:
+    """(module, name) of what is imported under TYPE_CHECKING as itself, which re-exports it."""
+    return {
+        (statement.module or "", alias.name)
+        for block in tree.body
+        if isinstance(block, ast.If) and dotted(block.test) == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname == alias.name
+    }
+
+
+def test_the_table_of_methods_is_the_only_one() -> None:
+    """Type checkers see the classes that METHODS names; the built-in settings and the planner know no other method."""
+    from isles.network.planner.ways import WAYS
+    from isles.replicas import METHODS
+    from isles.report.sheets.plan import not_planned
+
+    places = {tuple(place.split(":")) for place, _ in METHODS.values()}
+    assert names_for_checkers(parse(PACKAGE / "replicas" / "__init__.py")) == places
+    assert all(getattr(isles, name).__module__ == module for module, name in places)
+    embedded = tomllib.loads((PACKAGE / "training" / "config" / "embedded.toml").read_text(encoding="utf-8"))
+    assert set(embedded["methods"]) <= set(METHODS)
+    planned = {way.method for way in WAYS}
+    assert planned <= set(METHODS) and planned | set(not_planned()) == set(METHODS)
+
+
 def names_in(tree: ast.Module) -> set[str]:
     """Every name that the code of a module mentions, its imports and the texts of annotations included."""
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -454,3 +545,41 @@ def test_method_rule_sees_indirect_descent() -> None:
     bases = {node.name: base_names(node) for node in class_definitions(tree)}
     assert ancestors("B", bases) == {"A", "OuterSync", "ReplicaSync"}
     assert ancestors("Unknown", bases) == set()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("def compose(self): ...", []),
+        ("Config = Mine\n    reading: Reading = Eager()\n    config: Mine", []),
+        ("def _rule(self): ...", []),
+        ("def after_inner_step(self): ...", ["after_inner_step"]),
+        ("def step(self): ...", ["step"]),
+        ("finish = other", ["finish"]),
+        ("def _exchange(self): ...", ["_exchange"]),
+        ("async def settle(self): ...", ["settle"]),
+        ("def another_public_thing(self): ...", ["another_public_thing"]),
+    ],
+)
+def test_hook_rule_fires(body: str, told: list[str]) -> None:
+    """On the class itself, and on one derived from it in another file."""
+    for derived in ("OuterSync", "Between"):
+        tree = ast.parse(
+            "class ReplicaSync:\n    def step(self): ...\n    def settle(self): ...\n"
+            "class OuterSync(ReplicaSync):\n    def compose(self): ...\n    def finish(self): ...\n"
+            "    def after_inner_step(self): ...\n    def _exchange(self): ...\n"
+            f"class Between(OuterSync): ...\nclass Mine({derived}):\n    {body}\n"
+            "class Apart(ReplicaSync):\n    def step(self): ...\n"
+        )
+        found = hook_complaints(class_definitions(tree), "OuterSync", HOOKS)
+        assert [text.split()[2].rstrip(",") for _, text in found] == told
+
+
+def test_heap_rule_fires() -> None:
+    files = [ROOT / "isles" / "one" / f"{number}.py" for number in range(3)] + [ROOT / "isles" / "two.py"]
+    assert crowded(files, ROOT, 2) == ["isles/one has 3 files"] and crowded(files, ROOT, 3) == []
+
+
+def test_table_rule_fires() -> None:
+    tree = ast.parse("if TYPE_CHECKING:\n    from a.b import C as C\n    from a import D\nfrom a import E as E")
+    assert names_for_checkers(tree) == {("a.b", "C")}

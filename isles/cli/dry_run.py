@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from isles.schema import BACKENDS
+
 if TYPE_CHECKING:
     from isles.replicas.schedule import Planned
     from isles.training.config.sections import Config
@@ -119,7 +121,7 @@ def _cost(plan: Plan) -> list[str]:
     every = f"{plan.outline.every} step{'s' if plan.outline.every > 1 else ''} between two rounds"
     if plan.step_seconds is None:
         return [*lines, _line("time", f"{every}; how long a step takes is not known: add --probe to measure it here")]
-    source = "world.step_seconds" if plan.backend == "virtual" else "measured here, one worker alone"
+    source = "world.step_seconds" if BACKENDS[plan.backend].is_simulated else "measured here, one worker alone"
     computing = plan.outline.every * plan.step_seconds
     lines.append(
         _line("time", f"{every}: {format_seconds(computing)} ({format_seconds(plan.step_seconds)} a step, {source})")

@@ -56,7 +56,7 @@ def plan(
     tables = gather(config, {}, [])
     tables = gather(config, flags | ({} if _says_method(tables, method) else {"memory.method": "auto"}), set_ or [])
     asked = resolve(tables)
-    refusals(replace(asked, memory=replace(asked.memory, emulate=False)))
+    refusals(asked)
     with _quiet():
         here = machine_of(asked)
         made = profile_of(asked)

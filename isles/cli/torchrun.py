@@ -54,7 +54,7 @@ def run(
 
     if node_spec.nodes > 1:
         raise ValueError("--nodes is for a run without torchrun: torchrun has --nnodes of its own")
-    if config.world.backend != "distributed":
+    if not config.world.has_processes:
         raise ValueError(f'world.backend = "{config.world.backend}" needs one process: start it without torchrun')
     progress = Progress(config.method, config.world.workers, config.run.steps)
     with progress if is_main_process() else nullcontext():

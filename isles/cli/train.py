@@ -55,6 +55,7 @@ def train(
     if (probe or json) and not dry_run:
         raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
     from isles.launch.nodes import NodeSpec
+    from isles.schema import backend_of
     from isles.training.config.reading import gather, resolve
     from isles.training.running.server import start_server
 
@@ -68,7 +69,7 @@ def train(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
     tables = gather(config, flags, set_ or [])
-    if not dry_run and torchrun.size() is None and tables.get("world", {}).get("backend") != "virtual":
+    if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
     if dry_run:

@@ -11,31 +11,32 @@ BatchMode = Literal["per_worker", "global"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read and how it is dealt out. Every impossible value raises a ValueError of one line.
-
-    path: text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or
-        a folder that holds a stored corpus, which has its own split; "" means the source of the
-        running Python's standard library.
-    tokenizer: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder that holds one.
-    text_key: the column of JSONL, Parquet and dataset rows that holds the text.
-    split: "iid" deals one shuffled sequence of windows to the workers in turn; "by_file" gives each worker documents of
-        its own (neighbours in path order, so the workers' texts differ).
-    batch_mode: whether `batch_size` counts the sequences of one worker or of all workers together.
-    batch_size: sequences a step.
-    validation_fraction: share of the tokens kept out of training, in [0, 1); 0 means no validation.
-    validation_sequences: sequences that one validation pass reads, evenly spaced over the validation tokens.
-    cache: folder in which tokenised corpora are kept and memory-mapped by every process; "" tokenises in memory.
-    """
+    """What is read and how it is dealt out. Every impossible value raises a ValueError of one line."""
 
     path: str = ""
+    """Text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or a folder that holds a stored
+    corpus, which has its own split; "" means the source of the running Python's standard library.
+    """
     tokenizer: str = "bytes"
+    """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
+    that holds one.
+    """
     text_key: str = "text"
+    """The column of JSONL, Parquet and dataset rows that holds the text."""
     split: Split = "iid"
+    """Who reads what: "iid" deals one shuffled sequence of windows to the workers in turn; "by_file" gives each worker
+    documents of its own (neighbours in path order, so the workers' texts differ).
+    """
     batch_mode: BatchMode = "per_worker"
+    """Whether `batch_size` counts the sequences of one worker or of all workers together."""
     batch_size: int = 16
+    """Sequences a step."""
     validation_fraction: float = 0.05
+    """Share of the tokens kept out of training, in [0, 1); 0 means no validation."""
     validation_sequences: int = 128
+    """Sequences that one validation pass reads, evenly spaced over the validation tokens."""
     cache: str = ""
+    """Folder in which tokenised corpora are kept and memory-mapped by every process; "" tokenises in memory."""
 
     def __post_init__(self) -> None:
         for key in ("path", "tokenizer", "text_key", "cache"):

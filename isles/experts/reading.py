@@ -19,8 +19,8 @@ import tomlkit
 
 from isles.errors import unknown_name
 from isles.tables import read_toml, typed
-from isles.training.config.reading import SECTIONS, Tables, over, resolve, words
-from isles.training.config.sections import Config
+from isles.training.config.reading import Tables, over, resolve, words
+from isles.training.config.sections import ORDER, Config
 from isles.training.config.template import commented
 
 KEPT = "experts.toml"
@@ -61,8 +61,8 @@ def checked(system: str, cls: type[Own], tables: Tables) -> ExperimentConfig[Own
     """Tables as a typed request. ValueError as in `read`."""
     sections = {name: table for name, table in tables.items() if name not in (system, "domains")}
     for name in sections:
-        if name not in (*SECTIONS, "replicas"):
-            raise ValueError(unknown_name("section", name, [system, "domains", *SECTIONS, "replicas"]))
+        if name not in ORDER:
+            raise ValueError(unknown_name("section", name, [system, "domains", *ORDER]))
     runs = over({"replicas": {"method": "none"}, "world": {"workers": 1}}, sections)
     for section, key, why in (
         ("data", "path", "the text of experts is that of the domains: list them as [domains.NAME]"),

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isles.launch.workers import LocalWorkers, raise_first
+from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
-from isles.training.records.rundir import LOGS, clear_logs
-from isles.training.running.run import deadlines, first_interrupt, on_virtual
+from isles.training.records.rundir import clear_logs
+from isles.training.running.backends import starter
+from isles.training.running.starting import first_interrupt
 
 
 def run_workers(
@@ -23,16 +24,7 @@ def run_workers(
     """`worker(world, *args)` on `workers` workers; results in rank order. The first Ctrl-C makes `world.stop_here` true
     on all of them at one step. Errors as in `run_local`.
     """
-    if config.world.backend == "virtual":
-        return on_virtual(worker, workers, config, args, on_event)
-    pool = LocalWorkers(
-        worker,
-        workers,
-        args=args,
-        threads=config.world.threads,
-        deadlines=deadlines(config),
-        logs=out / LOGS,
-    )
+    pool = starter(config.world.backend).call(worker, workers, config, args, out)
     with first_interrupt(pool.stop):
         results = pool.join(on_event)
     raise_first(results, pool.failures)

@@ -11,31 +11,36 @@ from isles.memory.lanes import Update
 from isles.network.units import parse_bytes
 
 Method = Literal["none", "auto", "autohete", "karma", "checkpoint"]
-Vectors = Literal["memory", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """method: none: all of the model stays on the device. auto: whatever is fastest for every block: its weights and
-    optimizer states on the device, on the host, or states on disk; its activations kept, swapped to the host, or made
-    again in the backward pass. autohete: without swapping and without the disk. karma: activations alone, kept,
-    swapped or made again. checkpoint: activations alone, kept or made again.
-    device_budget: memory of the device that the run may take, such as "12GiB"; "": all that the machine has.
-    host_budget: memory of the host beside it; "": all that the machine has.
-    machine: a name of `isles.network.machines`, or the path of a .toml file, as `isles doctor --memory --write` makes
-    it; its rates decide which plan is fastest. update: exact: every update waits until all gradients are there, as
-    clipping needs it. early: a block is updated as soon as its gradients are there, which needs inner.max_norm = 0.
-    plan: a plan that `isles memory plan --json` wrote, instead of a search. emulate: on a CPU: take a part of the RAM
-    for the device, with copies between the two as on the machine; for trying out plans, it saves no memory.
-    """
+    """Whether a worker keeps to a plan of memory, and which."""
 
     method: Method = "none"
+    """none: all of the model stays on the device. auto: whatever is fastest for every block: its weights and optimizer
+    states on the device or on the host; its activations kept, swapped to the host, or made again in the backward pass.
+    autohete: without swapping. karma: activations alone, kept, swapped or made again. checkpoint: activations alone,
+    kept or made again.
+    """
     device_budget: str = ""
+    """Memory of the device that the run may take, such as "12GiB"; "": all that the machine has."""
     host_budget: str = ""
+    """Memory of the host beside it; "": all that the machine has."""
     machine: str = ""
+    """A name of `isles.network.machines`, or the path of a .toml file of your own; its rates decide which plan is
+    fastest. "": what is here. On the virtual backend the plan's step for a named machine is that of the clock.
+    """
     update: Update = "exact"
+    """exact: every update waits until all gradients are there, as clipping needs it. early: a block is updated as soon
+    as its gradients are there, which needs inner.max_norm = 0.
+    """
     plan: str = ""
+    """A plan that `isles memory plan --json` wrote, instead of a search."""
     emulate: bool = False
+    """On a CPU: take a part of the RAM for the device, with copies between the two as on the machine; for trying out
+    plans, it saves no memory.
+    """
 
     def __post_init__(self) -> None:
         for key, choices in (("method", Method), ("update", Update)):

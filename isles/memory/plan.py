@@ -116,8 +116,11 @@ def from_json(text: str, source: str = "memory.plan") -> Plan:
 
 def digests(profile: Profile, machine: Machine | None) -> dict[str, str]:
     """What a plan is made for. Measured seconds are left out: they differ from one measurement to the next."""
-    units = [(unit.params, unit.weights, unit.states, unit.moved) for unit in profile.units]
-    saved = [(unit.resident.saved, unit.brought.saved, unit.boundary, unit.resident.casts) for unit in profile.units]
+    units = [(unit.params, unit.weights, unit.states) for unit in profile.units]
+    saved = [
+        (unit.moved, unit.resident.saved, unit.brought.saved, unit.boundary, unit.resident.casts)
+        for unit in profile.units
+    ]
     made = {
         "model": _digest((units, profile.ends.params, profile.ends.weights, profile.ends.states)),
         "batch": _digest((saved, profile.batch, profile.tokens, profile.autocast)),

@@ -105,8 +105,8 @@ class _Edge(torch.autograd.Function):
 
 def edge(call: Callable[[], None], value: Any, *, always: bool = False) -> Any:
     """`value` with every tensor that needs a gradient led through one edge: in the backward pass `call` runs once,
-    after the gradients of what follows and before those of what comes before. always: where no tensor needs one (the first
-    block of a model reads the input itself), the first that can have one is led through, to no effect but the call.
+    after the gradients of what follows and before those of what comes before. always: where no tensor needs one (the
+    first block of a model reads the input itself), the first that can have one is led through, for the call alone.
     """
     leaves, spec = tree_flatten(value)
     marked = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -21,41 +21,46 @@ _DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings") 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained. Every impossible value raises a ValueError of one line that names the key and the mend.
-
-    size: a named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.13M" where nothing is said. The next five
-        and tie_embeddings override parts of it; None keeps the size's own. d_model: width of the residual stream.
-        layers: blocks. heads: attention heads. ffn: inner width of the gated MLP.
-    vocab: token ids (256 for bytes; must cover the tokenizer's). With hf: those of its config.json, unless given.
-    context: longest sequence, in tokens. With hf: the longest its config.json allows, unless given; with factory it
-        must be given.
-    tie_embeddings: embedding and head share one matrix.
-    factory: a model of your own instead of the decoder, package.module:function; see docs/own-model.md.
-    hf: a causal LM of transformers instead of the decoder: the path of a folder with config.json, and with weights
-        (safetensors) if training should start from them.
-    compile: run the model through torch.compile; pays on GPUs, costs seconds to minutes at the first step.
-    autocast: number format of the matrix products while weights stay in `dtype`: none, bf16, or fp16 (CUDA only; its
-        gradients underflow without a torch.amp.GradScaler).
-    device: "auto" is a GPU if torch sees one, else the CPU; several workers may share a GPU.
-    dtype: format of the weights, and so of the gradients and of the optimizer's state.
-    options: what factory is called with, as a table: [model.options].
-    """
+    """What is trained. Every impossible value raises a ValueError of one line that names the key and the mend."""
 
     size: str | None = None
+    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.13M" where nothing is said. The next five and
+    tie_embeddings override parts of it; None keeps the size's own.
+    """
     d_model: int | None = None
+    """Width of the residual stream."""
     layers: int | None = None
+    """Blocks."""
     heads: int | None = None
+    """Attention heads."""
     ffn: int | None = None
+    """Inner width of the gated MLP."""
     vocab: int | None = None
+    """Token ids (256 for bytes; must cover the tokenizer's). With hf: those of its config.json, unless given."""
     context: int | None = None
+    """Longest sequence, in tokens. With hf: the longest its config.json allows, unless given; with factory it must be
+    given.
+    """
     tie_embeddings: bool | None = None
+    """Embedding and head share one matrix."""
     factory: str | None = None
+    """A model of your own instead of the decoder, package.module:function; see docs/own-model.md."""
     hf: str | None = None
+    """A causal LM of transformers instead of the decoder: the path of a folder with config.json, and with weights
+    (safetensors) if training should start from them.
+    """
     compile: bool = False
+    """Run the model through torch.compile; pays on GPUs, costs seconds to minutes at the first step."""
     autocast: Autocast = "none"
+    """Number format of the matrix products while weights stay in `dtype`: none, bf16, or fp16 (CUDA only; its gradients
+    underflow without a torch.amp.GradScaler).
+    """
     device: Device = "auto"
+    """Where the model is: "auto" is a GPU if torch sees one, else the CPU; several workers may share a GPU."""
     dtype: DType = "float32"
+    """Format of the weights, and so of the gradients and of the optimizer's state."""
     options: dict[str, Any] | None = None
+    """What factory is called with, as a table: [model.options]."""
 
     def __post_init__(self) -> None:
         for key, choices in (("autocast", Autocast), ("device", Device), ("dtype", DType)):

@@ -10,7 +10,29 @@ from typing import TYPE_CHECKING
 from isles.errors import unknown_name
 from isles.imports import is_place, named
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; the names themselves come from METHODS
+    from isles.replicas.methods.custom import Custom as Custom
+    from isles.replicas.methods.dct_dp import DCTDP as DCTDP
+    from isles.replicas.methods.ddp import DDP as DDP
+    from isles.replicas.methods.delayed import DelayedDiLoCo as DelayedDiLoCo
+    from isles.replicas.methods.demo.demo import DeMo as DeMo
+    from isles.replicas.methods.diloco import DiLoCo as DiLoCo
+    from isles.replicas.methods.dilocox.dilocox import DiLoCoX as DiLoCoX
+    from isles.replicas.methods.eager import EagerDiLoCo as EagerDiLoCo
+    from isles.replicas.methods.fedadam import FedAdam as FedAdam
+    from isles.replicas.methods.fedavg import FedAvg as FedAvg
+    from isles.replicas.methods.fedyogi import FedYogi as FedYogi
+    from isles.replicas.methods.fsdp import FSDP as FSDP
+    from isles.replicas.methods.ist.ist import IST as IST
+    from isles.replicas.methods.localsgd import LocalSGD as LocalSGD
+    from isles.replicas.methods.noloco import NoLoCo as NoLoCo
+    from isles.replicas.methods.none import NoSync as NoSync
+    from isles.replicas.methods.postlocal import PostLocalSGD as PostLocalSGD
+    from isles.replicas.methods.slowmo import SlowMo as SlowMo
+    from isles.replicas.methods.sparseloco import SparseLoCo as SparseLoCo
+    from isles.replicas.methods.sparta import SPARTA as SPARTA
+    from isles.replicas.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
+    from isles.replicas.methods.streaming_noloco import StreamingNoLoCo as StreamingNoLoCo
     from isles.replicas.sync import ReplicaSync
 
 METHODS: dict[str, tuple[str, str]] = {
@@ -32,6 +54,8 @@ METHODS: dict[str, tuple[str, str]] = {
         "NoLoCo by fragments, landing later",
     ),
     "fedavg": ("isles.replicas.methods.fedavg:FedAvg", "average the changes of H steps"),
+    "fedadam": ("isles.replicas.methods.fedadam:FedAdam", "outer Adam step on the mean change of H steps"),
+    "fedyogi": ("isles.replicas.methods.fedyogi:FedYogi", "outer Yogi step on the mean change of H steps"),
     "slowmo": ("isles.replicas.methods.slowmo:SlowMo", "outer heavy ball on the mean change of H steps"),
     "postlocal-sgd": (
         "isles.replicas.methods.postlocal:PostLocalSGD",

@@ -95,7 +95,7 @@ def by_clock(run: Run, unit: tuple[float, str] | None = None) -> CostAxis:
     """Time since the start, in `unit` (default: the one that suits it)."""
     points = mean_over([_points(log.clock) for log in run.workers.values()])
     seconds, name = unit or time_unit(points[-1][1] if points else 0.0)
-    virtual = run.setting("world", "backend") == "virtual"
+    virtual = run.is_simulated
     label = f"{name} of the virtual clock" if virtual else f"{name} since the workers started"
     return CostAxis("time", label, [(step, value / seconds) for step, value in points], lambda value: f"{value:,.6g}")
 

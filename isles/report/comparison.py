@@ -102,7 +102,7 @@ def comparison_panels(runs: Runs) -> list[Panel]:
         _panel(first, by_bytes, log_x=True),
         _panel(first, lambda run: by_clock(run, unit)),
     ]
-    made += [_lanes(label, run) for label, run in first.items() if run.setting("world", "backend") == "virtual"]
+    made += [_lanes(label, run) for label, run in first.items() if run.is_simulated]
     return [panel for panel in made if panel is not None]
 
 

@@ -1,9 +1,9 @@
 """Reading a run directory: `config.toml`, `metrics.jsonl`, `timeline.jsonl` and `summary.json`, also while the run is
 still going.
 
-In `metrics.jsonl`, `tokens`, `bytes_sent`, `bytes_received`, `blocked_seconds` and `compute_seconds` are running totals
-of their worker since step 0, so a lost or thinned line loses no bytes. A step that occurs twice (a resumed run repeats
-the steps after its checkpoint) counts once, as written last.
+In `metrics.jsonl` some keys (`isles.schema.TOTALS`) are running totals of their worker since step 0, so a lost or
+thinned line loses no bytes. A step that occurs twice (a resumed run repeats the steps after its checkpoint) counts
+once, as written last.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isles.report.series import Point, mean_over
+from isles.schema import TOTALS, backend_of
 
 FILES = ("config.toml", "metrics.jsonl", "summary.json")
-TOTALS = ("tokens", "bytes_sent", "bytes_received", "blocked_seconds", "compute_seconds")
 
 
 @dataclass(slots=True)
@@ -64,6 +64,11 @@ class Run:
     def last_step(self) -> int:
         """The highest step that any worker wrote; 0 before the first."""
         return max((log.last_step for log in self.workers.values()), default=0)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its seconds are those of a simulated clock."""
+        return backend_of(self.config).is_simulated
 
     def mean_total(self, name: str) -> float | None:
         """The mean over workers of a running total; None when no worker wrote it."""

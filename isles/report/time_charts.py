@@ -44,7 +44,7 @@ def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
         inside = [_stretch(span) for span in spans if span.end > start and span.start < end]
         inside.sort(key=lambda piece: piece.css != "compute")  # below what it includes
         lanes.append(Lane(label=f"worker {worker}", stretches=inside))
-    virtual = run.setting("world", "backend") == "virtual"
+    virtual = run.is_simulated
     picture = Lanes(
         title="Timeline",
         x_label="seconds of the virtual clock" if virtual else "seconds since the workers started",

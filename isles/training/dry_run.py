@@ -128,7 +128,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]
     outline = outlines[0]
-    if world.backend == "virtual":
+    if world.is_simulated:
         seconds: float | None = world.step_seconds
         if world.step_factors or world.step_jitter or world.pauses:
             notices.append(
@@ -165,7 +165,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
 def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
     """The optimizer of the worker at `place` of the first island, and what its user should know."""
     world = config.world
-    mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.backend == "distributed")
+    mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.has_processes)
     return wrapped(config, model, mesh.outer, mesh.inner)
 
 
@@ -242,7 +242,7 @@ def _transfers(config: Config, outline: Outline, step_seconds: float | None) -> 
     phases = 1 if members == 2 else 2
     computing = outline.every * step_seconds
     rate = latency = seconds = None
-    if config.world.backend == "virtual":
+    if config.world.is_simulated:
         chosen = links(config.world.links)
         rate = chosen.slowest_rate(config.world.workers)
         latency = chosen.longest_latency(config.world.workers)

@@ -143,7 +143,11 @@ def refusals(config: Config) -> None:
                 f'memory.update = "early" would update blocks before {config.method} has exchanged their gradients: '
                 'set memory.update = "exact"'
             )
-    device = choose_device(config.model)
+
+
+def _refuse_here(config: Config) -> None:
+    """ValueError, with the key, for a plan that cannot run on what this worker computes with."""
+    memory, device = config.memory, choose_device(config.model)
     if device.type != "cpu":
         if memory.emulate:
             raise ValueError("memory.emulate is for CPUs; on a GPU, memory.device_budget makes it smaller: take it out")
@@ -170,6 +174,7 @@ _PREPARED: dict[str, tuple[Profile, Machine, Plan]] = {}  # by configuration: wo
 def prepared(config: Config) -> tuple[Profile, Machine, Plan]:
     """What a run with a plan needs. ValueError, one line with its key, for whatever cannot be."""
     refusals(config)
+    _refuse_here(config)
     key = to_toml(config)
     if key not in _PREPARED:
         random = torch.get_rng_state()
@@ -213,13 +218,13 @@ class PlannedMemory:
         if self.managed is not None:
             self.managed.close()
 
-    def told(self, seconds: float) -> dict[str, Any]:
+    def told(self, seconds: float) -> dict[str, Any] | None:
         """For the summary. seconds: of a step, as it was."""
         if self.managed is None:
-            return {}
+            return None
         plan = self.managed.plan
         return {
-            "memory_plan": plan.short,
+            "plan": plan.short,
             "planned_peak_bytes": plan.peak,
             "granted_peak_bytes": int(self.managed.runner.arena.peak),
             "planned_step_seconds": plan.step,

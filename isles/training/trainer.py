@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from isles.data import Corpus, Loader, load_corpus
 from isles.data.tokenizer import Tokenizer
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
+from isles.schema import Metrics
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
@@ -39,27 +40,6 @@ from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
 from isles.training.step import Step, Whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """One line of metrics.jsonl. Totals are since the start of the run; units: nats, tokens, bytes, seconds.
-
-    loss: mean over the steps since the line before. clock_seconds: host clock, or the virtual one on the virtual
-    backend.
-    """
-
-    step: int
-    worker: int
-    loss: float
-    lr: float
-    tokens: int
-    bytes_sent: int
-    bytes_received: int
-    blocked_seconds: float
-    compute_seconds: float
-    clock_seconds: float
-    val_loss: float | None = None
 
 
 class Trainer:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isles.comm.codecs import CODECS, codec
+from isles.comm.codecs import CODECS, FORMS, KINDS, codec, form
 from isles.comm.codecs.base import Codec, as_bytes
 
 LENGTHS = (0, 1, 2, 5, 255, 256, 257, 1003, 4095, 4096, 4097, 9000)
@@ -45,6 +45,20 @@ def test_the_table_is_complete() -> None:
     assert set(WIRE) == set(CODECS)
     for name in CODECS:
         assert codec(name).name == name and codec(name).lossless == (name == "none")
+
+
+def test_every_form_says_what_it_loses() -> None:
+    """A name loses what its kind loses; a codec that does not say is found out when the table of what goes together is
+    made.
+    """
+    for name in {*CODECS, *FORMS}:
+        kind, made = KINDS[name.partition(":")[0]], form(name)
+        assert (made.lossless, made.biased, made.shared_mask) == (kind.lossless, kind.biased, kind.shared_mask)
+    assert [kind for kind, said in KINDS.items() if said.lossless] == ["none"]
+    assert [kind for kind, said in KINDS.items() if said.shared_mask] == ["randk"]
+    biased = {kind for kind, said in KINDS.items() if said.biased}
+    assert biased == {"int2", "sign", "topk", "dct_topk", "randk", "powersgd"}
+    assert not any(hasattr(Codec, said) for said in ("lossless", "biased", "shared_mask")), "a default would be a guess"
 
 
 def test_an_unknown_codec_is_refused_with_a_hint() -> None:

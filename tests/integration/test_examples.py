@@ -53,16 +53,19 @@ def test_bare_loop_is_plain_but_for_three_lines() -> None:
 
 
 def test_add_a_method() -> None:
-    """Gossip in under 40 lines beats working alone, on every worker."""
+    """Gossip in under 40 lines beats working alone, on every worker; so does the outer rule in under 25."""
     source = (ROOT / "examples" / "add_a_method.py").read_text()
     method = source[source.index("# The method") : source.index("# To here")]
+    rule = source[source.index("# An outer rule") : source.index("# To here, again")]
     assert len([line for line in method.splitlines() if line.strip()]) < 40
+    assert len([line for line in rule.splitlines() if line.strip()]) < 25
     rows = {
         line.split()[0]: list(map(float, line.split()[1:]))
         for line in output("examples/add_a_method.py").splitlines()[1:]
     }
     assert rows["gossip"][0] < 0.5 * rows["none"][0]
     assert rows["gossip"][1] < 0.5 * rows["none"][1]
+    assert rows["settled"][0] < 0.5 * rows["none"][0] and rows["settled"][1] == 0
 
 
 def test_recommender() -> None:

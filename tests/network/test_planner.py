@@ -146,7 +146,8 @@ def test_no_such_wish():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("localsgd", "diloco"), ("fedavg", "diloco"), ("slowmo", "diloco"), ("delayed", "eager")]
+    ("one", "other"),
+    [("localsgd", "diloco"), ("fedavg", "diloco"), ("fedyogi", "diloco"), ("slowmo", "diloco"), ("delayed", "eager")],
 )
 def test_methods_that_cost_the_same(one, other):
     """Those that are not planned with send, and when, what another does."""

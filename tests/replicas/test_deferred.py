@@ -47,18 +47,23 @@ def trained(world: Mesh, name: str, kind: Kind, batches: int, max_norm: float | 
         schedule.step()
         if max_norm is not None:
             seen.append(float(optimizer.gradient_norm))  # type: ignore[arg-type]
+        if step == 2:
+            seen.append({key: bits(own) for key, own in optimizer.weights().items()})
         if step == 3:
             seen.append(optimizer.replica_std())
         if step == 5:
             with optimizer.evaluation_weights() as judged:
                 seen.append((bits(weights(judged)), held_out(judged)))
         if step == 6:
-            kept = {key: own.clone() for key, own in optimizer.weights().items()}
             inner_state = copy.deepcopy(optimizer.inner_state())
-            seen.append({key: bits(own) for key, own in kept.items()})
-        if step == 7:  # an update is due, which must not come on top of what is restored
+            kept = {key: own.clone() for key, own in optimizer.weights().items()}
+        if step == 7:  # an update is due, which must not come on top of what is restored; torch keeps what it loads
             optimizer.load_weights(kept)
-            optimizer.load_inner_state(inner_state)
+            optimizer.load_inner_state(copy.deepcopy(inner_state))
+        if step == 8:
+            optimizer.load_inner_state(copy.deepcopy(inner_state))
+            optimizer.load_weights(kept)
+        if step >= 7:
             states = optimizer.state_dict()["inner"]["state"].values()
             seen.append([float(own["step"]) for own in states if "step" in own])
     optimizer.finish()
@@ -132,3 +137,19 @@ def test_ist_wants_an_optimizer_that_is_never_late() -> None:
     )
     with pytest.raises(ValueError, match="steps when it is told to"):
         isles.IST(model, LateUpdates(model, adamw(model)), isles.init().outer)
+
+
+def hashed(world: Mesh) -> int:
+    """DeMo compares weights in its second step; no forward pass comes between, which would have caught up."""
+    model = Net()
+    late = LateUpdates(model, torch.optim.SGD(model.parameters(), lr=0.02))
+    optimizer = isles.DeMo(model, late, world.outer, check_every=1)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return len(late.waiting)
+
+
+def test_demo_hashes_weights_that_have_caught_up() -> None:
+    assert isles.run_virtual(hashed, 2, links=LINKS) == [1, 1]  # of the step after the comparison

@@ -142,7 +142,19 @@ def test_a_skipped_round_of_late_answers_leaves_nothing_behind(name: str, option
 
 
 @pytest.mark.parametrize(
-    "name", ["diloco", "streaming-diloco", "delayed", "eager", "fedavg", "slowmo", "sparseloco", "dilocox"]
+    "name",
+    [
+        "diloco",
+        "streaming-diloco",
+        "delayed",
+        "eager",
+        "fedavg",
+        "fedadam",
+        "fedyogi",
+        "slowmo",
+        "sparseloco",
+        "dilocox",
+    ],
 )
 def test_a_lossless_codec_leaves_feedback_nothing(name: str) -> None:
     """With codec none the residual is zero after every landing and the run is the one without feedback, to the bit."""

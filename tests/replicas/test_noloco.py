@@ -338,9 +338,9 @@ def test_bytes_are_two_vectors_a_round_or_one(name: str, vectors: int) -> None:
 class PrintedSign(DeltaPhi):
     """The paper's eq. 2 as printed: - (beta / n) sum Delta."""
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         answer.mean.neg_()
-        super().apply(anchor, answer, vectors)
+        super().apply(anchor, answer, vectors, round)
 
 
 class Mutant(isles.NoLoCo):

@@ -59,6 +59,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "streaming-noloco": ("streaming-noloco", {"sync_every": 3, "fragments": HALVES}),
     "fedavg": ("fedavg", {"sync_every": 3}),
     "slowmo": ("slowmo", {"sync_every": 3}),
+    "fedadam": ("fedadam", {"sync_every": 3}),
+    "fedyogi": ("fedyogi", {"sync_every": 3}),
     "postlocal-sgd": ("postlocal-sgd", {"sync_every": 3, "every_step_until": 4}),
     "sparta": ("sparta", {"sync_every": 3, "fraction": 0.3}),
     "sparseloco": ("sparseloco", {"sync_every": 3}),

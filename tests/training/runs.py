@@ -46,7 +46,15 @@ class Slow(isles.NoLoCo):
 POISONED = "tests.training.runs:Poisoned"
 ON_VIRTUAL = [name for name in METHODS if name != "fsdp"]  # which torch shards between processes
 EVERY_3 = set(METHODS) - {"none", "ddp", "fsdp", "dct-dp", "demo"}  # the methods with sync_every
-COMPOSED = {"fedavg", "slowmo", "postlocal-sgd", "sparseloco", "streaming-noloco"}  # of parts that others here have
+COMPOSED = {
+    "fedavg",
+    "fedadam",
+    "fedyogi",
+    "slowmo",
+    "postlocal-sgd",
+    "sparseloco",
+    "streaming-noloco",
+}  # of parts that others here have
 APART = {"none", "eager", "noloco", "streaming-noloco", "sparta"}  # replicas differ in the end
 DIVIDED = {"ist"}  # workers hold different parts of the model
 OWN_SETTINGS = {

@@ -222,7 +222,7 @@ IMPOSSIBLE = [
     ("replicas.anchor_codec=fp16", "unknown replicas.anchor_codec 'fp16'"),
     ("world.workers=0", "world.workers = 0"),
     ("world.threads=0", "world.threads = 0"),
-    ("world.backend=mpi", "world.backend = 'mpi'"),
+    ("world.backend=mpi", "unknown world.backend 'mpi': choose one of distributed, virtual"),
     ("world.links=dsl", "unknown world.links 'dsl'"),
     ("world.step_seconds=nan", "world.step_seconds = nan"),
     ("world.step_seconds=-1", "world.step_seconds = -1"),

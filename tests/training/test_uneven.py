@@ -8,7 +8,7 @@ import pytest
 
 from isles.training.config.reading import read_config
 from isles.training.config.sections import WorldConfig
-from isles.training.running.run import deadlines
+from isles.training.running.starting import deadlines
 from tests.training.runs import lines_of, metrics, run, tiny, write_text
 
 PAUSED = ["world.pause_every=0.4", "world.pause_seconds=200.0"]  # away most of the time, longer than all deadlines

@@ -36,6 +36,13 @@ NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")
 FORMS = (*NAMES, "powersgd:16")
 Form = Codec | LowRank
 """In what form a vector whose tensors' shapes are known may be averaged."""
+KINDS: dict[str, type[Codec] | type[LowRank]] = {
+    **{name: form for name, form in CODECS.items() if ":" not in name},
+    **SPARSE,
+    "randk": RandomK,
+    "powersgd": LowRank,
+}
+"""Every form by what stands before the colon; one of a name after a colon loses what the kind loses."""
 
 
 def codec(name: str) -> Codec:
@@ -79,4 +86,4 @@ def _told(kind: str, name: str) -> Iterator[None]:
         raise ValueError(f"codec = {str(error) if own else f'{name}: write a number behind the colon'}") from None
 
 
-__all__ = ["CODECS", "NAMES", "Codec", "Form", "codec", "form"]
+__all__ = ["CODECS", "FORMS", "KINDS", "NAMES", "Codec", "Form", "codec", "form"]

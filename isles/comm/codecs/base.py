@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
 class Codec(ABC):
-    """A pure function from a flat tensor to packed bytes and back."""
+    """A pure function from a flat tensor to packed bytes and back.
+
+    Every codec says what it does to the entries; there is no default, for what goes with it is decided by this
+    (`isles.replicas.parts.legal`).
+    """
 
     name: str
-    lossless = False
+    lossless: ClassVar[bool]
+    """What is decoded is what was encoded, to the bit."""
+    biased: ClassVar[bool]
+    """It shrinks, or leaves out, a part of what it encodes."""
+    shared_mask: ClassVar[bool]
+    """It leaves out the same entries on all members of an exchange and keeps the others exactly."""
     block = 1
     """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
 

@@ -12,7 +12,7 @@ class Identity(Codec):
     """The entries as they are held: no copy, no loss."""
 
     name = "none"
-    lossless = True
+    lossless, biased, shared_mask = True, False, False
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements * dtype.itemsize
@@ -28,6 +28,7 @@ class BFloat16(Codec):
     """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes an entry, relative error at most 2**-8."""
 
     name = "bf16"
+    lossless, biased, shared_mask = False, False, False
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return 2 * elements

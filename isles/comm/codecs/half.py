@@ -15,6 +15,7 @@ class Float16(ScaledBlocks):
     """
 
     name = "fp16"
+    lossless, biased, shared_mask = False, False, False
     block = 4096
     bits = 16
 

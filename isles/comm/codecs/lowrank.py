@@ -32,6 +32,8 @@ class LowRank:
     min_compression_rate: float = 2.0
     start: int = 0
     lossless: ClassVar[bool] = False
+    biased: ClassVar[bool] = True
+    shared_mask: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -17,6 +17,7 @@ from isles.comm.codecs.topk import CHUNK
 class RandomK(Codec):
     """fraction: of the entries, in (0, 1]. salt: what the draw depends on."""
 
+    lossless, biased, shared_mask = False, True, True
     block = CHUNK
 
     def __init__(self, fraction: float, salt: int = 0) -> None:

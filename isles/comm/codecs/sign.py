@@ -22,6 +22,7 @@ class Sign(ScaledBlocks):
     """See the module; the mean of several goes back as bfloat16."""
 
     name = "sign"
+    lossless, biased, shared_mask = False, True, False
     block = 256
     bits = 1
 

@@ -25,6 +25,7 @@ CHUNK = 4096
 class TopK(Codec):
     """k: entries kept of each chunk, even. values: form of the values on the wire."""
 
+    lossless, biased, shared_mask = False, True, False
     block = CHUNK
 
     def __init__(self, k: int, values: Codec | None = None) -> None:

@@ -45,33 +45,42 @@ Three = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class HdeeConfig:
-    """variants: which ensembles to build. seeds: one whole set of runs each; tables show means. iterations: domains
-    that each expert is trained on, one after another. branch: what an expert of the second iteration and later starts
-    from, its "own" weights or the "average" of its forest's experts. baselines: what to train beside, "random" and
-    "dense" (see the module). seed_steps: inner steps of each seed. seed_path: text of the
-    seeds; "" is a mixture of the trained domains. steps: of the easy, medium and difficult expert with heterogeneous
-    steps; the middle one is every expert's with homogeneous ones. ffn: width of the gated MLP of a small, medium and
-    large model. lr, warmup_steps: of the experts' runs; those of the seeds stand in [inner]. tolerance: by how much a
-    variant's training may miss the budget of three medium experts, as a share. characters: of each default domain.
-    sequences: so many of each domain are judged, and so many give the cached prior (at most 100 of them). prefix:
-    tokens from which the ridge gate chooses an expert.
-    """
+    """Settings of `hdee`."""
 
     variants: tuple[str, ...] = VARIANTS
+    """Which ensembles to build."""
     seeds: tuple[int, ...] = (0,)
+    """A whole set of runs for each; tables show means."""
     iterations: int = 1
+    """Domains that each expert is trained on, one after another."""
     branch: Branch = "own"
+    """What an expert of the second iteration and later starts from, its "own" weights or the "average" of its forest's
+    experts.
+    """
     baselines: tuple[Baseline, ...] = get_args(Baseline)
+    """What to train beside, "random" and "dense" (see the module)."""
     seed_steps: int = 20_000
+    """Inner steps of each seed."""
     seed_path: str = ""
+    """Text of the seeds; "" is a mixture of the trained domains."""
     steps: Three = (300, 400, 500)
+    """Inner steps of the easy, medium and difficult expert with heterogeneous steps; the middle one is every expert's
+    with homogeneous ones.
+    """
     ffn: Three = (2304, 3072, 3840)
+    """Width of the gated MLP of a small, medium and large model."""
     lr: float = 6e-5
+    """Peak learning rate of the experts' runs; that of the seeds stands in [inner]."""
     warmup_steps: int = 50
+    """Warm-up of the experts' runs; that of the seeds stands in [inner]."""
     tolerance: float = TOLERANCE
+    """By how much a variant's training may miss the budget of three medium experts, as a share."""
     characters: int = 600_000
+    """Characters of each default domain."""
     sequences: int = 256
+    """Sequences of each domain that are judged, and as many that give the cached prior (at most 100 of them)."""
     prefix: int = 32
+    """Tokens from which the ridge gate chooses an expert."""
 
     def __post_init__(self) -> None:
         for name in self.variants:

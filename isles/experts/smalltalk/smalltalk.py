@@ -44,38 +44,48 @@ class RouterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SmalltalkConfig:
-    """seeds: one whole set of runs each; tables show means. experts: E, and as many routers. gate: what parts the text
-    and chooses, "routers", or c-BTM's "clusters" over words, which need no training, for comparison. steps: of each
-    expert; its batch is data.batch_size. prefix: tokens that routers read in training and at inference. prefixes:
-    lengths that routing is judged with, none longer than prefix. router: their shape; the vocabulary and context are
-    the experts'. rounds: of training and assigning. round_sequences: new sequences of a round, a router. router_batch:
-    sequences of a router's step. router_lr, router_warmup: a constant rate, after so many steps of linear warm-up.
-    router_length: what routers train on, "prefix" or "full" sequences. assignment: "greedy" (the paper's), or
-    "sequential", "optimal", "unbalanced" for comparison. reweigh_every: tokens after which the weights of the mixture
-    that grows with the text are computed again, where it is judged. chunk: sequences that are assigned together when
-    the pool is parted (0: all). dense: models to compare with, trained on the whole pool with E times the "batch" or E
-    times the "steps". characters: of each default domain. sequences: so many of each domain are judged.
-    """
+    """Settings of `smalltalk`."""
 
     seeds: tuple[int, ...] = (0,)
+    """A whole set of runs for each; tables show means."""
     experts: int = 4
+    """Experts (E), and as many routers."""
     gate: GateName = "routers"
+    """What parts the text and chooses, "routers", or c-BTM's "clusters" over words, which need no training, for
+    comparison.
+    """
     steps: int = 256_000
+    """Inner steps of each expert; its batch is data.batch_size."""
     prefix: int = 256
+    """Tokens that routers read in training and at inference."""
     prefixes: tuple[int, ...] = (32, 64, 128, 256)
+    """Lengths that routing is judged with, none longer than prefix."""
     router: RouterShape = field(default_factory=RouterShape)
+    """Shape of the routers; the vocabulary and context are the experts'."""
     rounds: int = 94
+    """Rounds of training and assigning."""
     round_sequences: int = 43_945
+    """New sequences of a round, a router."""
     router_batch: int = 32
+    """Sequences of a router's step."""
     router_lr: float = 1e-4
+    """Learning rate of the routers, constant after the warm-up."""
     router_warmup: int = 1000
+    """Steps of their linear warm-up."""
     router_length: Literal["prefix", "full"] = "prefix"
+    """What routers train on, "prefix" or "full" sequences."""
     assignment: AssignmentRule = "greedy"
+    """Who gets which sequence: "greedy" (the paper's), or "sequential", "optimal", "unbalanced" for comparison."""
     reweigh_every: int = 16
+    """Tokens after which the weights of the mixture that grows with the text are computed again, where it is judged."""
     chunk: int = 0
+    """Sequences that are assigned together when the pool is parted (0: all)."""
     dense: tuple[Dense, ...] = get_args(Dense)
+    """Models to compare with, trained on the whole pool with E times the "batch" or E times the "steps"."""
     characters: int = 600_000
+    """Characters of each default domain."""
     sequences: int = 256
+    """Sequences of each domain that are judged."""
 
     def __post_init__(self) -> None:
         counts = ("experts", "steps", "rounds", "round_sequences", "router_batch", "reweigh_every")

@@ -17,8 +17,8 @@ partner (`costs.partner_seconds`).
 | demo             | H = 1: t, of the largest coefficients, all to all |
 | ist              | t, of units there and back, and of the mean of the rest, and a third latency |
 
-localsgd, fedavg, postlocal-sgd (in the end) and slowmo wait as diloco does, delayed as eager does. Every function
-takes the job, its lines, the form of what is sent, and H.
+localsgd, fedavg, fedadam, fedyogi, postlocal-sgd (in the end) and slowmo wait as diloco does, delayed as eager does.
+Every function takes the job, its lines, the form of what is sent, and H.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a
 
 @dataclass(frozen=True, kw_only=True)
 class BucketsConfig(MethodConfig):
-    """bucket_megabytes: size of a bucket in 2**20 bytes of gradient."""
+    """Settings of all methods that send gradients bucket by bucket."""
 
     bucket_megabytes: float = 25.0
+    """Size of a bucket in 2**20 bytes of gradient."""
 
     def __post_init__(self) -> None:
         if not self.bucket_megabytes > 0:

@@ -167,12 +167,12 @@ class Averaged(Reduction):
 
 
 def is_finite(vector: Tensor) -> bool:
-    """Whether all entries are finite numbers (and add up to one)."""
+    """Whether all entries are finite, and their sum is: an overflow of the sum counts as not finite."""
     return bool(vector.sum().isfinite())
 
 
 def together(held: Sequence[Held]) -> list[Held]:
-    """The sums of what is called the same; nothing of what takes nothing."""
+    """One entry for all that share a name and a time, with the sum of their bytes; those of no bytes are left out."""
     sums: dict[tuple[str, Any], int] = {}
     for one in held:
         sums[one.what, one.when] = sums.get((one.what, one.when), 0) + one.nbytes

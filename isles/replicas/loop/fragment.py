@@ -77,7 +77,8 @@ class Fragment:
         self.index, self.places = index, places
         self.flat = FlatParameters(parameters)
         self.anchor = self.flat.read(self.flat.new())
-        self.vectors = {name: torch.zeros_like(self.anchor) for name in parts.rule.vectors}
+        start = parts.rule.start
+        self.vectors = {name: torch.full_like(self.anchor, start.get(name, 0.0)) for name in parts.rule.vectors}
         left_over = parts.feedback is not None or parts.rule.keeps_left
         self.residual = torch.zeros_like(self.anchor) if left_over else None
         self.reference = self.anchor.clone() if parts.landing.moves_reference else self.anchor
@@ -86,6 +87,8 @@ class Fragment:
         self.anchor_averaging = None if anchors is None else averaging(anchors, *self.flat.layout)
         self.scratch = self.flat.scratch()
         self.rounds = 0
+        self.landed = 0
+        """Times that the outer rule moved the anchor."""
         self.sent = 0
         """Inner step of the last round."""
         self.digest = 0
@@ -139,6 +142,7 @@ class Fragment:
             "residual": None if self.residual is None else self.residual.clone(),
             "reference": None if self.reference is self.anchor else self.reference.clone(),
             "rounds": self.rounds,
+            "landed": self.landed,
             "sent": self.sent,
             "digest": self.digest,
             "progress": self.progress,
@@ -161,7 +165,9 @@ class Fragment:
             self.residual.copy_(state["residual"])
         if self.reference is not self.anchor:
             self.reference.copy_(state["reference"])
-        self.rounds, self.sent, self.digest = state["rounds"], state["sent"], state["digest"]
+        self.rounds = state["rounds"]
+        self.landed = state.get("landed", self.rounds)  # earlier versions did not count
+        self.sent, self.digest = state["sent"], state["digest"]
         self.progress, self.left_ratio = state["progress"], state["left_ratio"]
         self.averaging.load_state_dict(state["averaging"])
         self.latest = None

@@ -182,35 +182,50 @@ class OuterSync(ReplicaSync):
     # One step of the loop.
 
     def _exchange(self, sending: Sequence[int], lands: int | None = None) -> None:
-        due = [flight for flight in self.flights if flight.lands <= self.steps]
-        if not (sending or due):
+        """Send the fragments `sending`, and land what lands after this step. lands: when the answers to those sent now
+        do; None: when the cadence says.
+        """
+        landing = [flight for flight in self.flights if flight.lands <= self.steps]
+        if not (sending or landing):
             return
         self.catch_up()
-        fragments = []
+        leaving = self._snapshots(sending)
+        for flight in landing:
+            self.courier.receive(flight, self._snapshot)
+        if sending:
+            self.adapt()
+        moment = self.cadence.lands(self.steps) if lands is None else lands
+        fresh: dict[int, Tensor | None] = {}  # own shares that leave now, by fragment, where somebody reads them
+        for fragment, payload in leaving:
+            flight = self._send(fragment, payload, moment)
+            fresh[fragment.index] = flight.payload.own
+            landing += self._landing_with(flight, landing)
+            self.flights.append(flight)
+        for flight in landing:
+            self._land(flight, fresh.get(flight.fragment.index))
+
+    def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor]]:
+        """What leaves now, by fragment. A round that this worker does alone is done here, and leaves nothing."""
+        leaving = []
         for fragment in (self.fragments[index] for index in sending):
             if self.courier.is_alone(fragment):
                 fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
                 fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
                 self.replica.spread(fragment.places)
             else:
-                fragments.append(fragment)
-        payloads = [self._snapshot(fragment, fragment.staging()) for fragment in fragments]
-        for flight in due:
-            self.courier.receive(flight, self._snapshot)
-        if sending:
-            self.adapt()
-        fresh: dict[int, Tensor | None] = {}
-        for fragment, payload in zip(fragments, payloads, strict=True):
-            flight = self._send(fragment, payload, self.cadence.lands(self.steps) if lands is None else lands)
-            fresh[fragment.index] = flight.payload.own
-            if flight.lands <= self.steps:
-                self.courier.receive(flight, self._snapshot)
-                due.append(flight)
-            elif self.parts.cadence.rounds_late and not any(other.fragment is fragment for other in due):
-                due.append(self.courier.nothing(fragment, self.steps))
-            self.flights.append(flight)
-        for flight in due:
-            self._land(flight, fresh.get(flight.fragment.index))
+                leaving.append((fragment, self._snapshot(fragment, fragment.staging())))
+        return leaving
+
+    def _landing_with(self, sent: Flight, landing: Sequence[Flight]) -> list[Flight]:
+        """What lands because `sent` left: itself, if its answer is awaited at once; an answer of nothing, if answers
+        come rounds late and none of its fragment's is among those that land.
+        """
+        if sent.lands <= self.steps:
+            self.courier.receive(sent, self._snapshot)
+            return [sent]
+        if self.parts.cadence.rounds_late and all(flight.fragment is not sent.fragment for flight in landing):
+            return [self.courier.nothing(sent.fragment, self.steps)]
+        return []
 
     def _drain(self) -> None:
         """Land everything in flight, in the order in which it was sent."""

@@ -23,7 +23,8 @@ class Sweep:
     """
 
     def __init__(self, fragment: Fragment, parts: Composition, hashed: bool) -> None:
-        self.flat, self.parts, self.scratch, self.hashed = fragment.flat, parts, fragment.scratch, hashed
+        self.fragment, self.flat, self.parts, self.hashed = fragment, fragment.flat, parts, hashed
+        self.scratch = fragment.scratch
         self.blocks, self.anchors = self.flat.blocks(), self.flat.parts(fragment.anchor)
         self.left = fragment.residual if parts.rule.keeps_left else None
         own = fragment.reference is fragment.anchor
@@ -47,6 +48,7 @@ class Sweep:
         theirs = flat.parts_or_none(None if shared is None else shared.buffer)
         mine = self.anchors if shared is None or shared.own is None else flat.parts(shared.own)
         left = flat.parts_or_none(self.left)
+        self.fragment.landed += 1
         for i, mean in enumerate(means):
             gradient = read(mean, new[i], own[i], payload.participants)
             self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
@@ -55,6 +57,7 @@ class Sweep:
     def alone(self) -> int:
         """Snapshot and landing of a round that has one member and loses nothing; the anchor's hash, or 0."""
         room = self.flat.scratch()
+        self.fragment.landed += 1
         for i, anchor in enumerate(self.anchors):
             part = room[: anchor.numel()]
             self._form(i, part)
@@ -68,7 +71,7 @@ class Sweep:
 
     def _land(self, i: int, answer: Answer) -> None:
         block, anchor = self.blocks[i], self.anchors[i]
-        self.parts.rule.apply(anchor, answer, self.vectors[i])
+        self.parts.rule.apply(anchor, answer, self.vectors[i], self.fragment.landed)
         shaped = block.shaped(anchor)
         origin = shaped if self.references is self.anchors else block.shaped(self.references[i])
         self.parts.landing.land(block.live, shaped, origin)

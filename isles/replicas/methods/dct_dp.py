@@ -43,24 +43,28 @@ Places = Literal["auto", "blocks", "indices", "bitmap"]
 
 @dataclass(frozen=True, kw_only=True)
 class DCTDPConfig(BucketsConfig):
-    """bucket_megabytes: size of a bucket in 2**20 bytes of gradient. sparsity: share of a tensor's entries that is not
-    sent (eta), 0 to below 1; 0: as ddp. threshold_interval: steps after which thresholds are renewed (L).
-    error_feedback: local: what is not sent is added to the next step's gradient; none: it is lost. density_guard: a
-    threshold that sends this many times more or fewer entries than it should is renewed at once. codec: form of the
-    values on the wire. places: form of their places: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry
-    of all), or auto, whatever is smallest. exclude_below: tensors of fewer entries are sent whole. warmup_dense_steps:
-    steps at the start whose gradients are sent whole. warmup_steps: after them, steps whose thresholds are all new.
-    """
+    """Settings of `dct-dp`."""
 
     sparsity: float = 0.99
+    """Share of a tensor's entries that is not sent (eta), 0 to below 1; 0: as ddp."""
     threshold_interval: int = 1000
+    """Steps after which thresholds are renewed (L)."""
     error_feedback: Literal["none", "local"] = "local"
+    """What is not sent: local, it is added to the next step's gradient; none, it is lost."""
     density_guard: float = 4.0
+    """A threshold that sends this many times more or fewer entries than it should is renewed at once."""
     codec: str = "none"
+    """Form of the values on the wire."""
     places: Places = "auto"
+    """Form of their places: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry of all), or auto, whatever
+    is smallest.
+    """
     exclude_below: int = 4096
+    """Tensors of fewer entries are sent whole."""
     warmup_dense_steps: int = 0
+    """Steps at the start whose gradients are sent whole."""
     warmup_steps: int = 0
+    """After them, steps whose thresholds are all new."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

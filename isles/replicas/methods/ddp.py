@@ -28,22 +28,24 @@ from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.gradient.buckets import Bucket
 from isles.replicas.gradient.reduction import Averaged, Native, Reduction
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
-from isles.replicas.parts.legal import BIASED
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(BucketsConfig):
-    """bucket_megabytes: size of a bucket in 2**20 bytes of gradient. codec: form of the gradients on the wire: none,
-    bf16, fp16, int8, powersgd:4, ... reduction: two_shot (over gloo, the same bits on every backend), or native:
-    torch's own all_reduce, over NCCL where gradients are on GPUs (one for each worker), without codecs.
-    error_feedback: what the codec loses is added to the next step's gradient: none, local (what differs from what the
-    others decoded), global (from the mean). feedback_decay: share of it that is kept.
-    """
+    """Settings of `ddp`."""
 
     codec: str = "none"
+    """Form of the gradients on the wire: none, bf16, fp16, int8, powersgd:4, ..."""
     reduction: Literal["two_shot", "native"] = "two_shot"
+    """How means are taken: two_shot (over gloo, the same bits on every backend), or native: torch's own all_reduce,
+    over NCCL where gradients are on GPUs (one for each worker), without codecs.
+    """
     error_feedback: Feedback = "none"
+    """What the codec loses is added to the next step's gradient: none, local (what differs from what the others
+    decoded), global (from the mean).
+    """
     feedback_decay: float = 1.0
+    """Share of it that is kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +95,7 @@ class DDP(BucketedSync):
     def advise(self, steps: int) -> list[str]:
         """See ReplicaSync.advise."""
         config, notices = self.config, super().advise(steps)
-        if config.error_feedback == "none" and config.codec.partition(":")[0] in BIASED:
+        if config.error_feedback == "none" and self.form.biased:
             notices.append(
                 f"codec = {config.codec}: it takes a part of every gradient that never comes back; choose "
                 'error_feedback = "local"'

@@ -30,15 +30,16 @@ from isles.replicas.parts.reading import Received
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedConfig(DiLoCoConfig):
-    """sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as in DiLoCo. outer_delay: rounds
-    that a mean comes late (d). fragments, layers_per_fragment: as in Streaming DiLoCo; "whole": the model at a time.
-    """
+    """Settings of `delayed`."""
 
     sync_every: int = 100
     outer_lr: float = 0.1
     outer_delay: int = 1
+    """Rounds that a mean comes late (d)."""
     fragments: Fragments = "whole"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
     layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,19 +33,22 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(MethodConfig):
-    """Defaults of the paper, section 3. sync_every: inner steps a round (H). outer_lr: lr. outer_momentum: mu.
-    codec: form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64,
-    powersgd:16, ...).
-    error_feedback: what the codec loses is added to the next round's: "none", "local" (this worker's own loss) or
-    "global" (what differs from the mean that came back). feedback_decay: factor on it each round, 0..1.
-    """
+    """Settings of `diloco`; defaults of the paper, section 3."""
 
     sync_every: int = 500
+    """Inner steps a round (H)."""
     outer_lr: float = 0.7
+    """Outer learning rate (lr)."""
     outer_momentum: float = 0.9
+    """Outer momentum (mu)."""
     codec: str = "none"
+    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
     error_feedback: Feedback = "none"
+    """What the codec loses is added to the next round's: "none", "local" (this worker's own loss) or "global" (what
+    differs from the mean that came back).
+    """
     feedback_decay: float = 1.0
+    """Factor on it each round, 0..1."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
@@ -67,7 +70,7 @@ class Nesterov(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         g, v = answer.mean, vectors["momentum"]
         # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last ones, too few

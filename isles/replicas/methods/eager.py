@@ -25,10 +25,7 @@ from isles.replicas.parts.reading import Eager
 
 @dataclass(frozen=True, kw_only=True)
 class EagerConfig(DelayedConfig):
-    """Defaults of the paper. sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as in DiLoCo.
-    outer_delay: rounds that a mean comes late (d). fragments, layers_per_fragment: as in Streaming DiLoCo; "whole": the
-    model at a time.
-    """
+    """Settings of `eager`; defaults of the paper."""
 
     outer_lr: float = 0.4
 

@@ -28,15 +28,20 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgConfig(MethodConfig):
-    """sync_every: inner steps a round (H). outer_lr: the server's rate. codec, error_feedback, feedback_decay: as in
-    DiLoCo.
-    """
+    """Settings of `fedavg`."""
 
     sync_every: int = 50
+    """Inner steps a round (H)."""
     outer_lr: float = 1.0
+    """Outer learning rate (lr); the paper's average is 1."""
     codec: str = "none"
+    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
     error_feedback: Feedback = "none"
+    """What the codec loses is added to the next round's: "none", "local" (this worker's own loss) or "global" (what
+    differs from the mean that came back).
+    """
     feedback_decay: float = 1.0
+    """Factor on it each round, 0..1."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
@@ -56,7 +61,7 @@ class Descent(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         anchor.sub_(answer.mean, alpha=self.lr)
 

@@ -30,11 +30,12 @@ _NORM_BYTES = 8  # the square of a gradient's norm, float64
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig(MethodConfig):
-    """reshard_after_forward: gather a block's weights for its forward and again for its backward pass; false keeps them
-    in between, which sends a third less and holds the whole model meanwhile.
-    """
+    """Settings of `fsdp`."""
 
     reshard_after_forward: bool = True
+    """Gather a block's weights for its forward and again for its backward pass; false keeps them in between, which
+    sends a third less and holds the whole model meanwhile.
+    """
 
 
 class FSDP(ReplicaSync):

@@ -25,9 +25,10 @@ from isles.replicas.sync import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(MethodConfig):
-    """sync_every: inner steps between two averages."""
+    """Settings of `localsgd`."""
 
     sync_every: int = 50
+    """Inner steps between two averages."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
@@ -43,7 +44,7 @@ class Average(OuterRule):
         """The live weights travel."""
         out.copy_(live)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the module."""
         anchor.copy_(answer.mean)
 

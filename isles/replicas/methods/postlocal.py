@@ -20,11 +20,10 @@ from isles.replicas.parts.interfaces import Composition
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGDConfig(LocalSGDConfig):
-    """sync_every: inner steps between two averages (H). every_step_until: T, the last step of the first phase; a tenth
-    of the run is a start.
-    """
+    """Settings of `postlocal-sgd`."""
 
     every_step_until: int = 100
+    """The last step of the first phase (T); a tenth of the run is a start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

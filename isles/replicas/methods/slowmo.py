@@ -21,13 +21,14 @@ from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, oute
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMoConfig(DiLoCoConfig):
-    """sync_every: inner steps a round (H). outer_lr: alpha. outer_momentum: beta; tune it between 0.4 and 0.8. codec,
-    error_feedback, feedback_decay: as in DiLoCo.
-    """
+    """Settings of `slowmo`."""
 
     sync_every: int = 48
+    """Inner steps a round (H)."""
     outer_lr: float = 1.0
+    """Outer learning rate (alpha)."""
     outer_momentum: float = 0.5
+    """Outer momentum (beta); tune it between 0.4 and 0.8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class HeavyBall(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         anchor.sub_(vectors["momentum"].mul_(self.momentum).add_(answer.mean), alpha=self.lr)
 

@@ -17,7 +17,7 @@ from isles.replicas.parts.feedback import Feedback
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLoCoConfig(FedAvgConfig):
-    """sync_every: H. outer_lr: lr. codec, error_feedback, feedback_decay: as in DiLoCo."""
+    """Settings of `sparseloco`; defaults of the public runs."""
 
     sync_every: int = 30
     outer_lr: float = 0.4

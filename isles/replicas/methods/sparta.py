@@ -23,12 +23,12 @@ from isles.replicas.parts.interfaces import Answer, Composition
 
 @dataclass(frozen=True, kw_only=True)
 class SPARTAConfig(LocalSGDConfig):
-    """sync_every: inner steps between two exchanges (H). fraction: f, of the entries; published runs took 0.0005 to
-    0.005.
-    """
+    """Settings of `sparta`."""
 
     sync_every: int = 1
+    """Inner steps between two exchanges (H)."""
     fraction: float = 0.005
+    """Share of the entries that travels (f); published runs took 0.0005 to 0.005."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +42,7 @@ class AveragePart(Average):
 
     keeps_left: ClassVar[bool] = True
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         """See the class."""
         assert answer.left is not None
         anchor.copy_(answer.mean.add_(answer.left))  # each entry is in one of them, and zero in the other

@@ -31,21 +31,21 @@ from isles.replicas.parts.mixing import Everyone
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig(DiLoCoConfig):
-    """Defaults of the paper, section 3. sync_every, outer_lr, outer_momentum, codec, error_feedback, feedback_decay: as
-    in DiLoCo. fragments: "strided", "sequential", "whole", or lists of parameter names or their beginnings.
-    layers_per_fragment: blocks in each; left out, 3, or half of a shorter model's. overlap_steps: tau, below
-    sync_every; a list gives each worker its own. merge_alpha: alpha, 0..1. first_sync: "full_window": a fragment is
-    first sent after H steps; "offset": at t_q.
-    """
+    """Settings of `streaming-diloco`; defaults of the paper, section 3."""
 
     sync_every: int = 100
     outer_lr: float = 0.4
     codec: str = "fp4"
     fragments: Fragments = "strided"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
     layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
     overlap_steps: int | tuple[int, ...] = 1
+    """Inner steps after which a mean lands (tau), below sync_every; a list gives each worker its own."""
     merge_alpha: float = 0.5
+    """Share of the live weights where they meet the anchor (alpha), 0..1."""
     first_sync: FirstSync = "full_window"
+    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

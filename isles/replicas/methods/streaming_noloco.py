@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from isles.replicas.checks import uneven_fragments
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
-from isles.replicas.methods.noloco import NoLoCo
-from isles.replicas.noloco_config import NoLoCoConfig
+from isles.replicas.methods.noloco import NoLoCo, NoLoCoConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.landing import Blend
@@ -25,17 +24,19 @@ from isles.replicas.parts.landing import Blend
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingNoLoCoConfig(NoLoCoConfig):
-    """sync_every, outer_lr, outer_momentum, gamma, group_size, exchange, prefetch_phi, codec, anchor_codec,
-    on_peer_failure, seed: as in NoLoCo. fragments, layers_per_fragment, merge_alpha, first_sync: as in Streaming
-    DiLoCo. overlap_steps: tau, below sync_every, the same for all.
-    """
+    """Settings of `streaming-noloco`."""
 
     sync_every: int = 100
     fragments: Fragments = "strided"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
     layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
     overlap_steps: int = 1
+    """Inner steps after which an answer lands (tau), below sync_every, the same for all."""
     merge_alpha: float = 0.5
+    """Share of the live weights where they meet the anchor (alpha), 0..1."""
     first_sync: FirstSync = "full_window"
+    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

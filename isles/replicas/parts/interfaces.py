@@ -105,8 +105,9 @@ class OuterRule(ABC):
 
     momentum: float = 0.0
     name: ClassVar[str] = "own"
+    """What the table of what goes together knows it as."""
     vectors: ClassVar[tuple[str, ...]] = ()
-    """Names of the vectors it keeps beside the anchor (zeros at the start), such as the momentum."""
+    """Names of the vectors it keeps beside the anchor, such as the momentum."""
     shares_anchors: ClassVar[bool] = False
     """Workers also exchange their anchors."""
     keeps_left: ClassVar[bool] = False
@@ -119,8 +120,15 @@ class OuterRule(ABC):
         """
 
     @abstractmethod
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor]) -> None:
-        """Move the anchor's block, in place."""
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+        """Move the anchor's block, in place. round: how often it has moved with this landing, 1, 2, ...: the same on
+        all blocks, and on all workers that skipped no round of their own; kept by checkpoints.
+        """
+
+    @property
+    def start(self) -> Mapping[str, float]:
+        """What the entries of its vectors are before round 1; 0 where a vector is not named."""
+        return {}
 
 
 class Landing(Protocol):
@@ -173,6 +181,9 @@ class Composition:
 
     def __post_init__(self) -> None:
         refuse(self.choice)
+        for name in self.rule.start:
+            if name not in self.rule.vectors:
+                raise ValueError(f"rule {self.rule.name}: start names {name!r}, which is none of its vectors")
         late = self.on_peer_failure == "solo" and self.cadence.lands(0) > 0
         if isinstance(self.codec, LowRank) and (self.reading.needs_own or late):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Which parts go together: a table, and what it says of a choice.
 
 A choice names one member an axis (`AXES`); anything else, such as a part of one's own, is a member that no row knows.
+What a row says of lossy or biased codecs it says by what each codec says of itself, so a new one needs no word here.
 Rows are read in order; the first that refuses is told, and every one that warns.
 """
 
@@ -9,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from isles.comm.codecs import KINDS
+
 AXES: dict[str, tuple[str, ...]] = {
     "cadence": ("every_h", "fragments", "overlap", "one_round", "more_rounds"),
     "mixing": ("all", "groups", "nobody"),
-    "codec": (
-        *("none", "fp16", "bf16", "int8", "int4", "int2", "fp4", "sign"),
-        *("topk", "dct_topk", "randk", "powersgd"),
-    ),
+    "codec": tuple(KINDS),
     "error_feedback": ("none", "local", "global"),
     "reading": ("received", "eager"),
     "rule": ("average", "sgd", "nesterov", "heavy_ball", "noloco"),
@@ -27,8 +27,10 @@ sent; when its fragment is sent next; later.
 
 PLAIN = {axis: members[0] for axis, members in AXES.items()}
 """The first member of each: parameters averaged by all at once."""
-BIASED = ("int2", "sign", "topk", "dct_topk", "randk", "powersgd")  # they shrink, or leave out, what they send
-LOSSY = tuple(name for name in AXES["codec"] if name != "none")
+_EXACT = tuple(kind for kind, form in KINDS.items() if form.lossless)
+_LOSSY = tuple(kind for kind, form in KINDS.items() if not form.lossless)
+_BIASED = tuple(kind for kind, form in KINDS.items() if form.biased)
+_SHARED_MASK = tuple(kind for kind, form in KINDS.items() if form.shared_mask)
 AT_ONCE = ("every_h", "fragments")
 LATE = ("overlap", "one_round", "more_rounds")
 
@@ -54,7 +56,7 @@ class Row(NamedTuple):
 TABLE: tuple[Row, ...] = (
     Row(
         "refused",
-        {"mixing": ("nobody",), "codec": LOSSY},
+        {"mixing": ("nobody",), "codec": _LOSSY},
         "nothing travels, so a codec would only do harm",
         'codec = "none"',
     ),
@@ -108,9 +110,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "refused",
-        {"rule": ("average",), "codec": tuple(name for name in LOSSY if name != "randk")},
+        {"rule": ("average",), "codec": tuple(kind for kind in _LOSSY if kind not in _SHARED_MASK)},
         "parameters travel, and without an anchor what a codec takes from them stays wrong for good",
-        'rule = "sgd" with outer_lr = 1, or codec none or randk',
+        f'rule = "sgd" with outer_lr = 1, or codec {" or ".join((*_EXACT, *_SHARED_MASK))}',
     ),
     Row(
         "refused",
@@ -132,13 +134,13 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "warned",
-        {"codec": BIASED, "error_feedback": ("none",), "rule": ("sgd", "nesterov", "heavy_ball", "noloco")},
+        {"codec": _BIASED, "error_feedback": ("none",), "rule": (*AXES["rule"][1:], "own")},
         "the codec takes a part of every outer gradient that never comes back",
         'error_feedback = "local"',
     ),
     Row(
         "warned",
-        {"codec": ("none",), "error_feedback": ("local", "global")},
+        {"codec": _EXACT, "error_feedback": ("local", "global")},
         "nothing is lost on the wire, so 4 bytes a parameter are held for nothing",
         'error_feedback = "none"',
     ),

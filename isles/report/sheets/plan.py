@@ -9,6 +9,8 @@ import numpy as np
 
 from isles.network.planner.job import Job
 from isles.network.planner.planner import Plan, curve
+from isles.network.planner.ways import WAYS
+from isles.replicas import METHODS
 from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.sheet import Sheet
@@ -40,8 +42,14 @@ def plan_sheet(job: Job, plans: Sequence[Plan], network: str, *, targets: Sequen
             "rows": [_record(job, one, slowest, percents) for one in plans],
         },
         panels=[_panel(job, plans, slowest)] if math.isfinite(slowest) else [],
-        notes=[_reason(plans, slowest, percents[0]), _LEFT_OUT],
+        notes=[_reason(plans, slowest, percents[0]), _LEFT_OUT, f"Not planned: {', '.join(not_planned())}."],
     )
+
+
+def not_planned() -> list[str]:
+    """The methods that no way stands for."""
+    planned = {way.method for way in WAYS}
+    return [name for name in METHODS if name not in planned]
 
 
 def _row(job: Job, one: Plan, slowest: float) -> list[str]:

@@ -22,22 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InnerConfig:
-    """optimizer: adamw; sgd: without momentum, x - lr (g + weight_decay x); auto: what the method is made for, which is
-    sgd for demo and adamw for all others. lr: peak learning rate. betas: AdamW's. weight_decay: of matrices. max_norm:
-    clip the (reduced) gradient to this 2-norm, 0 for no clipping.
-
-    warmup_steps: inner steps of linear warm-up. final_lr_fraction: share of the peak reached at the last step.
-    accumulation: batches a step whose gradients are averaged before the inner step.
-    """
+    """The inner optimizer, its schedule and clipping."""
 
     optimizer: Literal["auto", "adamw", "sgd"] = "auto"
+    """Which one: "adamw"; "sgd": without momentum, x - lr (g + weight_decay x); "auto": what the method is made for,
+    which is sgd for demo and adamw for all others.
+    """
     lr: float = 6e-4
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of its two moments."""
     weight_decay: float = 0.1
+    """Weight decay of matrices; vectors (norm gains) have none."""
     max_norm: float = 1.0
+    """Clip the (reduced) gradient to this 2-norm, 0 for no clipping."""
     warmup_steps: int = 1000
+    """Inner steps of linear warm-up."""
     final_lr_fraction: float = 0.1
+    """Share of the peak reached at the last step."""
     accumulation: int = 1
+    """Batches a step whose gradients are averaged before the inner step."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:

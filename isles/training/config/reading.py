@@ -15,24 +15,12 @@ from typing import Any
 
 import tomlkit
 
-from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.imports import is_place
-from isles.memory.config import MemoryConfig
-from isles.models.config import ModelConfig
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
-from isles.training.config.inner import InnerConfig
-from isles.training.config.sections import Config, RunConfig, WorldConfig
+from isles.training.config.sections import ORDER, SECTIONS, Config
 
-SECTIONS = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "inner": InnerConfig,
-    "world": WorldConfig,
-    "memory": MemoryConfig,
-    "run": RunConfig,
-}
 DEFAULT_METHOD = "noloco"
 _OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
 
@@ -68,8 +56,8 @@ def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str
     """
     given = words(path, flags, assignments)
     for name in given:
-        if name not in (*SECTIONS, "replicas"):
-            raise ValueError(unknown_name("section", name, [*SECTIONS, "replicas"]))
+        if name not in ORDER:
+            raise ValueError(unknown_name("section", name, ORDER))
     tables = given if path is not None else over(_embedded(_method_of(given)), given)
     _sections(tables)
     return tables
@@ -125,11 +113,9 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
 def to_toml(config: Config) -> str:
     """The whole configuration as TOML that `read_config` reads back to an equal one."""
     document = tomlkit.document()
-    for section in ("model", "data", "inner"):
-        document.add(section, _table(asdict(getattr(config, section))))
-    document.add("replicas", _table({"method": config.method, **asdict(config.replicas)}))
-    for section in ("world", "memory", "run"):
-        document.add(section, _table(asdict(getattr(config, section))))
+    for section in ORDER:
+        first = {"method": config.method} if section == "replicas" else {}
+        document.add(section, _table(first | asdict(getattr(config, section))))
     return tomlkit.dumps(document)
 
 
@@ -145,9 +131,7 @@ def _parse_file(path: str) -> Tables:
     tables = read_toml(path)
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ValueError(
-                f"{path}: {name} stands outside a section; put it below [{'], ['.join(SECTIONS)}] or [replicas]"
-            )
+            raise ValueError(f"{path}: {name} stands outside a section; put it below [{'], ['.join(ORDER)}]")
     return tables
 
 

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
@@ -17,6 +17,7 @@ from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
+from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
@@ -29,42 +30,51 @@ _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what
 
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
-    """Who trains, and over what.
-
-    workers: all of them; replicas, unless inner is above 1. inner: workers of an island, which are one replica and
-    share its batch; across islands the run's method exchanges, each worker its part. inside: the method inside islands:
-    ddp or fsdp. backend: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in
-    this process on a simulated network, with the same results. threads: torch threads a worker; 1 keeps results equal
-    to the bit on any machine. links: virtual only: a preset of `isles.network.links`, or a file of your own
-    (`isles.network.own`). inner_links: virtual only: the same inside islands. step_seconds: virtual only: what an inner
-    step is charged with. step_factors: virtual only: factor on the step of worker r, the list repeated over all
-    workers; [1.0, 1.0, 1.0, 2.0] makes every fourth half as fast; empty: all alike. step_jitter: virtual only: sigma of
-    a log-normal factor (mean 1) on every step. pause_every: virtual only: mean seconds from a worker's return to its
-    next pause, exponential; 0: nobody pauses. pause_seconds: virtual only: mean length of a pause, exponential; NoLoCo
-    with on_peer_failure = "solo" goes on without a paused partner after outer_deadline, all other methods wait.
-    outer_deadline: longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed.
-    meeting_deadline: longest wait for the other machines at the start, seconds; raise it if they are started at
-    different times. slowest_link: bits per second; long transfers get five times what such a link would need; lower it
-    if a big model's peers are called late on slower links.
-    """
+    """Who trains, and over what."""
 
     workers: int = 4
+    """All of them; replicas, unless inner is above 1."""
     inner: int = 1
+    """Workers of an island, which are one replica and share its batch; across islands the run's method exchanges, each
+    worker its part.
+    """
     inside: Literal["ddp", "fsdp"] = "ddp"
-    backend: Literal["distributed", "virtual"] = "distributed"
+    """The method inside islands: ddp or fsdp."""
+    backend: str = "distributed"
+    """What the workers are: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in
+    this process on a simulated network, with the same results.
+    """
     threads: int = 1
+    """Torch threads a worker; 1 keeps results equal to the bit on any machine."""
     links: str = "home-fibre"
+    """Virtual only: a preset of `isles.network.links`, or a file of your own (`isles.network.own`)."""
     inner_links: str = "lan"
+    """Virtual only: the same inside islands."""
     step_seconds: float = 0.1
+    """Virtual only: what an inner step is charged with."""
     step_factors: tuple[float, ...] = ()
+    """Virtual only: factor on the step of worker r, the list repeated over all workers; [1.0, 1.0, 1.0, 2.0] makes
+    every fourth half as fast; empty: all alike.
+    """
     step_jitter: float = 0.0
+    """Virtual only: sigma of a log-normal factor (mean 1) on every step."""
     pause_every: float = 0.0
+    """Virtual only: mean seconds from a worker's return to its next pause, exponential; 0: nobody pauses."""
     pause_seconds: float = _PAUSE
+    """Virtual only: mean length of a pause, exponential; NoLoCo with on_peer_failure = "solo" goes on without a paused
+    partner after outer_deadline, all other methods wait.
+    """
     outer_deadline: float = 60.0
+    """Longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed."""
     meeting_deadline: float = 300.0
+    """Longest wait for the other machines at the start, seconds; raise it if they are started at different times."""
     slowest_link: float = 10e6
+    """Bits per second; long transfers get five times what such a link would need; lower it if a big model's peers are
+    called late on slower links.
+    """
 
     def __post_init__(self) -> None:
+        known_backend(self.backend)
         for key in ("workers", "inner", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
@@ -75,7 +85,7 @@ class WorldConfig:
             )
         if self.inside != "ddp" and self.inner == 1:
             raise ValueError(f'inside = "{self.inside}" acts within islands only: set world.inner, or method = "fsdp"')
-        if self.inner_links != "lan" and (self.inner == 1 or self.backend != "virtual"):
+        if self.inner_links != "lan" and (self.inner == 1 or not self.is_simulated):
             raise ValueError(
                 f"inner_links = {self.inner_links!r} acts within islands on the virtual clock only: set world.inner "
                 'and world.backend = "virtual", or leave it out'
@@ -104,15 +114,25 @@ class WorldConfig:
                 f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600"
             )
         uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
-        if uneven and self.backend != "virtual":
+        if uneven and not self.is_simulated:
             raise ValueError(
                 f"{uneven[0]} is of the virtual clock; on real workers speeds and pauses are as they are: take it out, "
                 'or set world.backend = "virtual"'
             )
         networks = links(self.links), links(self.inner_links)  # refuses an unknown name
-        if self.backend == "virtual":
+        if self.is_simulated:
             for network in networks[: 1 + (self.inner > 1)]:
                 network.check(self.workers)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether messages and computing take the time of a model of them."""
+        return BACKENDS[self.backend].is_simulated
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether every worker is a process of its own."""
+        return BACKENDS[self.backend].has_processes
 
     @property
     def pauses(self) -> Pauses | None:
@@ -132,25 +152,30 @@ class WorldConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long, how often.
-
-    steps: inner steps a worker. seed: of the weights and the data order, and of a method that draws (NoLoCo's pairs)
-    unless `replicas.seed` is given. start: a finished run (or its model.safetensors) whose weights training begins
-    from; "" draws them. Optimizer, schedule and data begin anew. log_every: steps between lines of metrics.jsonl.
-    validate_every: steps between validations (0: only at the end). checkpoint_every: steps between checkpoints (0: only
-    when interrupted). keep_checkpoints: how many of the newest stay (0: all; with several machines at least two, so
-    that all have one in common). loggers: tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb
-    (offline): ["tensorboard", "wandb"]; each is an extra of this package.
-    """
+    """How long, how often."""
 
     steps: int = 800
+    """Inner steps a worker."""
     seed: int = 0
+    """Seed of the weights and the data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is
+    given.
+    """
     start: str = ""
+    """A finished run (or its model.safetensors) whose weights training begins from; "" draws them. Optimizer, schedule
+    and data begin anew.
+    """
     log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
     validate_every: int = 200
+    """Steps between validations (0: only at the end)."""
     checkpoint_every: int = 0
+    """Steps between checkpoints (0: only when interrupted)."""
     keep_checkpoints: int = 2
+    """How many of the newest stay (0: all; with several machines at least two, so that all have one in common)."""
     loggers: tuple[str, ...] = ()
+    """Tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb (offline): ["tensorboard", "wandb"];
+    each is an extra of this package.
+    """
 
     def __post_init__(self) -> None:
         for key in ("steps", "log_every"):
@@ -170,13 +195,23 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run. method: a name of `isles.METHODS` or package.module:Class; replicas: that method's settings."""
+    """A whole run: its method, and a section a field, in the order in which they are written."""
 
     method: str
-    replicas: MethodConfig
+    """A name of `isles.METHODS` or package.module:Class."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
+    replicas: MethodConfig
+    """That method's settings."""
     world: WorldConfig = field(default_factory=WorldConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+
+ORDER = tuple(section.name for section in fields(Config) if section.name != "method")
+"""The sections of a CONFIG.toml; `method` stands in [replicas]."""
+SECTIONS: dict[str, Any] = {
+    section.name: section.default_factory for section in fields(Config) if section.default_factory is not MISSING
+}
+"""The class of each section that is the same for all methods."""

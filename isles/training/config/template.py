@@ -1,9 +1,7 @@
-"""The full configuration as commented TOML: every key with its default and what its owner's docstring says of it."""
+"""The full configuration as commented TOML: every key with its default and the docstring below its field."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -12,9 +10,9 @@ from typing import Any
 import tomlkit
 
 from isles.replicas import METHODS, method
-from isles.training.config.reading import SECTIONS
+from isles.tables import field_docs
+from isles.training.config.sections import ORDER, SECTIONS
 
-_ORDER = ("model", "data", "inner", "replicas", "world", "memory", "run")
 _WIDTH = 100
 
 
@@ -24,32 +22,18 @@ def template(name: str) -> str:
     lines = [
         f"# isles train THIS.toml    (method {name}: {METHODS[name][1]})" if name in METHODS else f"# method {name}"
     ]
-    for section in _ORDER:
+    for section in ORDER:
         cls = made_for if section == "replicas" else SECTIONS[section]
         lines += ["", *commented(section, cls, {"method": name} if section == "replicas" else {})]
     return "\n".join(lines) + "\n"
 
 
 def commented(section: str, cls: type, given: Mapping[str, Any] | None = None) -> list[str]:
-    """A section's lines: its head, the keys of `given`, then those of the config class with their defaults and what its
-    docstring says of them.
+    """A section's lines: its head, the keys of `given`, then those of the config class with their defaults and
+    docstrings.
     """
     first = [f"{key} = {_toml(value)}" for key, value in (given or {}).items()]
-    return [f"[{section}]", *first, *(line for key, text in described(cls).items() for line in _entry(cls, key, text))]
-
-
-def described(cls: type) -> dict[str, str]:
-    """What the docstring of a config class says of each field: the text behind `key: ` or `key, other key: `."""
-    names = [field.name for field in fields(cls)]
-    text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
-    one = "|".join(map(re.escape, names)) or "(?!)"
-    heads = list(re.finditer(rf"(?:(?<=[.)]\s)|^)((?:{one})(?:, (?:{one}))*)(?: None)?: ", text))
-    found = dict.fromkeys(names, "")
-    for head, end in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=False):
-        said = text[head.end() : end].strip()
-        for name in head.group(1).split(", "):
-            found[name] = (found[name] + " " + said).strip()
-    return found
+    return [f"[{section}]", *first, *(line for key, text in field_docs(cls).items() for line in _entry(cls, key, text))]
 
 
 def _entry(cls: type, key: str, text: str) -> list[str]:

@@ -7,10 +7,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from isles.launch.nodes import NodeGroup
+from isles.schema import SpreadMetrics
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -58,7 +60,7 @@ class Records:
         elif "sample" in event:
             spread = self.spread.take(event["step"], event["worker"], event["sample"])
             if spread is not None:
-                self._line({"step": event["step"], "replica_std": spread})
+                self._line(asdict(SpreadMetrics(step=event["step"], replica_std=spread)))
         elif "spans" in event:
             with (self.out / TIMELINE).open("a", encoding="utf-8") as file:
                 file.writelines(as_json(span) + "\n" for span in event["spans"])

@@ -36,7 +36,7 @@ def met(
         yield NodeGroup(spec=node_spec)
         return
     world = config.world
-    if world.backend != "distributed":
+    if not world.has_processes:
         raise ValueError(
             f'--nodes {node_spec.nodes}: world.backend = "{world.backend}" runs on one machine; take one out'
         )

@@ -21,8 +21,10 @@ from isles.training.config.sections import Config
 from isles.training.records.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
 from isles.training.records.writer import commit
 from isles.training.running.agree import met
-from isles.training.running.run import Interrupted, deadlines, first_interrupt, train_process
+from isles.training.running.processes import train_process
+from isles.training.running.run import Interrupted
 from isles.training.running.server import start_server
+from isles.training.running.starting import deadlines, first_interrupt
 
 
 def follow(

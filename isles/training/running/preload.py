@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import torch._dynamo  # noqa: F401  # the first optimizer of a process loads it: a second of CPU time in every worker
 
-import isles.training.running.run  # noqa: F401
+import isles.training.running.processes  # noqa: F401

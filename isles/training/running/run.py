@@ -18,38 +18,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from isles import schema
 from isles.comm.errors import WorkerFailed
-from isles.comm.mesh import Mesh
-from isles.comm.stopping import SharedStopControl
-from isles.comm.transport import Deadlines
-from isles.comm.virtual.run import run_virtual
-from isles.data import load_corpus
-from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
-from isles.launch.workers import LocalWorkers, Workers, raise_first
+from isles.launch.nodes import SINGLE_NODE, NodeSpec
+from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
-from isles.training.memory import prepared, step_seconds
+from isles.training.memory import prepared
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
-from isles.training.records.rundir import LOGS, SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
+from isles.training.records.rundir import SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
 from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
-from isles.training.running.server import start_server
-from isles.training.trainer import train_worker
+from isles.training.running.backends import Started, StartTraining, starter
+from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
-_PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
-
 Summary = dict[str, Any]
-StartWorkers = Callable[[Config, Path, int | None, NodeGroup], Workers]
 
 
 def launch(
@@ -59,14 +48,14 @@ def launch(
     on_notice: Callable[[str], None],
     resume: int | None = None,
     node_spec: NodeSpec = SINGLE_NODE,
-    start_workers: StartWorkers | None = None,
+    start_workers: StartTraining | None = None,
 ) -> Summary:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
     resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
     the newest that all of them have. node_spec: this machine's among several; it is node 0.
-    start_workers: gets hold of the workers; by default they are processes that are started here.
+    start_workers: gets hold of the workers; by default those of the backend that [world] names.
 
     ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
     the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
@@ -78,7 +67,9 @@ def launch(
     try:
         require(config.run.loggers)
         with held(out):
-            return _launch(config, out, on_line, on_notice, resume, node_spec, start_workers or start_processes)
+            return _launch(
+                config, out, on_line, on_notice, resume, node_spec, start_workers or starter(config.world.backend).train
+            )
     except BaseException as error:  # Ctrl-C too
         with contextlib.suppress(OSError):  # not empty, or not ours to remove
             out.rmdir()
@@ -94,7 +85,7 @@ def _launch(
     on_notice: Callable[[str], None],
     resume: int | None,
     node_spec: NodeSpec,
-    start_workers: StartWorkers,
+    start_workers: StartTraining,
 ) -> Summary:
     started = time.perf_counter()
     if resume is None:
@@ -106,7 +97,7 @@ def _launch(
                 Loggers(config, out, resume) as loggers,
                 Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
             ):
-                results = _start(config, out, resume, records.take, node_group, start_workers)
+                results = _joined(start_workers(config, out, resume, node_group), config, records.take)
                 finished = [result for result in results if result is not None]
                 if len(finished) < len(results):
                     raise Interrupted(out, node_spec)
@@ -140,20 +131,10 @@ def _last_line(error: Exception) -> str:
     return (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
 
 
-def _start(
-    config: Config,
-    out: Path,
-    resume: int | None,
-    on_event: Callable[[Any], None],
-    node_group: NodeGroup,
-    start_workers: StartWorkers,
-) -> list[dict[str, Any] | None]:
-    world, args = config.world, (config, out, resume)
-    if world.backend == "virtual":
-        corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
-        with _warnings_told(on_event):
-            return on_virtual(train_worker, world.workers, config, (*args, corpus), on_event)
-    pool = start_workers(config, out, resume, node_group)
+def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> list[dict[str, Any] | None]:
+    """What the workers return; None for those that stopped. Those that were lost are left out, where the method goes
+    on without them.
+    """
 
     def tell(rank: int, error: Exception) -> None:
         on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
@@ -166,132 +147,37 @@ def _start(
     return left
 
 
-def on_virtual(
-    worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], on_event: Callable[[Any], None]
-) -> list[Any]:
-    """`worker(world, *args)` on the virtual backend that [world] describes; the first Ctrl-C stops all at one step."""
-    world, stop_control = config.world, SharedStopControl(workers)
-    with first_interrupt(stop_control.ask):
-        return run_virtual(
-            worker,
-            workers,
-            args=args,
-            links=world.links,
-            inner=world.inner,
-            inner_links=world.inner_links,
-            threads=world.threads,
-            step_seconds=step_seconds(config),
-            speeds=replace(world, workers=workers).factors,
-            compute_jitter=world.step_jitter,
-            pauses=world.pauses,
-            seed=config.run.seed,
-            deadlines=deadlines(config),
-            on_event=on_event,
-            stop_control=stop_control,
-        )
-
-
-def start_processes(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
-    """Start this machine's workers."""
-    start_server()
-    return LocalWorkers(
-        train_process,
-        config.world.workers,
-        args=(config, out, resume),
-        threads=config.world.threads,
-        deadlines=deadlines(config),
-        logs=out / LOGS,
-        node_group=node_group,
-    )
-
-
-def deadlines(config: Config) -> Deadlines:
-    """The waits that [world] asks for. A deadline tells a lost worker from a slow one; one that pauses comes back, so
-    who cannot go on alone waits for it however long it stays away.
-    """
-    world = config.world
-    own = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
-    if world.pauses is None:
-        return own
-    patience = {
-        name: max(_PAUSES * world.pause_seconds, own.of(name)) for name in ("control", "inner", "outer", "eval")
-    }
-    return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
-
-
-@contextlib.contextmanager
-def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `stop` once; a second is KeyboardInterrupt as ever. Outside of the main thread nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop()
-
-    before = signal.signal(signal.SIGINT, first)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
-    """`train_worker` in a process of its own. What worker 0 is warned of, the user is told; the others have logs."""
-    with _warnings_told(world.report) if world.rank == 0 else contextlib.nullcontext():
-        return train_worker(world, config, out, resume)
-
-
-@contextlib.contextmanager
-def _warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Python warnings become notices to the user, each once, instead of source lines on stderr."""
-    told: set[str] = set()
-
-    def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        text = " ".join(str(message).split())
-        if text not in told:
-            told.add(text)
-            tell({"notice": text})
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
-
-
 def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
-    """The contents of summary.json from what the workers returned. Means are over workers; a loss is None where no text
-    was kept for validation. Where there are islands: how many, and bytes of the exchanges across them.
-    """
+    """The contents of summary.json from what the workers returned."""
 
     def mean(key: str) -> float:
         return sum(result[key] for result in results) / len(results)
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
-    first, islands = results[0], config.world.islands
-    across = {"islands": islands, "bytes_across_per_worker": mean("bytes_across")} if config.world.inner > 1 else {}
-    return {
-        "isles_version": __version__,
-        "method": config.method,
-        "backend": config.world.backend,
-        "workers": len(results),
-        **across,
-        "steps": config.run.steps,
-        "tokens": sum(result["tokens"] for result in results),
-        "parameters": first["parameters"],
-        "val_loss": first["val_loss"],
-        "val_loss_replicas": None if first["val_loss_replica"] is None else mean("val_loss_replica"),
-        "replica_std": first["replica_std"],
-        "bytes_sent_per_worker": mean("bytes_sent"),
-        "bytes_received_per_worker": mean("bytes_received"),
-        "ddp_bytes_per_worker": first["ddp_bytes"],
-        "compute_seconds": compute,
-        "blocked_seconds": blocked,
-        "compute_utilisation": compute / (compute + blocked) if compute + blocked else 1.0,
-        "train_seconds": max(result["train_seconds"] for result in results),
-        "wall_seconds": wall_seconds,
-        "virtual_seconds": max(r["virtual_seconds"] for r in results) if config.world.backend == "virtual" else None,
-        "seed": config.run.seed,
-        "corpus_sha256": first["corpus_sha256"],
-        **first["memory"],
-    }
+    first, world = results[0], config.world
+    return schema.Summary(
+        isles_version=__version__,
+        method=config.method,
+        backend=world.backend,
+        workers=len(results),
+        islands=world.islands if world.inner > 1 else None,
+        bytes_across_per_worker=mean("bytes_across") if world.inner > 1 else None,
+        steps=config.run.steps,
+        tokens=sum(result["tokens"] for result in results),
+        parameters=first["parameters"],
+        val_loss=first["val_loss"],
+        val_loss_replicas=None if first["val_loss_replica"] is None else mean("val_loss_replica"),
+        replica_std=first["replica_std"],
+        bytes_sent_per_worker=mean("bytes_sent"),
+        bytes_received_per_worker=mean("bytes_received"),
+        ddp_bytes_per_worker=first["ddp_bytes"],
+        compute_seconds=compute,
+        blocked_seconds=blocked,
+        compute_utilisation=compute / (compute + blocked) if compute + blocked else 1.0,
+        train_seconds=max(result["train_seconds"] for result in results),
+        wall_seconds=wall_seconds,
+        virtual_seconds=max(result["virtual_seconds"] for result in results) if world.is_simulated else None,
+        seed=config.run.seed,
+        corpus_sha256=first["corpus_sha256"],
+        memory=first["memory"],
+    ).record()

@@ -31,7 +31,9 @@ from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.training.config.sections import Config
 from isles.training.running.agree import met
-from isles.training.running.run import Summary, deadlines, launch, train_process
+from isles.training.running.processes import train_process
+from isles.training.running.run import Summary, launch
+from isles.training.running.starting import deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 _VERDICT = 60.0  # seconds in which rank 0 writes down how the run ended

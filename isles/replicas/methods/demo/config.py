@@ -18,31 +18,40 @@ MOST_EDGE = 256  # places within a block then fit into 16 bits
 
 @dataclass(frozen=True, kw_only=True)
 class DeMoConfig(MethodConfig):
-    """compression_decay: what is kept of the momentum at each step (beta). compression_topk: coefficients sent of
-    each block (k), all of a block that has fewer. compression_chunk: largest edge of a block (s). subtract: share of
-    what was sent that leaves the momentum (alpha). base: what makes an update of the decoded momentum: sign; sgd:
-    itself; muon: its nearest orthogonal matrix (of vectors the sign). transform: dct; identity; random: orthogonal
-    matrices drawn anew at each step. value_dtype: of the coefficients on the wire: fp32, bf16, int8, or sign: one
-    bit, each counting as 1 or -1. fold_lr: gradients enter the momentum times the learning rate. zero_tol: entries of
-    a decoded block below this share of its largest count as zero. reduce: a coefficient is averaged over the workers
-    that sent it (contributors), or over all (world). padding: fill up dimensions that have no divisor between half of
-    compression_chunk and it; false: cut them into blocks as thin as the largest divisor. check_every: steps between
-    comparisons of the weights' hashes, which travel with the coefficients (0: never). seed: of the random transform.
-    """
+    """Settings of `demo`."""
 
     compression_decay: float = 0.999
+    """What is kept of the momentum at each step (beta)."""
     compression_topk: int = 32
+    """Coefficients sent of each block (k), all of a block that has fewer."""
     compression_chunk: int = 64
+    """Largest edge of a block (s)."""
     subtract: float = 1.0
+    """Share of what was sent that leaves the momentum (alpha)."""
     base: Base = "sign"
+    """What makes an update of the decoded momentum: sign; sgd: itself; muon: its nearest orthogonal matrix (of vectors
+    the sign).
+    """
     transform: Projection = "dct"
+    """Of each block, before its largest coefficients are chosen: dct; identity; random: orthogonal matrices drawn anew
+    at each step.
+    """
     value_dtype: Values = "bf16"
+    """Form of the coefficients on the wire: fp32, bf16, int8, or sign: one bit, each counting as 1 or -1."""
     fold_lr: bool = True
+    """Gradients enter the momentum times the learning rate."""
     zero_tol: float = 1e-6
+    """Entries of a decoded block below this share of its largest count as zero."""
     reduce: Reduce = "contributors"
+    """A coefficient is averaged over the workers that sent it (contributors), or over all (world)."""
     padding: bool = True
+    """Fill up dimensions that have no divisor between half of compression_chunk and it; false: cut them into blocks as
+    thin as the largest divisor.
+    """
     check_every: int = 100
+    """Steps between comparisons of the weights' hashes, which travel with the coefficients (0: never)."""
     seed: int = 0
+    """Seed of the random transform."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.compression_decay < 1:

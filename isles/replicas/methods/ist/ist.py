@@ -48,21 +48,24 @@ from isles.replicas.sync import MethodConfig, ReplicaSync
 
 @dataclass(frozen=True, kw_only=True)
 class ISTConfig(MethodConfig):
-    """sync_every: inner steps between two divisions (H). split: what is divided: heads, ffn, heads+ffn, or "all" that
-    the model can (never whole blocks). sampler: who gets which units: random; stratified (equally many from each
-    keeper); rolling (neighbours, moved on by one a round); fixed. server: who keeps them between rounds: partitioned
-    (1/n each) or central (worker 0). optimizer_state: travel (moments go with their units) or reset (a fresh inner
-    optimizer every round). eval_scale: keep_fraction (1/n on what reads divided units, in the full model) or none.
-    seed: of the divisions.
-    """
+    """Settings of `ist`."""
 
     sync_every: int = 50
+    """Inner steps between two divisions (H)."""
     split: str = "all"
+    """What is divided: heads, ffn, heads+ffn, or "all" that the model can (never whole blocks)."""
     sampler: Literal["random", "stratified", "rolling", "fixed"] = "random"
+    """Who gets which units: random; stratified (equally many from each keeper); rolling (neighbours, moved on by one a
+    round); fixed.
+    """
     server: Literal["partitioned", "central"] = "partitioned"
+    """Who keeps them between rounds: partitioned (1/n each) or central (worker 0)."""
     optimizer_state: Literal["travel", "reset"] = "travel"
+    """What becomes of the inner optimizer's moments: travel (they go with their units) or reset (fresh every round)."""
     eval_scale: Literal["keep_fraction", "none"] = "keep_fraction"
+    """Of what reads divided units, in the full model: keep_fraction (1/n) or none."""
     seed: int = 0
+    """Seed of the divisions."""
 
     def __post_init__(self) -> None:
         at_least("sync_every", self.sync_every, 1)
@@ -134,7 +137,7 @@ class IST(ReplicaSync):
         """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
         if not self._consolidated:
             super().consolidate()
-            self.subnet.wear(self._full("control"))
+            self.subnet.set_values(self._full("control"))
             self._consolidated = True
         return self.model
 
@@ -150,7 +153,7 @@ class IST(ReplicaSync):
         with self.subnet.set_aside():
             try:
                 with torch.no_grad():
-                    self.subnet.wear(self._full("eval"))
+                    self.subnet.set_values(self._full("eval"))
                 yield self.model
             finally:
                 for parameter, before in zip(self.shares, shared, strict=True):

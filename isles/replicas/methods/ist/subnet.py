@@ -39,7 +39,7 @@ class Subnet:
     def begin(self, worker: int) -> None:
         """Become the subnet of `worker` in the first round. ValueError where torch still needs the full widths."""
         axes = self.division.axes
-        self.wear(
+        self.set_values(
             {
                 name: take(parameter.detach(), axes[name], self.division.held_units(name, worker, 0))
                 for name, parameter in self.parameters.items()
@@ -55,7 +55,7 @@ class Subnet:
                     "to their full widths: wrap the model first, or delete it (or compute it in torch.no_grad())"
                 ) from error
 
-    def wear(self, tensors: Mapping[str, Tensor]) -> None:
+    def set_values(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the parameters these values, of whatever widths, and no gradients."""
         for name, tensor in tensors.items():
             self.parameters[name].grad = None
@@ -73,7 +73,7 @@ class Subnet:
         try:
             yield
         finally:
-            self.wear({name: data for name, (data, _, _) in before.items()})
+            self.set_values({name: data for name, (data, _, _) in before.items()})
             for name, (_, gradient, is_trained) in before.items():
                 self.parameters[name].requires_grad_(is_trained)
                 self.parameters[name].grad = gradient

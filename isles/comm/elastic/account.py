@@ -1,0 +1,199 @@
+"""The account of a run's data: which cells were read for good, and which are owed to the next view.
+
+A cell is read for good while somebody whose weights go on has its work: its reader, or whoever took part in an exchange
+with the reader at the end of that round or a later one, or with one who had it from there. Everything else is owed:
+
+    rounds that a worker did without knowing the view, for it read out of turn              (`begun(skipped=...)`)
+    rounds of a worker that was lost, whose work is in nobody's weights; also where those who had it are lost later
+    debts that a view ended too early to read
+
+A worker's word counts up to the newest round that it told of itself: the round it is in. So if the ledger is behind, a
+cell is read twice, never not at all. It is at most one cell a death, for a worker reads its own cells one round ahead
+of the lighthouse's answers and no further (`member`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from isles.comm.elastic.cells import fresh_before, left_over, lots, merged
+from isles.comm.view import Lot, View
+
+_WITNESSES = 8  # so many that live are enough: what they all have is not minded any longer
+
+
+@dataclass(frozen=True)
+class Tenure:
+    """The rounds `first` .. `until` - 1 in which a seat held `place` of a view. until None: as long as the view."""
+
+    view: int
+    place: int
+    first: int
+    until: int | None = None
+
+
+@dataclass(frozen=True)
+class _Life:
+    """What is known of a seat, from the state that it began with to its loss.
+
+    begun: the newest round that it told of. skipped: rounds read out of turn that are in no debt yet. witnesses: by
+    seat, the newest round of this one whose work it has, and the round of its own in which it got that. landed: the
+    newest round of an all-reduce method with its work.
+    """
+
+    seat: int
+    begun: int = 0
+    tenures: tuple[Tenure, ...] = ()
+    skipped: frozenset[int] = frozenset()
+    witnesses: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    landed: int = 0
+
+    def seen(self, witness: int, round: int, at: int) -> _Life:
+        """`witness` has its work up to `round` since its own round `at`. Old news is forgotten."""
+        if round <= self.witnesses.get(witness, (0, 0))[0]:
+            return self
+        others = {seat: seen for seat, seen in self.witnesses.items() if seat != witness}
+        if len(others) >= 2 * _WITNESSES:
+            del others[next(iter(others))]
+        return replace(self, witnesses={**others, witness: (round, at)})
+
+    def without(self, witnesses: Collection[int]) -> _Life:
+        """Those have nothing of it any more."""
+        return replace(self, witnesses={w: seen for w, seen in self.witnesses.items() if w not in witnesses})
+
+    def held(self, living: Collection[int]) -> int:
+        """The newest of its rounds whose work somebody else of `living` has; 0 where there is none."""
+        rounds = [seen for witness, (seen, _) in self.witnesses.items() if witness in living and witness != self.seat]
+        if any(seat != self.seat for seat in living):  # what has landed, all have
+            rounds.append(self.landed)
+        return min(max(rounds, default=0), self.begun)
+
+    def spread(self, living: Collection[int]) -> int:
+        """The newest of its rounds whose work so many have that it is safe."""
+        others = [seat for seat in living if seat != self.seat]
+        enough = min(len(others), _WITNESSES)
+        rounds = sorted((r for witness, (r, _) in self.witnesses.items() if witness in others), reverse=True)
+        seen = rounds[enough - 1] if 0 < enough <= len(rounds) else 0
+        return min(max(seen, self.landed if others else 0), self.begun)
+
+
+class Account:
+    """Told of every view, round and exchange; says where the next view begins and what it owes."""
+
+    def __init__(self) -> None:
+        self.views: dict[int, View] = {}  # those that a tenure or a debt still names, and the newest
+        self._lives: dict[int, _Life] = {}  # by seat
+        self._lost: list[_Life] = []  # whose work is in few others yet
+        self._forgone: set[int] = set()  # lives that end with the next view
+
+    @property
+    def newest(self) -> View | None:
+        """The last view that was opened."""
+        return self.views[max(self.views)] if self.views else None
+
+    def begun(self, seat: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
+        """`seat` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with others,
+        `seen` = the newest of their rounds, by seat.
+        """
+        life = self._lives.get(seat, _Life(seat))
+        newest = max(life.begun, round)
+        self._lives[seat] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
+        if seen:
+            self._lives = {s: self._passed_on(life, seat, seen, alive=True) for s, life in self._lives.items()}
+            self._lost = [self._passed_on(life, seat, seen, alive=False) for life in self._lost]
+
+    def _passed_on(self, life: _Life, seat: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
+        """`seat` has the work of those it has seen, and what they had got of `life` in the rounds before."""
+        if alive and life.seat == seat:
+            return life
+        if alive and life.seat in seen:
+            life = life.seen(seat, seen[life.seat], seen[life.seat])
+        for by, (round, at) in list(life.witnesses.items()):
+            if at < seen.get(by, 0):
+                life = life.seen(seat, round, seen[by])
+        return life
+
+    def landed(self, round: int, seats: Collection[int]) -> None:
+        """The answer of `round` holds the work of `seats`, and everybody has it whose weights go on."""
+        for seat in seats:
+            if seat in self._lives:
+                self._lives[seat] = replace(self._lives[seat], landed=round)
+
+    def forgo(self, seat: int) -> None:
+        """What `seat` has not shared by now is not waited for: it is dead, or begins again with another's state."""
+        self._forgone.add(seat)
+
+    def reclaim(self, seat: int) -> None:
+        """`seat` is back with everything it had, before any view went on without it."""
+        self._forgone.discard(seat)
+
+    def next(self, since: int, living: Collection[int]) -> tuple[int, tuple[Lot, ...]]:
+        """(`View.start`, `View.owed`) of a view that takes over at round `since`; changes nothing.
+
+        living: seats whose weights go on; not those that are forgone.
+        """
+        view = self.newest
+        if view is None:
+            return 0, ()
+        return view.start + fresh_before(view, since), tuple(self._settled(since, living)[0])
+
+    def open(self, view: View, living: Collection[int]) -> None:
+        """`view` takes over at its round, with the `start` and the debts that `next` gave for the same `living`."""
+        before = () if self.newest is None else self.newest.seats
+        if self.newest is not None:
+            _, self._lives, self._lost = self._settled(view.since, living)
+            self._forgone = set()
+        for place, seat in enumerate(view.seats):
+            life = self._lives.get(seat, _Life(seat))
+            if seat not in before:  # what it did outside is nobody's cell
+                life = replace(life, skipped=frozenset())
+            self._lives[seat] = replace(life, tenures=(*life.tenures, Tenure(view.number, place, view.since)))
+        self.views[view.number] = view
+        named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
+        named |= {lot.view for lot in view.owed} | {view.number}
+        named |= {lot.view for number in named & self.views.keys() for lot in self.views[number].owed}
+        self.views = {number: view for number, view in self.views.items() if number in named}
+
+    def outstanding(self, until: int, living: Collection[int]) -> list[Lot]:
+        """What would be owed if the run ended before round `until`."""
+        return self._settled(until, living)[0] if self.newest is not None else []
+
+    def _settled(self, until: int, living: Collection[int]) -> tuple[list[Lot], dict[int, _Life], list[_Life]]:
+        """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost)."""
+        view = self.newest
+        assert view is not None
+        owed = left_over(view, until)
+        lost: list[_Life] = []
+        lives: dict[int, _Life] = {}
+        all_lives = [(life, True) for life in self._lost]
+        all_lives += [(self._lives[seat], seat in self._forgone) for seat in sorted(self._lives)]
+        for life, gone in all_lives:
+            tenures = tuple(replace(t, until=min(t.until or until, until)) for t in life.tenures)
+            held = life.held(living) if gone else until
+            missed, tenures = self._unread(replace(life, tenures=tenures), held)
+            owed += missed
+            minded = tuple(t for t in tenures if (t.until or until) > life.spread(living) + 1)
+            skipped = frozenset(round for round in life.skipped if round >= until)
+            life = replace(life, tenures=minded, skipped=skipped).without(self._forgone)
+            if not gone:
+                lives[life.seat] = life
+            elif minded:
+                lost.append(life)
+        return merged(owed), lives, lost
+
+    def _unread(self, life: _Life, held: int) -> tuple[list[Lot], tuple[Tenure, ...]]:
+        """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""
+        owed: list[Lot] = []
+        kept: list[Tenure] = []
+        for tenure in life.tenures:
+            view, first, until = self.views[tenure.view], tenure.first, tenure.until or tenure.first
+            for round in sorted(r for r in life.skipped if first <= r < min(until, held + 1)):
+                owed += lots(view, tenure.place, round, round + 1)
+                if first < round:
+                    kept.append(replace(tenure, first=first, until=round))
+                first = round + 1
+            if first < min(until, held + 1):
+                kept.append(replace(tenure, first=first, until=min(until, held + 1)))
+            owed += lots(view, tenure.place, max(first, held + 1), until)
+        return owed, tuple(kept)

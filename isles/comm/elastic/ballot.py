@@ -1,0 +1,139 @@
+"""When a round of an all-reduce method lands, and what its members do until then.
+
+    member          exchange (attempt a) -> done(a) -> told "land a": apply the answer
+                                                    -> told "again a + 1 among these": from the saved payload
+    lighthouse      all living members of the newest attempt are done -> journal, then tell "land"
+                    one of them is lost, and not all others are done  -> journal, then tell "again" among the living
+
+Nobody lands on its own judgement, for it cannot know who got the last message of somebody who then died. A member that
+has landed is a word too: others may ask it when the lighthouse is away. A restarted lighthouse keeps its journal and
+forgets who was done; members say it again. `tests/comm/elastic/test_ballot.py` walks every interleaving.
+
+Everything here is immutable: a call returns what is next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal
+
+_TRIES = 3  # attempts among the same members with answers that differ
+
+
+@dataclass(frozen=True)
+class Word:
+    """The lighthouse's word on a round, or that of a member which has landed.
+
+    verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among them.
+    view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
+    """
+
+    round: int
+    verdict: Literal["land", "again"]
+    attempt: int
+    seats: tuple[int, ...]
+    view: int = -1
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One round at the lighthouse.
+
+    attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided; view: the
+    newest one then.
+    done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
+    out: seats that the next attempt leaves out although they live: late, or refused.
+    """
+
+    round: int
+    attempts: tuple[tuple[int, ...], ...]
+    landed: int | None = None
+    view: int = -1
+    done: frozenset[tuple[int, int, int]] = frozenset()
+    out: frozenset[int] = frozenset()
+
+    def told(self, attempt: int, seat: int, digest: int) -> Ballot:
+        """`seat` has an answer of `attempt`, and `digest` is its hash."""
+        return replace(self, done=self.done | {(attempt, seat, digest)})
+
+    def without(self, seat: int) -> Ballot:
+        """The next attempt goes on without `seat`."""
+        return replace(self, out=self.out | {seat})
+
+    def word(self, seat: int | None = None) -> Word | None:
+        """What is decided: to land, or the newest attempt that is not the first. For `seat`: None where it has no part
+        in it.
+        """
+        attempt = len(self.attempts) - 1 if self.landed is None else self.landed
+        if self.landed is None and attempt == 0:
+            return None
+        seats = self.attempts[attempt]
+        if seat is not None and seat not in seats and self.landed is None:
+            return None
+        return Word(self.round, "again" if self.landed is None else "land", attempt, seats, self.view)
+
+    def decide(self, living: Collection[int]) -> Word | None:
+        """The word that is due now, to be journalled and then given to `decided`. None: wait."""
+        if self.landed is not None:
+            return None
+        attempt = len(self.attempts) - 1
+        members = self.attempts[attempt]
+        left = tuple(seat for seat in members if seat in living and seat not in self.out)
+        if not left:
+            return None
+        answers = {seat: digest for a, seat, digest in self.done if a == attempt}
+        if all(seat in answers for seat in left):
+            if len({answers[seat] for seat in left}) == 1:
+                return Word(self.round, "land", attempt, members)
+            if self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most alike
+                usual = Counter(answers[seat] for seat in left).most_common(1)[0][0]
+                left = tuple(seat for seat in left if answers[seat] == usual)
+            return Word(self.round, "again", attempt + 1, left)  # answers that differ are nobody's answer
+        return Word(self.round, "again", attempt + 1, left) if left != members else None
+
+    def decided(self, word: Word) -> Ballot:
+        """The ballot after a journalled word."""
+        if word.verdict == "land":
+            return replace(self, landed=word.attempt, view=word.view)
+        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset(), view=word.view)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One round at a member: where it is in it.
+
+    phase: "exchanging" the attempt; "done", with an answer that waits for the word; "landed"; "left out": the others
+    went on without it, so its state is no longer theirs.
+    """
+
+    seat: int
+    round: int
+    attempt: int
+    seats: tuple[int, ...]
+    phase: Literal["exchanging", "done", "landed", "left out"] = "exchanging"
+
+    def answered(self, attempt: int) -> Part:
+        """The exchange of `attempt` is whole here. That of an earlier one changes nothing."""
+        if self.phase != "exchanging" or attempt != self.attempt:
+            return self
+        return replace(self, phase="done")
+
+    def heard(self, word: Word) -> Part:
+        """After a word on this round; an old one, or one that comes twice, changes nothing."""
+        if word.round != self.round or self.phase in ("landed", "left out"):
+            return self
+        if self.seat not in word.seats:
+            return replace(self, phase="left out") if word.verdict == "land" else self
+        if word.verdict == "again":
+            if word.attempt <= self.attempt:
+                return self
+            return replace(self, attempt=word.attempt, seats=word.seats, phase="exchanging")
+        if word.attempt == self.attempt and self.phase == "done":
+            return replace(self, phase="landed")
+        return self  # it lands once it has that answer
+
+    def vouched(self) -> Word | None:
+        """What a member that has landed tells another one that asks."""
+        return Word(self.round, "land", self.attempt, self.seats) if self.phase == "landed" else None

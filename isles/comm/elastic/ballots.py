@@ -1,0 +1,83 @@
+"""The rounds of an all-reduce method that are open at the lighthouse, and those that have landed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from isles.comm.elastic.ballot import Ballot, Word
+from isles.comm.elastic.messages import Accusation, Done
+from isles.comm.view import View
+
+_KEPT = 64  # rounds for which a member that slept still hears what became of them
+
+
+class Ballots:
+    """By round. What `apply` was given survives the lighthouse; answers and accusations do not: they are told again."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Ballot] = {}
+        self._landed: dict[int, Ballot] = {}
+        self._accused: dict[tuple[int, int, int], set[int]] = {}  # who says so, by round, attempt and accused
+        self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
+        self._view = -1
+
+    def done(self, seat: int, done: Done, members: tuple[int, ...]) -> None:
+        """A member has an answer. members: of the first attempt of its round."""
+        ballot = self._of(done.round, members)
+        if ballot is not None:
+            self._open[done.round] = ballot.told(done.attempt, seat, done.digest)
+
+    def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
+        """`seat` accuses another one. Refused once, or late for most of the others, and the next attempt is without."""
+        ballot = self._of(accusation.round, members)
+        if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or seat not in ballot.attempts[-1]:
+            return
+        accused = accusation.seat
+        sayers = self._accused.setdefault((accusation.round, accusation.attempt, accused), set())
+        sayers.add(seat)
+        done = any((accusation.attempt, accused) == told[:2] for told in ballot.done)
+        others = [s for s in ballot.attempts[-1] if s in living and s != accused and s not in ballot.out]
+        late = not done and 2 * len(sayers) > len(others)
+        if others and seat in others and (accusation.charge == "refused" or late):
+            self._open[accusation.round] = ballot.without(accused)
+
+    def due(self, living: Collection[int]) -> Iterator[Word]:
+        """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken."""
+        for round in sorted(self._open):
+            word = self._open[round].decide(living)
+            if word is not None:
+                yield replace(word, view=self._view)
+
+    def apply(self, word: Word, members: tuple[int, ...]) -> list[int]:
+        """A recorded word; members: of the first attempt. Those of its round without whom the others land."""
+        ballot = self._open.get(word.round) or Ballot(word.round, (members,))
+        ballot = ballot.decided(word)
+        if word.verdict == "again":
+            self._open[word.round] = ballot
+            return []
+        self._open.pop(word.round, None)
+        self._landed = {**{r: b for r, b in self._landed.items() if r > word.round - _KEPT}, word.round: ballot}
+        self._accused = {key: who for key, who in self._accused.items() if key[0] != word.round}
+        left = sorted({seat for seats in ballot.attempts for seat in seats} - set(word.seats))
+        self._out |= dict.fromkeys(left, word.view)
+        return left
+
+    def word(self, round: int, seat: int) -> Word | None:
+        """What `seat` is to know of `round`."""
+        ballot = self._landed.get(round) or self._open.get(round)
+        return None if ballot is None else ballot.word(seat)
+
+    def opened(self, view: View) -> None:
+        """A new view: who is in it from here on has the others' state."""
+        self._view = view.number
+
+    def left_out(self, view: View) -> Collection[int]:
+        """Members of `view` that take no part in its rounds any more, for they missed a landing."""
+        return {seat for seat, number in self._out.items() if number >= view.number}
+
+    def _of(self, round: int, members: tuple[int, ...]) -> Ballot | None:
+        """The open ballot of a round, a new one where it is the first word of it; None where it has landed."""
+        if round in self._landed or (round not in self._open and not members):
+            return None
+        return self._open.get(round) or Ballot(round, (members,))

@@ -1,0 +1,360 @@
+"""Who is in which round: a pure state machine. The lighthouse drives it with messages, the virtual clock with events.
+
+Every method is a call in and returns the orders that go out, in their order; nothing is done here, there is no clock
+and no socket. A `Record` must be on disk before any later order leaves. What is recorded is all that must survive the
+lighthouse: `Membership(rules, entries)` goes on from there and waits for its workers to come back.
+
+A change (somebody ready, gone, leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member of
+the present view promises, or says that it is there already; then the view is recorded and told. Training never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from isles.comm.elastic.account import Account
+from isles.comm.elastic.ballots import Ballots
+from isles.comm.elastic.messages import (
+    MARGIN,
+    Accusation,
+    Ack,
+    Admitted,
+    Answer,
+    Beat,
+    Done,
+    Load,
+    Message,
+    Proposal,
+    Refusal,
+    from_plain,
+    plain,
+)
+from isles.comm.elastic.orders import Order, Record, Reply, Rules, Tell, Worker
+from isles.comm.view import Lot, View
+
+_BEHIND = 4  # rounds behind the newest from which a member is better off with another's state
+_STRIKES, _ACCUSERS = 3, 2
+
+
+class Membership:
+    """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
+    then as gone.
+    """
+
+    def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
+        self.rules = rules
+        self.workers: dict[int, Worker] = {}
+        self.account = Account()
+        self.ballots = Ballots()
+        self.proposal: Proposal | None = None
+        self.newest_round = 0
+        self._issued = -1
+        self._acks: set[int] = set()
+        self._strikes: dict[int, set[tuple[int, int]]] = {}  # by accused: (accuser, round)
+        self._out: list[Order] = []
+        for entry in entries:
+            self._apply(entry)
+        self._awaited = {worker.seat for worker in self.workers.values() if worker.here}
+        self._until = until if self._awaited else 0.0
+
+    @property
+    def view(self) -> View | None:
+        """The newest."""
+        return self.account.newest
+
+    def members(self) -> list[int]:
+        """Seats whose weights count: in a view, connected, and not to begin with another's state."""
+        return [worker.seat for worker in self.workers.values() if worker.here and worker.state in ("in", "leaving")]
+
+    def owed(self) -> list[Lot]:
+        """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
+        return self.account.outstanding(self.newest_round + 1, self.members())
+
+    # Calls
+
+    def join(self, now: float, description: str) -> list[Order]:
+        """A worker asks for a seat."""
+        if sum(worker.here for worker in self.workers.values()) >= self.rules.most:
+            return [Reply(Refusal(f"the run has its most workers, {self.rules.most}; see --max-members"))]
+        seat = len(self.workers)
+        self._record("join", seat=seat, description=description)
+        self._out.append(Reply(Admitted(seat)))
+        return self._orders(now)
+
+    def beat(self, now: float, seat: int, beat: Beat) -> list[Order]:
+        """A worker's sign of life."""
+        refusal = self._hear(now, seat, beat)
+        if refusal is None:
+            self._step()  # what follows from it is in the answer already
+            self._out.append(Reply(self._answer(seat, beat)))
+        return refusal or self._orders(now)
+
+    def ack(self, now: float, seat: int, ack: Ack) -> list[Order]:
+        """A worker's answer to a proposal."""
+        refusal = self._hear(now, seat, ack.beat)
+        if refusal is None and self.proposal is not None and ack.number == self.proposal.number:
+            if ack.promised:
+                self._acks.add(seat)
+            else:
+                self.proposal = None  # somebody was there already: again, later
+        return refusal or self._orders(now)
+
+    def gone(self, now: float, seat: int) -> list[Order]:
+        """The connection of a worker broke: it is dead, frozen or cut off."""
+        if seat in self.workers and self.workers[seat].here:
+            self._record("gone", seat=seat)
+        return self._orders(now)
+
+    def back(self, now: float, seat: int) -> list[Order]:
+        """The connection of a worker is there (again)."""
+        self._awaited.discard(seat)
+        if seat in self.workers and not self.workers[seat].connected:
+            self._record("back", seat=seat)
+            if self.proposal is not None and seat not in self.proposal.seats and self.workers[seat].state == "in":
+                self._record("call", seat=seat)  # those who promised that view take no work of it any more
+        return self._orders(now)
+
+    def leave(self, now: float, seat: int) -> list[Order]:
+        """A worker leaves at the next view; it goes on until then, and then its connection ends."""
+        if seat in self.workers and self.workers[seat].here and self.workers[seat].state != "leaving":
+            self._record("leave", seat=seat)
+        return self._orders(now)
+
+    def reload(self, now: float, seat: int) -> list[Order]:
+        """The state that a worker was to load did not come: another donor."""
+        worker = self.workers.get(seat)
+        if worker is not None and worker.load is not None:
+            worker.tried.add(worker.load.donor)
+            worker.load = None
+        return self._orders(now)
+
+    def done(self, now: float, seat: int, done: Done) -> list[Order]:
+        """A member has the answer of an attempt of a round of an all-reduce method."""
+        if self.rules.agrees and self._here(seat):
+            self.ballots.done(seat, done, self._voters(done.round))
+        orders = self._orders(now)
+        word = self.ballots.word(done.round, seat)
+        return orders if word is None else [*orders, Reply(word)]
+
+    def accuse(self, now: float, seat: int, accusation: Accusation) -> list[Order]:
+        """A member says that another's share of an attempt was late or refused."""
+        if self._here(seat) and accusation.seat != seat and accusation.seat in self.workers:
+            if self.rules.agrees:
+                self.ballots.accused(seat, accusation, self._voters(accusation.round), self.members())
+            if accusation.charge == "refused":
+                strikes = self._strikes.setdefault(accusation.seat, set())
+                strikes.add((seat, accusation.round))
+                rounds, accusers = {round for _, round in strikes}, {accuser for accuser, _ in strikes}
+                if len(rounds) >= _STRIKES and len(accusers) >= _ACCUSERS and self.workers[accusation.seat].here:
+                    self._record("shut", seat=accusation.seat)
+                    self._tell(accusation.seat, Refusal(f"shut out: {accusation.reason or 'its shares were refused'}"))
+        return self._orders(now)
+
+    def tick(self, now: float) -> list[Order]:
+        """Time passes: after a restart, who has not come back by `until` is gone."""
+        if self._awaited and now >= self._until:
+            for seat in sorted(self._awaited):
+                self._record("gone", seat=seat)
+            self._awaited = set()
+        return self._orders(now)
+
+    # What follows
+
+    def _hear(self, now: float, seat: int, beat: Beat) -> list[Order] | None:
+        """Take in what a worker says of itself; the refusal where it is not of this run."""
+        worker = self.workers.get(seat)
+        if worker is None or worker.state in ("left", "shut"):
+            return [Reply(Refusal(f"seat {seat} is not of this run any more: join again"))]
+        worker.seconds = beat.seconds or worker.seconds
+        becomes_ready = worker.state == "outside" and beat.ready == worker.call
+        if becomes_ready or beat.round > worker.round or beat.skipped or beat.seen:
+            self._record("beat", seat=seat, beat=plain(beat))
+        return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
+
+    def _orders(self, now: float) -> list[Order]:
+        self._step()
+        orders, self._out = self._out, []
+        return orders
+
+    def _step(self) -> None:
+        """Everything that is due now, except while it is not clear who survived a restart."""
+        if self._awaited:
+            return
+        self._propose()
+        if self.rules.agrees:
+            for word in self.ballots.due(set(self.members())):
+                self._record("word", word=plain(word))
+                for seat in word.seats:
+                    self._tell(seat, word)
+        self._assign()
+
+    def _propose(self) -> None:
+        wanted = tuple(sorted(w.seat for w in self.workers.values() if w.here and w.state in ("in", "ready")))
+        view = self.view
+        if view is None:
+            if len(wanted) >= self.rules.founders:
+                self._record("issue", number=0)
+                self._commit(Proposal(0, -1, 1, wanted))
+            return
+        if self.proposal is not None and not set(self.proposal.seats) <= set(wanted):
+            self.proposal = None  # one of those who were to be in it is not any more
+        newcomers = any(self.workers[seat].state == "ready" for seat in wanted)
+        if self.proposal is None and wanted and (newcomers or wanted != view.seats):
+            lost = tuple(s for s in view.seats if s not in wanted and self.workers[s].state != "leaving")
+            self._record("issue", number=self._issued + 1)
+            self.proposal = Proposal(self._issued, view.number, self.newest_round + MARGIN, wanted, lost)
+            self._acks = set()
+            for seat in self._voters_of_view():
+                self._tell(seat, self.proposal)
+        if self.proposal is not None and set(self._voters_of_view()) <= self._acks:
+            self._commit(self.proposal)
+            self._propose()  # whoever became ready meanwhile
+
+    def _commit(self, proposal: Proposal) -> None:
+        going_on = self.members()
+        start, owed = self.account.next(proposal.since, going_on)
+        view = View(proposal.number, proposal.since, proposal.seats, self._steps(proposal.seats), start, owed)
+        self.proposal = None
+        told = {*self._voters_of_view(), *proposal.seats}
+        self._record("view", view=plain(view))
+        for seat in sorted(told):
+            self._tell(seat, view)
+
+    def _assign(self) -> None:
+        """A donor for everybody who is to begin with another's state."""
+        donors = [w.seat for w in self.workers.values() if w.here and w.state == "in"]
+        for worker in self.workers.values():
+            if not worker.here or worker.state != "outside":
+                continue
+            load = worker.load
+            if load is not None and (load.donor in donors or (load.donor < 0 and not donors)):
+                continue
+            loads = [w.load.donor for w in self.workers.values() if w.load is not None and w.state == "outside"]
+            tried = worker.tried
+            donor = min(donors, key=lambda seat: (seat in tried, loads.count(seat), seat), default=-1)
+            worker.load = Load(worker.call, donor)
+            self._tell(worker.seat, worker.load)
+
+    def _answer(self, seat: int, beat: Beat) -> Answer:
+        worker = self.workers[seat]
+        views = tuple(view for number, view in sorted(self.account.views.items()) if number > beat.known)
+        newest = -1 if self.view is None else self.view.number
+        proposal = self.proposal if worker.state in ("in", "leaving") else None
+        if worker.state == "outside" and worker.load is not None:
+            self._tell(seat, worker.load)
+        return Answer(beat.round, self._issued, newest, self.newest_round, views, proposal, worker.call)
+
+    def _steps(self, seats: tuple[int, ...]) -> tuple[int, ...]:
+        """Inner steps a round, so that rounds take all of them about as long; at least an eighth of the most."""
+        most = self.rules.sync_every
+        known = [self.workers[seat].seconds for seat in seats if self.workers[seat].seconds > 0]
+        usual = median(known) if known else 0.0
+        paces = (usual / self.workers[seat].seconds if self.workers[seat].seconds > 0 else 1.0 for seat in seats)
+        return tuple(most if pace > 0.8 else max(int(most * pace), -(-most // 8)) for pace in paces)
+
+    def _voters_of_view(self) -> list[int]:
+        view = self.view
+        here = set(self.members())
+        return [] if view is None else [seat for seat in view.seats if seat in here]
+
+    def _voters(self, round: int) -> tuple[int, ...]:
+        """Who exchanges in the first attempt of `round`."""
+        view = max((v for v in self.account.views.values() if v.since <= round), key=lambda v: v.number, default=None)
+        return () if view is None else tuple(seat for seat in view.seats if seat not in self.ballots.left_out(view))
+
+    def _here(self, seat: int) -> bool:
+        return seat in self.workers and self.workers[seat].here
+
+    def _tell(self, seat: int, message: Message) -> None:
+        self._out.append(Tell(seat, message))
+
+    # What must survive
+
+    def _record(self, event: str, **values: Any) -> None:
+        entry = {"event": event, **values}
+        self._out.append(Record(entry))
+        self._apply(entry)
+
+    def _apply(self, entry: dict[str, Any]) -> None:
+        """The only place where anything changes that a restarted lighthouse must know."""
+        match entry:
+            case {"event": "join", "seat": seat, "description": description}:
+                self.workers[seat] = Worker(seat, description)
+            case {"event": "beat", "seat": seat, "beat": beat}:
+                self._apply_beat(self.workers[seat], from_plain(beat))
+            case {"event": "gone", "seat": seat}:
+                self._apply_gone(self.workers[seat])
+            case {"event": "back", "seat": seat}:
+                self._apply_back(self.workers[seat])
+            case {"event": "leave", "seat": seat}:
+                worker = self.workers[seat]
+                worker.state = "leaving" if worker.state == "in" else "left"
+            case {"event": "call", "seat": seat}:
+                self._call_again(self.workers[seat])
+            case {"event": "shut", "seat": seat}:
+                self._call_again(self.workers[seat])
+                self.workers[seat].state = "shut"
+            case {"event": "issue", "number": number}:
+                self._issued = number
+            case {"event": "view", "view": view}:
+                self._apply_view(from_plain(view))
+            case {"event": "word", "word": word}:
+                self._apply_word(from_plain(word))
+            case _:
+                raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")
+
+    def _apply_beat(self, worker: Worker, beat: Beat) -> None:
+        worker.round = max(worker.round, beat.round)
+        self.account.begun(worker.seat, beat.round, beat.skipped, dict(beat.seen))
+        if worker.state == "outside" and beat.ready == worker.call:
+            worker.state = "ready"
+        if worker.state in ("in", "leaving"):
+            self.newest_round = max(self.newest_round, beat.round)
+        since = 1 if self.view is None else self.view.since  # a newcomer is not behind before its first round
+        if worker.state == "in" and self.newest_round - max(worker.round, since - 1) > _BEHIND:
+            self._call_again(worker)
+
+    def _apply_gone(self, worker: Worker) -> None:
+        worker.connected = False
+        if worker.state in ("in", "leaving"):
+            self.account.forgo(worker.seat)
+        if worker.state == "leaving":
+            worker.state = "left"
+        elif worker.state == "ready":
+            worker.state = "outside"
+
+    def _apply_back(self, worker: Worker) -> None:
+        worker.connected = True
+        if worker.state == "in":
+            self.account.reclaim(worker.seat)
+
+    def _apply_view(self, view: View) -> None:
+        before = () if self.view is None else self.view.seats
+        veterans = [seat for seat in view.seats if seat in before and self.workers[seat].state == "in"]
+        self.account.open(view, self.members())
+        for seat in before:
+            if seat not in view.seats and self.workers[seat].state == "in":
+                self._call_again(self.workers[seat])
+        for seat in view.seats:
+            self.workers[seat].state = "in"
+            self.workers[seat].load = None
+            self.workers[seat].tried = set()
+        self.ballots.opened(view)
+        if not veterans:  # nobody would be in that round before the newcomers are
+            self.newest_round = max(self.newest_round, view.since)
+
+    def _apply_word(self, word: Any) -> None:
+        for seat in self.ballots.apply(word, self._voters(word.round)):
+            if self.workers[seat].state == "in":
+                self._call_again(self.workers[seat])
+        if word.verdict == "land":
+            self.account.landed(word.round, word.seats)
+
+    def _call_again(self, worker: Worker) -> None:
+        """Its state is not that of the others any more, or no view waits for it."""
+        self.account.forgo(worker.seat)
+        worker.state = "outside"
+        worker.call += 1
+        worker.load, worker.tried = None, set()

@@ -1,0 +1,65 @@
+"""What goes into and comes out of `membership`: the rules of a run, its orders, and what is known of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from isles.comm.elastic.messages import Load, Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """founders: workers that the first view waits for. sync_every: inner steps a round. agrees: an all-reduce method,
+    whose rounds land on the lighthouse's word. most: workers at once.
+    """
+
+    founders: int
+    sync_every: int
+    agrees: bool = False
+    most: int = 1024
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write this entry to the journal before any later order leaves."""
+
+    entry: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer whoever called."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send to `seat`; it may be lost, for the next answers say it again."""
+
+    seat: int
+    message: Message
+
+
+Order = Record | Reply | Tell
+
+
+@dataclass
+class Worker:
+    """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state."""
+
+    seat: int
+    description: str
+    state: Literal["outside", "ready", "in", "leaving", "left", "shut"] = "outside"
+    connected: bool = True
+    call: int = 0
+    round: int = 0
+    seconds: float = 0.0
+    load: Load | None = None
+    tried: set[int] = field(default_factory=set)  # donors whose state did not come
+
+    @property
+    def here(self) -> bool:
+        """Whether it has a part in the run now."""
+        return self.connected and self.state not in ("left", "shut")

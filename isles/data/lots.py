@@ -1,0 +1,40 @@
+"""Positions in the order of the data from plain numbers, for a world whose workers change.
+
+A round's fresh batches lie step by step, and within a step row by row across the workers that take it; a worker that
+takes fewer steps than others leaves no gap. Where all take the same number of steps this is the loader's formula:
+
+    position = n + i W + w     with n sequences before this step, row i, worker w of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Where a worker reads that does not know which cells are its own: far behind every run's data, so in epochs that the
+# run never comes to, and each seat in a stretch of its own.
+_SPARE = 1 << 52
+_SPARE_OF_A_SEAT = 1 << 32
+
+
+def rows(start: int, fresh: Sequence[int], place: int, step: int, *, batch_size: int) -> np.ndarray:
+    """(batch_size,) positions of one batch, int64.
+
+    start: batches that come before the round's first. fresh: steps of the round by place. place, step: whose batch it
+    is, and which of its steps. ValueError where that place takes no such step.
+    """
+    if not (0 <= place < len(fresh) and 0 <= step < fresh[place]):
+        raise ValueError(f"place {place} has no step {step} in a round of {list(fresh)} steps")
+    before = start + sum(min(count, step) for count in fresh)
+    taking = sum(count > step for count in fresh)
+    position = sum(count > step for count in fresh[:place])
+    return before * batch_size + np.arange(batch_size, dtype=np.int64) * taking + position
+
+
+def spare_rows(seat: int, step: int, *, batch_size: int) -> np.ndarray:
+    """(batch_size,) positions, int64, that are in nobody's cells: the `step`-th batch that `seat` reads out of turn."""
+    if not 0 <= seat < 1 << 20 or step < 0:
+        raise ValueError(f"seat {seat} has no spare batch {step}")
+    first = _SPARE + seat * _SPARE_OF_A_SEAT + step * batch_size
+    return first + np.arange(batch_size, dtype=np.int64)

@@ -1,0 +1,81 @@
+"""FedAdam (Reddi et al., 2021, arXiv 2003.00295, Algorithm 2): Adam as the outer optimizer.
+
+    every H inner steps, round t:    g = mean_i (anchor - theta_i)
+                                     m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2        both 0 at the start
+                                     anchor <- anchor - lr m' / (sqrt(v') + tau)
+                                     theta_i <- anchor
+    m' = m / (1 - b1^t);  v' = v / (1 - b2^t)
+
+theta_i: live weights of worker i; lr: outer_lr; b1, b2: outer_betas; tau: the least size of a change that counts, in
+units of the weights. Every weight moves by about lr a round, however much or little the workers moved it, so lr is of
+the size of a weight's change in H steps, not near 1.
+
+Deviations: the paper starts v at tau^2 or more and leaves m and v as they are, so that its first rounds are short (m is
+a tenth of g); here both are corrected for their start, as in Adam itself (Kingma and Ba, 2015), for a run has few
+rounds. `fedyogi` keeps to the paper. All workers take part in every round, with equal weight. Memory: anchor, m and v,
+12 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from isles.replicas.methods.fedavg import FedAvg, FedAvgConfig
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAdamConfig(FedAvgConfig):
+    """Settings of `fedadam` and `fedyogi`."""
+
+    outer_lr: float = 0.01
+    """About what a weight is to move a round (lr)."""
+    outer_betas: tuple[float, float] = (0.9, 0.99)
+    """Share that each round keeps of the mean (b1) and of the mean square (b2)."""
+    tau: float = 1e-3
+    """Added to the root of the mean square; the least size of a change that counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.outer_betas) != 2 or not all(0 <= beta < 1 for beta in self.outer_betas):
+            raise ValueError(f"outer_betas = {list(self.outer_betas)}: choose two in [0, 1), such as [0.9, 0.99]")
+        if not 0 < self.tau < float("inf"):
+            raise ValueError(f"tau = {self.tau}: choose a positive number, such as 1e-3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(OuterRule):
+    """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  anchor <- anchor - lr m' / (sqrt(v') + tau)."""
+
+    lr: float
+    betas: tuple[float, float]
+    tau: float
+    vectors = ("mean", "square")
+
+    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
+        """The outer gradient travels."""
+        outer_gradient(out, live, reference)
+
+    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+        """See the class."""
+        (b1, b2), g, m, v = self.betas, answer.mean, vectors["mean"], vectors["square"]
+        m.mul_(b1).add_(g, alpha=1 - b1)
+        v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        size = torch.sqrt(v, out=g).mul_((1 - b2**round) ** -0.5).add_(self.tau)
+        anchor.addcdiv_(m, size, value=-self.lr / (1 - b1**round))
+
+
+class FedAdam(FedAvg):
+    """See the module. All workers leave each exchange with equal anchors and weights."""
+
+    Config = FedAdamConfig
+    config: FedAdamConfig
+
+    def compose(self) -> Composition:
+        """See OuterSync.compose."""
+        rule = Adam(lr=self.config.outer_lr, betas=self.config.outer_betas, tau=self.config.tau)
+        return replace(super().compose(), rule=rule)

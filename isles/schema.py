@@ -1,0 +1,136 @@
+"""What a run writes, and on what it may run, in names that need no torch: trainer, launcher, report and command all
+take them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from isles.errors import unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What the workers of a run are. How they are started: `isles.training.running.backends`."""
+
+    name: str
+    """What a user writes as world.backend."""
+    is_simulated: bool
+    """Messages and computing take the time of a model of them, on a clock of its own."""
+    has_processes: bool
+    """Every worker is a process of its own: torch's own collectives, several machines and torchrun can be had."""
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(name="distributed", is_simulated=False, has_processes=True),
+        Backend(name="virtual", is_simulated=True, has_processes=False),
+    )
+}
+
+
+def backend_of(config: Mapping[str, Any]) -> Backend:
+    """Of the tables of a config.toml, which need not be a valid one; `distributed` where it says nothing of use."""
+    world = config.get("world")
+    name = world.get("backend") if isinstance(world, dict) else None
+    return BACKENDS.get(str(name), BACKENDS["distributed"])
+
+
+def known_backend(name: str) -> Backend:
+    """ValueError for a name that stands for none."""
+    if name not in BACKENDS:
+        raise ValueError(unknown_name("backend", name, BACKENDS))
+    return BACKENDS[name]
+
+
+def _total() -> Any:
+    return field(metadata={"total": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """One line of metrics.jsonl, of one worker. Units: nats, tokens, bytes, seconds; totals are since the start of the
+    run. Gauges of the method stand beside these keys.
+    """
+
+    step: int
+    """Inner steps done."""
+    worker: int
+    loss: float
+    """Mean over the steps since the line before."""
+    lr: float
+    tokens: int = _total()
+    bytes_sent: int = _total()
+    bytes_received: int = _total()
+    blocked_seconds: float = _total()
+    """Waited for others."""
+    compute_seconds: float = _total()
+    clock_seconds: float
+    """Of the host's clock, or of the simulated one."""
+    val_loss: float | None = None
+    """Where the step is one of validation."""
+
+
+TOTALS = tuple(key.name for key in fields(Metrics) if key.metadata.get("total"))
+"""Keys of a line that grow over the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpreadMetrics:
+    """A line of metrics.jsonl without a worker: it is about all of them."""
+
+    step: int
+    replica_std: float
+    """Standard deviation between the replicas, by a sample of their weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """summary.json. Means are over workers; a loss is None where no text was kept for validation."""
+
+    isles_version: str
+    method: str
+    backend: str
+    workers: int
+    islands: int | None
+    """None where every worker is a replica; then the key is left out."""
+    bytes_across_per_worker: float | None
+    """Sent across islands; None, and left out, where there are none."""
+    steps: int
+    tokens: int
+    """Read by all workers."""
+    parameters: int
+    val_loss: float | None
+    """Of the consolidated model."""
+    val_loss_replicas: float | None
+    """Mean over the replicas' own weights."""
+    replica_std: float
+    """Standard deviation between the replicas at the end."""
+    bytes_sent_per_worker: float
+    bytes_received_per_worker: float
+    ddp_bytes_per_worker: float
+    """What data parallel would have sent."""
+    compute_seconds: float
+    blocked_seconds: float
+    compute_utilisation: float
+    """Share of the time of both spent computing."""
+    train_seconds: float
+    """Of the slowest worker, on the host's clock."""
+    wall_seconds: float
+    """Start and end included."""
+    virtual_seconds: float | None
+    """Of the simulated clock; None where there is none."""
+    seed: int
+    corpus_sha256: str
+    memory: Mapping[str, Any] | None = None
+    """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
+    out.
+    """
+
+    def record(self) -> dict[str, Any]:
+        """What stands in the file."""
+        optional = ("islands", "bytes_across_per_worker", "memory")
+        return {key: value for key, value in asdict(self).items() if key not in optional or value is not None}

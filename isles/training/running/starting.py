@@ -1,0 +1,64 @@
+"""What starting workers takes on every backend: how long they wait, what Ctrl-C does, where warnings go."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from isles.comm.transport import Deadlines
+from isles.training.config.sections import Config
+
+_PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
+
+
+def deadlines(config: Config) -> Deadlines:
+    """The waits that [world] asks for. A deadline tells a lost worker from a slow one; one that pauses comes back, so
+    who cannot go on alone waits for it however long it stays away.
+    """
+    world = config.world
+    own = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
+    if world.pauses is None:
+        return own
+    patience = {
+        name: max(_PAUSES * world.pause_seconds, own.of(name)) for name in ("control", "inner", "outer", "eval")
+    }
+    return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
+
+
+@contextlib.contextmanager
+def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `stop` once; a second is KeyboardInterrupt as ever. Outside of the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Python warnings become notices to the user, each once, instead of source lines on stderr."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in told:
+            told.add(text)
+            tell({"notice": text})
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

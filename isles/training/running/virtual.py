@@ -1,0 +1,80 @@
+"""The backend `virtual`: all workers in this process, on the simulated network and clock that [world] describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from isles.comm.stopping import SharedStopControl
+from isles.comm.virtual.run import run_virtual
+from isles.data import load_corpus
+from isles.launch.nodes import NodeGroup
+from isles.training.config.sections import Config
+from isles.training.memory import step_seconds
+from isles.training.running.starting import deadlines, warnings_told
+from isles.training.trainer import train_worker
+
+
+class VirtualWorkers:
+    """All workers of a call, as `isles.launch.workers.Workers`: they run while they are joined."""
+
+    def __init__(self, worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any]) -> None:
+        world = config.world
+        self.failures: list[int] = []  # one that fails ends the call
+        self._stop_control = SharedStopControl(workers)
+        self._run = partial(
+            run_virtual,
+            worker,
+            workers,
+            args=args,
+            links=world.links,
+            inner=world.inner,
+            inner_links=world.inner_links,
+            threads=world.threads,
+            step_seconds=step_seconds(config),
+            speeds=replace(world, workers=workers).factors,
+            compute_jitter=world.step_jitter,
+            pauses=world.pauses,
+            seed=config.run.seed,
+            deadlines=deadlines(config),
+            stop_control=self._stop_control,
+        )
+
+    def stop(self) -> None:
+        """Ask all workers to stop after a common inner step."""
+        self._stop_control.ask()
+
+    def join(
+        self,
+        on_event: Callable[[Any], None] | None = None,
+        on_failure: Callable[[int, Exception], None] | None = None,
+    ) -> list[Any]:
+        """Run them; a failure is raised as it is."""
+        return self._run(on_event=on_event)
+
+
+class _Training(VirtualWorkers):
+    """Those of a run: what they are warned of, the user is told."""
+
+    def join(
+        self,
+        on_event: Callable[[Any], None] | None = None,
+        on_failure: Callable[[int, Exception], None] | None = None,
+    ) -> list[Any]:
+        with warnings_told(on_event) if on_event else nullcontext():
+            return super().join(on_event, on_failure)
+
+
+def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> VirtualWorkers:
+    """The workers of a run."""
+    corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
+    return _Training(train_worker, config.world.workers, config, (config, out, resume, corpus))
+
+
+def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path) -> VirtualWorkers:
+    """The workers of `worker(world, *args)`."""
+    return VirtualWorkers(worker, workers, config, args)

@@ -1,0 +1,119 @@
+"""The account of the data through joins, deaths, pauses, cut lines, leaves and outages of the lighthouse."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection
+
+import pytest
+
+from isles.comm.elastic.account import Account
+from isles.comm.elastic.cells import fresh_before, lot_batches
+from isles.data.lots import _SPARE, rows
+from tests.comm.elastic.world import World
+
+
+def churned(*, agrees: bool, founders: int, most: int, events: int, seed: int) -> World:
+    world = World(founders=founders, agrees=agrees, seed=seed)
+    draw = random.Random(seed)
+    world.run(12.0)
+    for _ in range(events):
+        world.run(world.now + draw.uniform(0.3, 1.6))
+        awake = [node for node in world.living() if node.member is not None and not node.frozen and not node.cut]
+        settled = [node for node in awake if node.training and not node.leaving]
+        kind = draw.choices(["join", "kill", "leave", "pause", "cut", "outage"], [8, 5, 2, 2, 2, 1])[0]
+        if kind == "join" and len(world.living()) >= most:
+            kind = "kill"
+        if kind == "join":
+            world.join()
+        elif kind == "outage":
+            if world.lighthouse is not None:
+                world.crash(draw.uniform(0.5, 8.0))
+        elif len(settled) > 2:  # the last ones with the state stay
+            victim = draw.choice(
+                awake if len(settled) > 3 else [node for node in awake if node not in settled] or settled
+            )
+            if kind == "kill":
+                world.kill(victim)
+            elif kind == "leave" and victim.training:
+                world.leave(victim)
+            elif kind == "pause":
+                world.pause(victim, draw.uniform(0.5, 9.0))
+            elif kind == "cut":
+                world.cut(victim, draw.uniform(0.5, 9.0))
+    world.run(world.now + 30.0)
+    world.final = max(node.member.round for node in world.living() if node.member is not None) + 6
+    world.run(world.now + 60.0)
+    return world
+
+
+def owed_positions(world: World) -> list[int]:
+    """The rows of every debt at the end."""
+    lighthouse = world.lighthouse
+    assert lighthouse is not None
+    views = lighthouse.account.views
+    return [
+        int(rows(*batch, batch_size=1)[0]) for lot in lighthouse.owed() for batch in lot_batches(views[lot.view], lot)
+    ]
+
+
+def check(world: World) -> None:
+    """Everybody ended, the last view is the living, and every cell of the data is accounted for."""
+    lighthouse = world.lighthouse
+    assert lighthouse is not None and lighthouse.view is not None
+    living = world.living()
+    assert all(not node.training and node.exchange is None for node in living), "a worker is stuck"
+    assert {node.seat for node in living} == set(lighthouse.view.seats)
+    assert len({tuple(node.landed) for node in living}) == 1  # an all-reduce method: all landed the same
+
+    covering = [view for view in lighthouse.account.views.values() if view.since <= world.final]
+    view = max(covering, key=lambda view: view.number)
+    end = view.start + fresh_before(view, world.final + 1)
+    held = Counter(position for position, _ in world.held() if position < _SPARE)
+    owed = Counter(owed_positions(world))
+    assert held.keys() | owed.keys() == set(range(end))  # none never, and none beyond the last cell
+    assert max(owed.values(), default=1) == 1
+    twice = sum(held.values()) - len(held) + len(held.keys() & owed.keys())
+    assert twice <= world.counts["gone"] * world.rules.sync_every  # at most a cell a loss
+
+
+@pytest.mark.parametrize("agrees", [False, True], ids=["pairs", "all-reduce"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_hundred_events_lose_nothing(agrees: bool, seed: int) -> None:
+    world = churned(agrees=agrees, founders=3, most=8, events=100, seed=seed)
+    check(world)
+    assert min(world.counts[what] for what in ("deaths", "absences", "outages", "back")) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("agrees", [False, True], ids=["pairs", "all-reduce"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_thousand_events_lose_nothing(agrees: bool, seed: int) -> None:
+    check(churned(agrees=agrees, founders=16, most=64, events=1000, seed=seed))
+
+
+def test_the_same_seed_is_the_same_world() -> None:
+    one, two = (churned(agrees=False, founders=3, most=8, events=40, seed=5) for _ in range(2))
+    assert one.reads == two.reads and one.journal == two.journal
+
+
+class Forgetful(Account):
+    """A mutant: debts of the dead are struck off."""
+
+    def forgo(self, seat: int) -> None:
+        pass
+
+
+class Lavish(Account):
+    """A mutant: whatever a dead worker read is owed again, seen or not."""
+
+    def landed(self, round: int, seats: Collection[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("mutant", "agrees"), [(Forgetful, False), (Forgetful, True), (Lavish, True)])
+def test_an_account_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch, mutant: type, agrees: bool) -> None:
+    monkeypatch.setattr("isles.comm.elastic.membership.Account", mutant)
+    with pytest.raises(AssertionError):
+        check(churned(agrees=agrees, founders=3, most=8, events=60, seed=1))

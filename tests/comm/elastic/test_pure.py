@@ -1,0 +1,35 @@
+"""The rules of an elastic world know neither clock nor sockets nor torch: lighthouse and virtual clock share them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import isles.comm.elastic
+
+ROOM = Path(isles.comm.elastic.__file__).parent
+PURE = ("account", "ballot", "ballots", "cells", "member", "membership", "messages", "orders")
+ALLOWED = {"__future__", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics", "types"}
+ALLOWED |= {"typing"}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_it_imports_nothing_that_has_a_clock(name: str) -> None:
+    tree = ast.parse((ROOM / f"{name}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            for module in modules:
+                assert module is not None and module.partition(".")[0] in ALLOWED
+                if module.startswith("isles."):
+                    assert module == "isles.comm.view" or module.rpartition(".")[2] in PURE
+
+
+def test_the_lighthouses_memory_needs_no_torch() -> None:
+    code = "import isles.comm.elastic.journal, isles.comm.elastic.membership, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,232 @@
+"""How many files a new codec, outer rule, method or backend takes: what CONTRIBUTING.md says, tried in a copy.
+
+Each is written as a contributor would, and then used; nothing else of the copy is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.schema import BACKENDS
+from isles.training.running.backends import STARTERS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CODEC = '''"""Eight-bit floats, rounded to the nearest."""
+
+import torch
+from torch import Tensor
+
+from isles.comm.codecs.base import Codec, as_bytes
+
+
+class Float8(Codec):
+    """E4M3: 1 byte an entry."""
+
+    name = "fp8"
+    lossless, biased, shared_mask = False, False, False
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements
+
+    def encode(self, x: Tensor) -> Tensor:
+        return as_bytes(x.to(torch.float8_e4m3fn))
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        return wire.view(torch.float8_e4m3fn).to(dtype)
+'''
+RULE = '''"""An outer rule: half of the mean change."""
+
+from dataclasses import dataclass
+
+from isles.replicas.parts.interfaces import OuterRule, outer_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(OuterRule):
+    """anchor <- anchor - g / 2."""
+
+    def form(self, out, live, reference, anchor):
+        outer_gradient(out, live, reference)
+
+    def apply(self, anchor, answer, vectors, round):
+        anchor.sub_(answer.mean, alpha=0.5)
+'''
+METHOD = '''"""Half steps, of no paper."""
+
+from dataclasses import replace
+
+from isles.replicas.methods.fedavg import FedAvg
+from isles.replicas.parts.half import Half
+
+
+class HalfAvg(FedAvg):
+    """FedAvg with half steps."""
+
+    def compose(self):
+        return replace(super().compose(), rule=Half())
+'''
+BACKEND = '''"""The backend `classroom`: virtual workers in one room."""
+
+from dataclasses import replace
+
+from isles.training.running import virtual
+
+
+def _near(config):
+    return replace(config, world=replace(config.world, links="lan"))
+
+
+def train(config, out, resume, node_group):
+    return virtual.train(_near(config), out, resume, node_group)
+
+
+def call(worker, workers, config, args, out):
+    return virtual.call(worker, workers, _near(config), args, out)
+'''
+
+# What is added: new files, and (file, what stands there, what stands there then).
+ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
+    "codec": (
+        {"comm/codecs/float8.py": CODEC},
+        [
+            (
+                "comm/codecs/__init__.py",
+                "from isles.comm.codecs.half import",
+                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.half import",
+            ),
+            ("comm/codecs/__init__.py", "Float4, Sign)", "Float4, Float8, Sign)"),
+        ],
+    ),
+    "outer rule": ({"replicas/parts/half.py": RULE}, []),
+    "method": (
+        {"replicas/methods/halfavg.py": METHOD},
+        [
+            (
+                "replicas/__init__.py",
+                "METHODS: dict[str, tuple[str, str]] = {\n",
+                "METHODS: dict[str, tuple[str, str]] = {\n"
+                '    "halfavg": ("isles.replicas.methods.halfavg:HalfAvg", "half of the mean change of H steps"),\n',
+            )
+        ],
+    ),
+    "backend": (
+        {"training/running/classroom.py": BACKEND},
+        [
+            (
+                "schema.py",
+                '        Backend(name="virtual"',
+                '        Backend(name="classroom", is_simulated=True, has_processes=False),\n'
+                '        Backend(name="virtual"',
+            ),
+            (
+                "training/running/backends.py",
+                "STARTERS: dict[str, str] = {\n",
+                'STARTERS: dict[str, str] = {\n    "classroom": "isles.training.running.classroom",\n',
+            ),
+        ],
+    ),
+}
+
+USE = """
+import sys
+from pathlib import Path
+
+import isles
+from isles.replicas.methods.custom import CustomConfig
+from isles.replicas.parts.legal import AXES, warnings
+from isles.report.rundir import read_run
+from isles.report.sheets.plan import not_planned
+from isles.training.config.reading import read_config
+from isles.training.config.template import template
+from isles.training.running.run import launch
+
+assert isles.__file__.startswith(sys.argv[1]), isles.__file__
+
+# The codec's trap: what is said of every lossy codec is said of this one.
+assert "fp8" in AXES["codec"]
+for refused in ({"rule": "average"}, {"mixing": "nobody"}):
+    for codec in ("int8", "fp8"):
+        try:
+            CustomConfig(codec=codec, **refused)
+        except ValueError as error:
+            assert "codec " + codec in str(error), error
+        else:
+            raise AssertionError(f"{codec} is accepted with {refused}")
+assert not any("never comes back" in line for line in warnings(CustomConfig(codec="fp8").choice))
+
+assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"][0].partition(":")[0]
+assert "halfavg" in not_planned() and 'method = "halfavg"' in template("halfavg")
+
+flags = {"replicas.method": "halfavg", "replicas.codec": "fp8", "replicas.sync_every": 1, "world.backend": "classroom"}
+flags |= {"world.workers": 2, "run.steps": 2, "data.path": sys.argv[1] + "/isles/network", "data.batch_size": 1}
+flags |= {"data.validation_sequences": 1, "inner.warmup_steps": 1}
+config, out = read_config(None, flags, []), Path(sys.argv[2])
+summary = launch(config, out, lambda line: None, lambda text: None)
+parameters = summary["parameters"]
+sent = summary["bytes_sent_per_worker"] / parameters
+assert 3.9 < sent < 4.2, f"{sent}: half of 4 at the start, and 1 in each of two rounds"
+assert 0.2 < summary["virtual_seconds"] < 0.22, "two steps of 0.1 s, and messages over a lan"
+assert read_run(out).is_simulated
+print("used")
+"""
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set[str]]]:
+    """A copy of the package with everything of ADDED in it, and the files that each took."""
+    root = tmp_path_factory.mktemp("house")
+    package = root / "isles"
+    shutil.copytree(ROOT / "isles", package, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = {}
+    for what, (new, edits) in ADDED.items():
+        before = files_of(package)
+        for name, text in new.items():
+            assert name not in before
+            (package / name).write_text(text)
+        for name, old, instead in edits:
+            text = (package / name).read_text()
+            assert text.count(old) == 1, (name, old)
+            (package / name).write_text(text.replace(old, instead))
+        after = files_of(package)
+        changed[what] = {name for name in after if after[name] != before.get(name)}
+    return root, changed
+
+
+def test_as_many_files_as_contributing_says(house: tuple[Path, dict[str, set[str]]]) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    said = {what: int(count) for what, count in re.findall(r"^\| an? ([a-z ]+?) \| (\d) \|", text, re.MULTILINE)}
+    assert said == {"codec": 2, "outer rule": 1, "method": 2, "backend": 3}
+    assert {what: len(files) for what, files in house[1].items()} == said
+
+
+def test_what_was_added_is_of_use(house: tuple[Path, dict[str, set[str]]], tmp_path: Path) -> None:
+    """The codec is refused where every lossy one is; the method is in `isles`, in the template and not planned; a run
+    of all of them together sends what the codec says and takes the time that the backend says.
+    """
+    root, _ = house
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(root), str(tmp_path / "run")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["used"]
+
+
+def test_every_backend_can_be_started() -> None:
+    assert set(STARTERS) == set(BACKENDS)
