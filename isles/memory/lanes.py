@@ -22,11 +22,10 @@ from typing import Literal, NamedTuple
 
 from isles.memory.arena import Arena
 from isles.memory.costs import Placement, Profile, ends_seconds, ends_update, least_peak, unit_cost, unit_time
+from isles.memory.serial import LANES, Event, LaneName, SerialLane
 from isles.network.machines import Machine
 
 Update = Literal["exact", "early"]
-LaneName = Literal["device", "up", "down", "host", "read", "write"]
-LANES: tuple[LaneName, ...] = ("device", "up", "down", "host", "read", "write")
 _STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
 
 
@@ -77,61 +76,6 @@ def simulate(
     return _Run(profile, placements, machine, limit, update, accumulation, first_come, steps, spans).play()
 
 
-class _Event:
-    """Something that happens once; `then` runs at that moment, or at once where it has."""
-
-    __slots__ = ("happened", "waiting")
-
-    def __init__(self, happened: bool = False) -> None:
-        self.happened = happened
-        self.waiting: list[Callable[[], None]] = []
-
-    def then(self, run: Callable[[], None]) -> None:
-        if self.happened:
-            run()
-        else:
-            self.waiting.append(run)
-
-    def fire(self) -> None:
-        self.happened = True
-        waiting, self.waiting = self.waiting, []
-        for run in waiting:
-            run()
-
-
-class _Lane:
-    """One at a time, the most urgent first; a lane with an opposite is slower while that works too."""
-
-    def __init__(self, run: _Run, name: LaneName, first_come: bool, slowed: float = 1.0) -> None:
-        self.run, self.name, self.first_come, self.slowed = run, name, first_come, slowed
-        self.queue: list[tuple[tuple[int, ...], int, float, Callable[[], None], str]] = []
-        self.opposite: _Lane | None = None
-        self.working = False
-        self.busy = 0.0
-
-    def submit(self, urgency: tuple[int, ...], seconds: float, done: Callable[[], None], what: str) -> None:
-        number = self.run.number()
-        heapq.heappush(self.queue, ((number,) if self.first_come else urgency, number, seconds, done, what))
-        self._next()
-
-    def _next(self) -> None:
-        if self.working or not self.queue:
-            return
-        _, _, seconds, done, what = heapq.heappop(self.queue)
-        if self.opposite is not None and self.opposite.working:
-            seconds *= self.slowed
-        self.working = True
-        self.busy += seconds
-        self.run.note(self.name, seconds, what)
-
-        def over() -> None:
-            self.working = False
-            done()
-            self._next()
-
-        self.run.after(seconds, over)
-
-
 class _Task(NamedTuple):
     step: int
     batch: int
@@ -164,12 +108,12 @@ class _Run:
         self.first_come = first_come
         self.arena = Arena(budget, profile.base + sum(cost.resident for cost in self.costs))
         up, down = _slowed(machine.up, machine.up_both), _slowed(machine.down, machine.down_both)
-        self.lanes: dict[str, _Lane] = {
-            "up": _Lane(self, "up", False, up),
-            "down": _Lane(self, "down", first_come, down),
-            "host": _Lane(self, "host", first_come),
-            "read": _Lane(self, "read", first_come),
-            "write": _Lane(self, "write", first_come),
+        self.lanes: dict[str, SerialLane] = {
+            "up": SerialLane(self, "up", False, up),
+            "down": SerialLane(self, "down", first_come, down),
+            "host": SerialLane(self, "host", first_come),
+            "read": SerialLane(self, "read", first_come),
+            "write": SerialLane(self, "write", first_come),
         }
         self.lanes["up"].opposite, self.lanes["down"].opposite = self.lanes["down"], self.lanes["up"]
         self.now, self._number, self._heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
@@ -177,10 +121,10 @@ class _Run:
         self.spans: list[Span] | None = [] if spans else None
         self.tasks = list(self._program())
         self.at, self.asked = 0, 0
-        self.needs: dict[int, list[_Event]] = {}
-        self.events: dict[tuple[object, ...], _Event] = {}
+        self.needs: dict[int, list[Event]] = {}
+        self.events: dict[tuple[object, ...], Event] = {}
         self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
-        self.kept: dict[tuple[int, ...], _Event] = {}  # uses whose slot stays for the next one
+        self.kept: dict[tuple[int, ...], Event] = {}  # uses whose slot stays for the next one
         self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are on the host
         self.hosted = sum(not cost.on_device for cost in self.costs)
         self.marks: list[float] = []
@@ -267,7 +211,7 @@ class _Run:
             return self.times[task.unit].backward
         return {"top": self.top_seconds, "bottom": 0.0, "update": self.update_seconds}[task.kind]
 
-    def _needs(self, task: _Task) -> list[_Event]:
+    def _needs(self, task: _Task) -> list[Event]:
         step, batch, kind, unit = task
         if kind == "update":
             return [self._event("landed", step, happened=not self.hosted)]
@@ -278,7 +222,7 @@ class _Run:
         cost, times, needs = self.costs[unit], self.times[unit], []
         urgency = self._urgency(task)
         if cost.slot:
-            there = _Event()
+            there = Event()
             needs.append(there)
 
             def slot_granted(before: tuple[int, ...] | None = self._use_before(task)) -> None:
@@ -295,7 +239,7 @@ class _Run:
             needs.append(self._granted(cost.forward))
             return needs
         if cost.swap:
-            back = _Event()
+            back = Event()
             needs.append(back)
 
             def swap_granted() -> None:
@@ -306,8 +250,8 @@ class _Run:
         needs.append(self._granted(cost.backward + cost.gradients))
         return needs
 
-    def _granted(self, nbytes: float) -> _Event:
-        event = _Event()
+    def _granted(self, nbytes: float) -> Event:
+        event = Event()
         self.arena.want(nbytes, event.fire)
         return event
 
@@ -320,9 +264,9 @@ class _Run:
             return task.step, task.batch, 0, task.unit
         return (task.step, task.batch - 1, 1, task.unit) if task.batch else None
 
-    def _event(self, *key: object, happened: bool = False) -> _Event:
+    def _event(self, *key: object, happened: bool = False) -> Event:
         if key not in self.events:
-            self.events[key] = _Event(happened)
+            self.events[key] = Event(happened)
         return self.events[key]
 
     def _end(self) -> None:

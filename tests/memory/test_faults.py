@@ -18,9 +18,9 @@ from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
 from isles.memory.parameters import Brought
 from isles.memory.plan import PlanMismatch
-from isles.memory.runner import Runner
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
+from isles.wrapping import Wrapping
 from tests.memory.loops import DECODER, SHAPE, UNITS, Task, adamw, plan_of, profiled, train
 
 HOST = (Placement("host", "swap"),) * UNITS
@@ -197,31 +197,24 @@ def _keeps_bits(placements: tuple[Placement, ...], accumulation: int = 1, **sett
 
 
 def test_updates_need_gradients_that_zero_grad_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _Held()
-    assert _keeps_bits(OPTIMIZER, engine=engine)
-    queue = Managed._queue
+    assert _keeps_bits(OPTIMIZER, engine=_Held())
 
     def reachable(self: Managed, index: int, settings: Any) -> None:
-        parameters = self.runner.brought[index].host
-        before = [parameter.grad for parameter in parameters]
-        queue(self, index, settings)
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient  # left where zero_grad finds it, and cleared before the update runs
+        part, brought = self._parts[index], self.runner.brought[index]
+        updated, refreshed = self.engine.event(), self.engine.event()
+        self.runner.updated[index], self.runner.refreshed[index] = updated, refreshed
 
-        def cleared(part: Any = self._parts[index]) -> None:
-            for parameter in parameters:
-                parameter.grad = None
-            del part
+        def done() -> None:
+            updated.fire()
+            brought.refresh()
+            refreshed.fire()
 
-        self.runner.submit("host", (0,), 0.0, cleared, lambda: None)
+        self.runner.submit("host", (index,), 0.0, partial(part.step, settings), done)  # by whatever .grad is then
 
     monkeypatch.setattr(Managed, "_queue", reachable)
-    wrong = False
-    try:
-        wrong = not _keeps_bits(OPTIMIZER, engine=_Held())
-    except (RuntimeError, KeyError):
-        wrong = True  # a state that was never made
-    assert wrong
+    monkeypatch.setattr(Managed, "zero_grad", Wrapping.zero_grad)
+    with pytest.raises((AssertionError, KeyError)):  # no state was ever made, or it is of fewer updates
+        assert _keeps_bits(OPTIMIZER, engine=_Held())
 
 
 class _Held(Inline):
@@ -261,31 +254,19 @@ def test_readers_need_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(map(torch.equal, weights(_Held()), wanted))
 
 
-def test_slots_need_the_last_use_to_end_before_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _keeps_bits(HOST, engine=Inline())
-    used = Runner._slot_used
+@pytest.mark.parametrize("engine", [Inline, Paced])
+def test_slots_are_filled_and_emptied_in_turn(engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: dict[int, list[str]] = {}
+    for name in ("fill", "empty"):
+        real = getattr(Brought, name)
 
-    def late(self: Runner, number: int, kind: Any, index: int) -> None:
-        emptied = self.brought[index].empty
-        self.brought[index].empty = lambda: None  # type: ignore[method-assign]
-        used(self, number, kind, index)
-        self.brought[index].empty = emptied  # type: ignore[method-assign]
-        if kind == "forward" and index < UNITS - 1:
-            pending.append(emptied)
+        def noted(self: Brought, name: str = name, real: Any = real) -> None:
+            turns.setdefault(id(self), []).append(name)
+            real(self)
 
-    pending: list[Callable[[], None]] = []
-    fill = Brought.fill
-
-    def filled(self: Brought) -> None:
-        fill(self)
-        while pending:
-            pending.pop()()  # the emptying of an earlier use comes after the filling for the next one
-
-    monkeypatch.setattr(Runner, "_slot_used", late)
-    monkeypatch.setattr(Brought, "fill", filled)
-    wrong = False
-    try:
-        wrong = not _keeps_bits(HOST, engine=Inline())
-    except RuntimeError:  # an empty storage
-        wrong = True
-    assert wrong
+        monkeypatch.setattr(Brought, name, noted)
+    for accumulation in (1, 2):
+        assert _keeps_bits(HOST, accumulation, engine=engine())
+    assert len(turns) >= UNITS
+    for turn in turns.values():
+        assert turn == ["empty", *["fill", "empty"] * (len(turn) // 2)]

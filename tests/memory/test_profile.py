@@ -49,7 +49,7 @@ def test_a_profile_needs_neither_numbers_nor_room() -> None:
     stream = 4 * 1024 * 5120 * 4
     assert made.stream == made.units[0].boundary == stream
     assert made.units[0].resident.saved > 10 * stream
-    assert len(set(unit.resident for unit in made.units)) == 1
+    assert len({unit.resident for unit in made.units}) == 1
 
 
 def test_under_autocast_matrices_travel_as_bfloat16() -> None:
