@@ -56,6 +56,11 @@ class Members(Protocol):
         """Positions of the other members, starting behind this one."""
         ...
 
+    @property
+    def view(self) -> int:
+        """Number of the view of the world that the members are in."""
+        ...
+
     def peer(self, position: int) -> int:
         """The rank of another member. ValueError for a position that is none."""
         ...
@@ -65,8 +70,8 @@ class Members(Protocol):
 class Ledger:
     """What all groups of one worker share, so that they never use one address twice."""
 
-    meetings: Counter[tuple[Channel, int]] = field(default_factory=Counter)
-    """Calls without a round so far, by channel and peer's rank."""
+    meetings: Counter[tuple[int, Channel, int]] = field(default_factory=Counter)
+    """Calls without a round so far, by view, channel and peer's rank: in a new view all begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +110,13 @@ class Call:
         return group.transport.recv(peer, wire, self._tag(peer, phase))
 
     def _tag(self, peer: int, phase: int) -> Tag:
-        return Tag(self.channel, self._number(peer) if self.round is None else self.round, self.fragment, phase)
+        if self.round is None:
+            return Tag(self.channel, self._number(peer), self.fragment, phase, self.group.view)
+        return Tag(self.channel, self.round, self.fragment, phase)
 
     def _number(self, peer: int) -> int:
         if peer not in self.numbers:
-            meetings = self.group.ledger.meetings
-            self.numbers[peer] = meetings[self.channel, peer]
-            meetings[self.channel, peer] += 1
+            meetings, key = self.group.ledger.meetings, (self.group.view, self.channel, peer)
+            self.numbers[peer] = meetings[key]
+            meetings[key] += 1
         return self.numbers[peer]

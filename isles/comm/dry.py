@@ -46,11 +46,11 @@ class DryTransport:
         self._refuse()
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
-        """See Transport.native_sum."""
+        """See NativeCollectives.native_sum."""
         self._refuse()
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> NoReturn:
-        """See Transport.process_group."""
+        """See NativeCollectives.process_group."""
         self._refuse()
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:

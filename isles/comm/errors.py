@@ -54,6 +54,19 @@ class Diverged(CommError):
         return type(self), (self.peer, self.step, self.detail)
 
 
+class Elsewhere(CommError):
+    """`peer` counts this round to view `view` of the world, this worker to view `here`: neither waits for the other."""
+
+    def __init__(self, peer: int, view: int, here: int) -> None:
+        super().__init__(f"worker {peer} is in view {view} of the world, this worker in view {here}")
+        self.peer = peer
+        self.view = view
+        self.here = here
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.peer, self.view, self.here)
+
+
 class WorkerFailed(CommError):
     """A worker process of this launcher ended without a result; `report` is its traceback or its exit code."""
 
@@ -109,5 +122,15 @@ def from_plain(plain: Any) -> Exception:
 
 _TRAVELLERS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (CommError, PeerLost, DeadlinePassed, Diverged, WorkerFailed, NodeLost, RendezvousFailed, ValueError)
+    for kind in (
+        CommError,
+        PeerLost,
+        DeadlinePassed,
+        Diverged,
+        Elsewhere,
+        WorkerFailed,
+        NodeLost,
+        RendezvousFailed,
+        ValueError,
+    )
 }

@@ -35,6 +35,8 @@ class Group:
     channel: Channel = "outer"
     deadlines: Deadlines = field(default_factory=Deadlines)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
+    view: int = 0
+    """Number of the view of the world (`isles.comm.view`) that the members are in."""
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) != len(self.ranks):
@@ -75,7 +77,7 @@ class Group:
     def among(self, positions: Sequence[int], channel: Channel | None = None) -> Group:
         """The members at `positions`, in that order, as a group. Nothing is sent. Must include this worker."""
         ranks = tuple(self.ranks[position] for position in positions)
-        return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.ledger)
+        return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.ledger, self.view)
 
     def call(self, channel: Channel | None = None, round: int | None = None, fragment: int = 0) -> Call:
         """An address for the generators of `collectives` and `mean`: one for each operation."""

@@ -20,6 +20,7 @@ from isles.models import flops_per_token, limits
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.regroup import prepare
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
 from isles.training.running.run import launch
 
@@ -105,7 +106,8 @@ def train(job: ExpertJob, folder: Path, progress: JobProgress) -> dict[str, Any]
         make_average(job.parents, folder, Path(job.config.run.start), job.config.data)
     name = f"{folder.name}/{job.name}"
     progress.begin(name, job.config.world.workers, job.config.run.steps)
-    launch(job.config, out, partial(progress.line, name), progress.notice, steps[-1] if steps else None)
+    resume = prepare(out, None).step if steps else None
+    launch(job.config, out, partial(progress.line, name), progress.notice, resume)
     progress.end(name)
     return _carded(job, out)
 
@@ -128,7 +130,7 @@ def weights_sha256(run: Path) -> str:
 def _carded(job: ExpertJob, out: Path) -> dict[str, Any]:
     summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     start = job.config.run.start
-    card = {
+    facts = {
         "name": job.name,
         "role": job.role,
         "domains": list(job.domains),
@@ -140,8 +142,8 @@ def _carded(job: ExpertJob, out: Path) -> dict[str, Any]:
         "bytes_to_other_experts": 0,
     }
     if not (out / CARD).exists():
-        (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    return {**summary, **card}
+        (out / CARD).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return {**summary, **facts}
 
 
 def _refuse_other(job: ExpertJob, out: Path) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
+from isles.comm.collectives.mean import phases
+from isles.comm.tags import rounds_apart
 from isles.errors import unknown_name
 
 _C = TypeVar("_C")  # a dataclass
@@ -103,6 +105,18 @@ def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
         f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
         f"steps; {even} would be one"
     ]
+
+
+def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
+    """ValueError where a lost round could be taken for a later one of as many fragments: their addresses come round
+    again. elements: of the largest fragment.
+    """
+    most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
+    if rounds > most:
+        raise ValueError(
+            f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
+            f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
+        )
 
 
 def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:

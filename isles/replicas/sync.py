@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.group import Group
+from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatParameters
-from isles.replicas.replica import COMPARED, Question, Replica, as_replica
+from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
 from isles.wrapping import Wrapping
 
@@ -49,14 +50,16 @@ class ReplicaSync(Wrapping):
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
     stays local; or the method that makes an island of workers one replica; or a `Replica`. `param_groups` is shared, so
-    schedulers work. group: the replicas, usually `world.outer`. max_norm: clip the gradient to this 2-norm after the
-    reduction. options: the fields of the method's `Config`.
+    schedulers work. group: the replicas, usually `world.outer`, or a roster of them. max_norm: clip the gradient to
+    this 2-norm after the reduction. options: the fields of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     level: ClassVar[Literal["gradient", "parameter", "optimizer"]]
     spans_islands: ClassVar[bool] = False
     """Whether `inner` may be a method that makes several workers one replica, see `isles.replicas.island.island`."""
+    follows_roster: ClassVar[bool] = False
+    """Whether the workers may change from round to round."""
     needs_whole: ClassVar[bool] = False
     """Whether a worker must hold its whole replica, with an inner optimizer that is never late."""
     agrees: bool
@@ -77,17 +80,18 @@ class ReplicaSync(Wrapping):
         self,
         model: nn.Module,
         inner: Optimizer | Replica,
-        group: Group,
+        group: Group | Roster,
         config: MethodConfig | None = None,
         *,
         max_norm: float | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(group, Group):
-            raise ValueError(f"group is a {type(group).__name__}: pass a group of workers, such as world.outer")
+        roster = as_roster(group)
+        if not (self.follows_roster or isinstance(roster, FixedRoster)):
+            raise ValueError(f"{type(self).__name__} needs the same workers from beginning to end: pass world.outer")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
-        self.group, self.max_norm = group, max_norm
+        self.roster, self.group, self.max_norm = roster, roster.founders, max_norm
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
         self.replica.refuse(self)
@@ -184,7 +188,7 @@ class ReplicaSync(Wrapping):
         return replace(own, sent=sent, inside=inside, about=own.about or about)
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PeerQuestion]:
         """What a step asks its replica's other workers."""
         return ["norm"] if self.max_norm is not None else []
 

@@ -138,6 +138,7 @@ class Trainer:
                 "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.roster.load_state_dict({})  # every seat of a resumed run has a worker again
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
@@ -239,8 +240,8 @@ class Trainer:
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
-        speaks = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
-        final = model if speaks else None
+        reports = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
+        final = model if reports else None
         if final is not None and out is not None:
             save_model(final, out / "model.safetensors")
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())

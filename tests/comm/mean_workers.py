@@ -118,7 +118,7 @@ def diverging(world: Mesh) -> dict[str, object]:
         [
             ("step", 10, Stamp(11 if rank == 1 else 10)),
             ("digest", 11, Stamp(11, -5 if rank == 2 else 5)),
-            ("round", 12 + 4096 * (rank == 0), Stamp(12)),  # the same address on the wire
+            ("round", 12 + (1 << 21) * (rank == 0), Stamp(12)),  # the same address on the wire
             ("unnumbered", None, Stamp(3 if rank == 1 else 4)),
         ]
     ):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import isles
+from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.replicas.parts.mixing import RandomGroups
@@ -205,3 +207,21 @@ def test_a_checkpoint_knows_who_is_lost() -> None:
     for rank, result in enumerate(isles.run_virtual(again, 4, links=LINKS)):
         if rank != 2:
             assert torch.equal(result[1], first[rank][1]) and result[2] == first[rank][2]
+
+
+def test_solo_is_refused_where_addresses_come_round_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector of 60 segments has addresses for 65,536 rounds, and anchors are sent one round ahead."""
+    monkeypatch.setattr(sys.modules[mean.__module__], "_SEGMENT", 1)
+
+    def worker(world: Mesh) -> list[str]:
+        model, told = Net(), []
+        for policy, steps in (("solo", 65_536), ("raise", 65_536), ("solo", 65_535)):
+            optimizer = isles.NoLoCo(model, sgd(model), world.outer, sync_every=1, on_peer_failure=policy)
+            try:
+                optimizer.advise(steps)
+            except ValueError as error:
+                told.append(str(error))
+        return told
+
+    (told,) = isles.run_virtual(worker, 1)
+    assert len(told) == 1 and "come again after 65535 rounds, of which this run has 65536: raise sync_every" in told[0]

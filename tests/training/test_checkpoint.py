@@ -51,7 +51,7 @@ def test_on_disk_too(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for worker in range(2):
         checkpoints.write_shard(40, worker, state(worker))
-    checkpoints.commit(40, 2, {"method": "noloco"}, keep=3)
+    checkpoints.commit(40, range(2), {"method": "noloco"}, keep=3)
     assert checkpoints.steps() == [40]
     assert checkpoints.manifest(40)["method"] == "noloco"
     assert all(same(checkpoints.read_shard(40, worker), state(worker)) for worker in range(2))
@@ -61,10 +61,10 @@ def test_without_a_manifest_there_is_no_checkpoint(tmp_path: Path) -> None:
     """A crash between the shards and the manifest leaves the checkpoint before it as the newest."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.write_shard(10, 0, state())
-    checkpoints.commit(10, 1, {}, keep=2)
+    checkpoints.commit(10, range(1), {}, keep=2)
     checkpoints.write_shard(20, 0, state())
     assert checkpoints.steps() == [10]
-    checkpoints.commit(20, 1, {}, keep=2)
+    checkpoints.commit(20, range(1), {}, keep=2)
     shard = tmp_path / "checkpoints" / "step-20" / "worker-0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert checkpoints.steps() == [10]
@@ -75,7 +75,7 @@ def test_a_spoilt_manifest_is_none(tmp_path: Path, manifest: str) -> None:
     """Whatever a manifest has become, reading never fails; the checkpoint just is not there."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.write_shard(10, 0, state())
-    checkpoints.commit(10, 1, {}, keep=2)
+    checkpoints.commit(10, range(1), {}, keep=2)
     (tmp_path / "checkpoints" / "step-10" / "manifest.json").write_text(manifest)
     assert checkpoints.steps() == []
 
@@ -85,7 +85,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (8, 9, 10, 100):
         checkpoints.write_shard(step, 0, {"step": step})
-        checkpoints.commit(step, 1, {}, keep=2)
+        checkpoints.commit(step, range(1), {}, keep=2)
     assert checkpoints.steps() == [10, 100]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-100"]
 

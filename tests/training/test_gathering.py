@@ -53,7 +53,7 @@ def saved(run: Path, *steps: int) -> Path:
     """A run directory with checkpoints of these steps."""
     for step in steps:
         Checkpoints(run).write_shard(step, 0, {"step": step})
-        Checkpoints(run).commit(step, 1, {}, keep=0)
+        Checkpoints(run).commit(step, range(1), {}, keep=0)
     return run
 
 

@@ -57,9 +57,9 @@ def test_the_last_sample_of_a_step_gives_the_spread(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(spread, "_PENDING", 3)
     first, second = (Sample(own).read() for own in replicas([(8,)], 2))
     together = Spread(2)
-    assert [together.take(step, 0, first) for step in (1, 2, 3, 4, 5)] == [None] * 5
-    assert together.take(5, 1, second) == together.take(4, 1, second) == spread_of([first, second])
-    assert together.take(1, 1, second) is None
+    assert [together.take(step, 0, first) for step in (1, 2, 3, 4, 5)] == [{}] * 5
+    assert [together.take(step, 1, second) for step in (5, 4)] == [{s: spread_of([first, second])} for s in (5, 4)]
+    assert together.take(1, 1, second) == {}
 
 
 @pytest.mark.parametrize("name", ["none", "ddp", "localsgd", "noloco"])

@@ -1,21 +1,28 @@
 """What travels beside the data of every exchange, so that a member that is elsewhere is noticed in the same round trip.
 
-A header is 32 bytes: magic, round, step, hash of the anchor; with a note, a number of the protocol's own, 40.
+A header is 32 bytes, little-endian; with a note, a number of the protocol's own, 40:
+
+    bits   40      24                     32      32     64     64               64
+           magic   digest of the form     round   view   step   anchor's hash    note
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 
 from isles.comm.call import Call
-from isles.comm.errors import Diverged
+from isles.comm.errors import Diverged, Elsewhere
 from isles.comm.transport import Steps, Work
 
 HEADER_BYTES = 32
 NOTE_BYTES = 8
+_PLAIN, _NOTED = struct.Struct("<QiIqq"), struct.Struct("<QiIqqq")
 _MAGIC, _BROKEN = 0x49534C4553, 0x49534C4573  # "ISLES", "ISLEs"
+_MAGIC_BITS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +36,52 @@ class Stamp:
     broken: bool = False
 
 
+def form_digest(*what: object) -> int:
+    """24 bits that differ where members are about to exchange different things: lengths, codecs, parts of a round."""
+    return crc32(repr(what).encode()) & 0xFFFFFF
+
+
 class Headers:
-    """The stamps of all members, swapped beside the data. note: a number for the others; all members give one, or
-    nobody.
+    """The stamps of all members, swapped beside the data. form: see `form_digest`. note: a number for the others; all
+    members give one, or nobody.
     """
 
-    def __init__(self, call: Call, stamp: Stamp, phase: int, note: int | None = None) -> None:
-        self.group, self.stamp = call.group, stamp
+    def __init__(self, call: Call, stamp: Stamp, phase: int, form: int = 0, note: int | None = None) -> None:
+        self.group, self.stamp, self.form = call.group, stamp, form
         self.turn = -1 if call.round is None else call.round
-        words = [_BROKEN if stamp.broken else _MAGIC, self.turn, stamp.step, stamp.digest]
-        words += [] if note is None else [note]
-        mine = torch.tensor(words)
-        self.theirs = torch.zeros(self.group.size, len(words), dtype=torch.int64)
-        self.works: list[Work] = [call.recv(position, self.theirs[position], phase) for position in self.group.others]
+        self._layout = _PLAIN if note is None else _NOTED
+        magic = form << _MAGIC_BITS | (_BROKEN if stamp.broken else _MAGIC)
+        notes = [] if note is None else [note]
+        words = self._layout.pack(magic, self.turn, self.group.view, stamp.step, stamp.digest, *notes)
+        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        self._theirs = torch.zeros(self.group.size, len(words), dtype=torch.uint8)
+        self.works: list[Work] = [call.recv(position, self._theirs[position], phase) for position in self.group.others]
         self.works += [call.send(position, mine, phase) for position in self.group.others]
 
     def compare(self) -> Steps[bool]:
-        """Wait for the headers; raise Diverged for the first that differs. False if a member is broken."""
+        """Wait for the headers; raise Elsewhere or Diverged for the first that differs. False if a member is broken."""
         yield self.works
         whole = not self.stamp.broken
         for position in self.group.others:
-            magic, turn, step, digest = self.theirs[position, :4].tolist()
-            peer = self.group.ranks[position]
+            word, turn, view, step, digest, *_ = self._read(position)
+            magic, form = word & (1 << _MAGIC_BITS) - 1, word >> _MAGIC_BITS
+            peer, here = self.group.ranks[position], self.stamp
             if magic not in (_MAGIC, _BROKEN):
-                raise Diverged(peer, self.stamp.step, "it speaks another version of the protocol")
-            if (turn, step) != (self.turn, self.stamp.step):
-                raise Diverged(
-                    peer, self.stamp.step, f"it is at step {step}, round {turn}; this worker at round {self.turn}"
-                )
-            if digest != self.stamp.digest:
-                raise Diverged(peer, self.stamp.step, f"anchor hash {digest:#x} against {self.stamp.digest:#x} here")
+                raise Diverged(peer, here.step, "it speaks another version of the protocol")
+            if view != self.group.view:
+                raise Elsewhere(peer, view, self.group.view)
+            if (turn, step) != (self.turn, here.step):
+                raise Diverged(peer, here.step, f"it is at step {step}, round {turn}; this worker at round {self.turn}")
+            if form != self.form:
+                raise Diverged(peer, here.step, "it exchanges something else: another length, codec or part")
+            if digest != here.digest:
+                raise Diverged(peer, here.step, f"anchor hash {digest:#x} against {here.digest:#x} here")
             whole = whole and magic == _MAGIC
         return whole
 
     def note(self, position: int) -> int:
         """What another member noted; after `compare`."""
-        return int(self.theirs[position, 4])
+        return self._read(position)[-1]
+
+    def _read(self, position: int) -> tuple[int, ...]:
+        return self._layout.unpack(self._theirs[position].numpy().tobytes())

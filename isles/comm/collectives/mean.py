@@ -16,8 +16,9 @@ float64).
 Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is two
 segments and the reduction of one hides behind the transfer of the next.
 
-The header (`Stamp`: round, step, hash of the anchor) travels beside the data, so that a member that is elsewhere is
-noticed in the same round trip.
+The header (view, round, step, hash of the anchor, a digest of what is averaged) travels beside the data, so that a
+member that is elsewhere is noticed in the same round trip. On gloo a message that is longer than its receive ends the
+process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
-from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp
+from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp, form_digest
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work, native_collectives
 
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60
-_PHASES_A_PART = 2 * _MAX_SEGMENTS + 4  # scatter and gather of every segment, then the header
+_PARTS = 4  # buffers that one round may exchange
 
 
 def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
@@ -55,6 +56,11 @@ def gathers(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> bool:
     shards = [last - first for first, last in cuts(elements, size, codec.block)]
     there, back = (sum(form.wire_bytes(shard, dtype) for shard in shards) for form in (codec, codec.back))
     return size * codec.wire_bytes(elements, dtype) <= there + back
+
+
+def phases(elements: int) -> int:
+    """Phases that the means of one round take: of each part the header, then scatter and gather of every segment."""
+    return _PARTS * (1 + 2 * len(segments(elements, block=1)))
 
 
 def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
@@ -105,18 +111,19 @@ def mean(
 
     own: if given (n,), filled with this member's contribution as the others decode it. residual: if given (n,), reduced
     by what of this member's buffer got into the mean: with the buffer itself in it, the encodings' error is left, and
-    over all members residuals + size * mean = sum of buffers. part: tells apart several buffers of one round (0 or 1).
-    Raises Diverged when a member's stamp differs. After any error, do not write to `buffer`: parts of it may still be
-    on their way to members that are late.
+    over all members residuals + size * mean = sum of buffers. part: tells apart several buffers of one round (0 to 3).
+    Raises Elsewhere for a member of another view, Diverged when a member's stamp differs or it averages something else.
+    After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
-    headers = Headers(call, stamp or Stamp(step=-1), part * _PHASES_A_PART + _PHASES_A_PART - 1)
+    form = form_digest(buffer.numel(), str(buffer.dtype), codec.name, part)
+    headers = Headers(call, stamp or Stamp(step=-1), part, form)
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = _Wires()
     waiting: _Segment | None = None
     whole = True
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
         pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
-        phase = part * _PHASES_A_PART + 2 * index
+        phase = part + _PARTS * (1 + 2 * index)
         segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
             call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
         )
@@ -312,8 +319,8 @@ class _TwoShot(_Segment):
         works = []
         for position in group.others:
             start, stop = self.shards[position]
-            works.append(self.receive(position, back, stop - start, self.phase + 1))
-        works += [self.call.send(position, wire, self.phase + 1) for position in group.others]
+            works.append(self.receive(position, back, stop - start, self.phase + _PARTS))
+        works += [self.call.send(position, wire, self.phase + _PARTS) for position in group.others]
         told = back.decode(wire, last - first, shard.dtype)
         if self.residual is not None:  # what the second encoding lost of all members' shares
             self.residual[first:last].add_(shard - told, alpha=group.size)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from isles.network.routing.events import Wire
-from isles.network.routing.legal import Rules
+from isles.network.routing.legal import PathRules
 from isles.network.routing.replay import Replay, TaskSeconds, first_come, replay
 from isles.network.routing.routes import MOST_VISITS, Route, Task
 from isles.network.routing.wires import Delays
@@ -60,7 +60,7 @@ class Problem:
     memory: int = 3
     waves: int = 2
     costs: Costs = field(default_factory=Costs)
-    rules: Rules = field(default_factory=Rules)
+    rules: PathRules = field(default_factory=PathRules)
 
     def __post_init__(self) -> None:
         nodes = sorted(node for stage in self.stages for node in stage)

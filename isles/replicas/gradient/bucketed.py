@@ -21,7 +21,7 @@ import torch
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
-from isles.replicas.replica import Question, Replica
+from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.schedule import Held, Outline, Planned, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -157,7 +157,7 @@ class BucketedSync(ReplicaSync):
         return plan
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PeerQuestion]:
         """See ReplicaSync.questions."""
         return [*super().questions, "largest"] if self._careful else super().questions
 

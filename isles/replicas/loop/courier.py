@@ -1,4 +1,4 @@
-"""Starts and ends the exchanges of an outer method, each with the group of its round; survives what the method may
+"""Starts and ends the exchanges of an outer method, each with the members of its round; survives what the method may
 survive.
 """
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
-from isles.comm.errors import DeadlinePassed, PeerLost
+from isles.comm.errors import DeadlinePassed, Elsewhere, PeerLost
 from isles.comm.group import Group
+from isles.comm.roster import Roster
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
@@ -21,36 +22,34 @@ _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyon
 
 
 class Courier:
-    """`lost`: positions whose connection broke; rounds with them are done alone.
+    """roster: who is in which round, and who is lost; rounds with lost ones are done alone.
 
     Where answers land later a worker may be ahead of another by all that is computed meanwhile, so such an exchange has
     that much more time than the group's deadline.
     """
 
-    def __init__(self, group: Group, parts: Composition) -> None:
-        self.group, self.parts = group, parts
-        self.lost: set[int] = set()
+    def __init__(self, roster: Roster, parts: Composition) -> None:
+        self.roster, self.parts = roster, parts
+        self.transport = roster.founders.transport
         self._began: tuple[int, float] | None = None
 
     def stepped(self, step: int) -> None:
         """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here."""
         if self._began is None:
-            self._began = step, self.group.transport.now()
+            self._began = step, self.transport.now()
 
     def members(self, round: int) -> tuple[int, ...]:
-        """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
-        return self.parts.mixing.members(round, self.group.size, self.group.rank)
+        """Positions in the roster's group of `round` (1, 2, ...) that take part in this worker's exchange."""
+        group = self.roster.group(round)
+        return self.parts.mixing.members(round, group.size, group.rank)
 
     def is_alone(self, fragment: Fragment) -> bool:
         """True if the fragment's next round has nobody else in it and nothing to do but land what it forms."""
-        return self.parts.own_answer and self._present(fragment.rounds + 1) == (self.group.rank,)
+        return self.parts.own_answer and self._present(fragment.rounds + 1).size == 1
 
     def survivors(self) -> Group:
         """The workers that are left; where the method goes on without lost ones, they are asked."""
-        if self.parts.on_peer_failure != "solo":
-            return self.group
-        left = [position for position in range(self.group.size) if position not in self.lost]
-        return self.group.among(left).answering("eval")
+        return self.roster.survivors(asked=self.parts.on_peer_failure == "solo")
 
     def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int) -> Exchange:
         """Start the exchange of a snapshot, with what error feedback adds."""
@@ -68,7 +67,7 @@ class Courier:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
             own = fragment.staging()
-            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.group.transport.rank, own)
+            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
         fragment.latest = self._start(
@@ -111,11 +110,10 @@ class Courier:
         """Wait; False if a peer failed and `on_peer_failure` lets this worker go on without it."""
         try:
             exchange.wait()
-        except (PeerLost, DeadlinePassed) as error:
+        except (PeerLost, DeadlinePassed, Elsewhere) as error:
             if self.parts.on_peer_failure != "solo":
                 raise
-            if isinstance(error, PeerLost) and error.rank in self.group.ranks:
-                self.lost.add(self.group.ranks.index(error.rank))
+            self.roster.miss(error.rank if isinstance(error, PeerLost) else error.peer, error)
             exchange.failed = True
         return not exchange.failed
 
@@ -145,7 +143,7 @@ class Courier:
         fill: Tensor | None,
         residual: Tensor | None,
     ) -> Exchange:
-        group = self.group.among(self._present(round))
+        group = self._present(round)
         call = group.call(round=round, fragment=fragment.index)
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
@@ -156,10 +154,11 @@ class Courier:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""
         if self._began is None or step <= self._began[0]:
             return 0.0
-        pace = (self.group.transport.now() - self._began[1]) / (step - self._began[0])
+        pace = (self.transport.now() - self._began[1]) / (step - self._began[0])
         return _SLOWER * pace * (self.parts.cadence.lands(step) - step)
 
-    def _present(self, round: int) -> tuple[int, ...]:
-        """The members of a round, or this worker alone where one of them is lost."""
-        members = self.members(round)
-        return (self.group.rank,) if self.lost.intersection(members) else members
+    def _present(self, round: int) -> Group:
+        """The members of this worker's exchange of `round`, or this worker alone where one of them is lost."""
+        group, members = self.roster.group(round), self.members(round)
+        alone = any(self.roster.lost(group.ranks[position]) for position in members)
+        return group.among((group.rank,) if alone else members)

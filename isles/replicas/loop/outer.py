@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.group import Group
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.loop.sweep import Sweep
@@ -40,6 +40,7 @@ class OuterSync(ReplicaSync):
 
     level = "parameter"
     spans_islands = True
+    follows_roster = True
 
     @abstractmethod
     def compose(self) -> Composition:
@@ -50,7 +51,7 @@ class OuterSync(ReplicaSync):
         self.parts = parts = self.compose()
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
-        self.courier = Courier(self.group, parts)
+        self.courier = Courier(self.roster, parts)
         self.fragments = fragments_of(parts, self.parameters, self.shares)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
@@ -97,8 +98,8 @@ class OuterSync(ReplicaSync):
 
     @property
     def lost(self) -> set[int]:
-        """Positions whose connection broke."""
-        return self.courier.lost
+        """Positions in `group` whose connection broke."""
+        return {position for position, seat in enumerate(self.group.ranks) if self.roster.lost(seat)}
 
     def survivors(self) -> Group:
         """See ReplicaSync.survivors."""
@@ -132,6 +133,9 @@ class OuterSync(ReplicaSync):
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+        if self.parts.on_peer_failure == "solo":
+            largest = max(fragment.flat.numel for fragment in self.fragments)
+            rounds_to_leave_behind(rounds, len(self.fragments), largest)
         notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
@@ -154,7 +158,7 @@ class OuterSync(ReplicaSync):
         return {
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "flights": [flight.state_dict() for flight in self.flights],
-            "lost": sorted(self.lost),
+            "roster": self.roster.state_dict(),
             "skipped": self.skipped,
         }
 
@@ -168,8 +172,8 @@ class OuterSync(ReplicaSync):
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
-        self.courier = Courier(self.group, self.parts)
-        self.courier.lost = set(state["lost"])
+        self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
+        self.courier = Courier(self.roster, self.parts)
         self.skipped = state["skipped"]
 
     @classmethod
@@ -177,7 +181,7 @@ class OuterSync(ReplicaSync):
         """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
         being the state of their mean: a round that has been sent lands with the new workers.
         """
-        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "lost": []}
+        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
 
     # One step of the loop.
 

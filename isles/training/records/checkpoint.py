@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Checkpoints:
         folder = self._at(step)
         folder.mkdir(parents=True, exist_ok=True)
         structure, tensors = split_state(state)
-        path = folder / f"worker-{worker}.safetensors"
+        path = self._shard(step, worker)
         partial = path.with_suffix(".partial")
         with no_half_file(partial):
             save_file(tensors, str(partial))
@@ -94,17 +94,18 @@ class Checkpoints:
         _write_text(path.with_suffix(".json"), json.dumps({"crc32": checksum, "state": structure}))
 
     def commit(
-        self, step: int, workers: int, facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
+        self, step: int, seats: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
     ) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). facts: for the manifest.
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). seats: the workers whose state
+        it is, all that were left of the run. facts: for the manifest.
 
-        own: the workers whose shards lie here; None: all. The others' lie on other machines.
+        own: the workers of this machine; None: all. The others' shards lie on other machines.
         """
         folder = self._at(step)
-        here = range(workers) if own is None else own
+        here = seats if own is None else [worker for worker in own if worker in seats]
         names = [f"worker-{worker}{suffix}" for worker in here for suffix in (".safetensors", ".json")]
         files = {name: (folder / name).stat().st_size for name in names}
-        manifest = {"step": step, "workers": workers, **facts, "files": files}
+        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **facts, "files": files}
         _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
         _sync_folder(self.folder)
         for old in self.steps()[:-keep] if keep else []:
@@ -124,9 +125,18 @@ class Checkpoints:
         """What was committed for `step`."""
         return json.loads((self._at(step) / "manifest.json").read_text(encoding="utf-8"))
 
+    def seats(self, step: int) -> list[int]:
+        """The workers whose state the checkpoint of `step` is, ascending. Older manifests name none: all."""
+        manifest = self.manifest(step)
+        return manifest.get("seats", list(range(manifest["workers"])))
+
+    def absent(self, step: int) -> list[int]:
+        """Those of `seats` whose shards do not lie here, but on other machines."""
+        return [worker for worker in self.seats(step) if not self._shard(step, worker).exists()]
+
     def read_shard(self, step: int, worker: int) -> State:
         """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""
-        path = self._at(step) / f"worker-{worker}.safetensors"
+        path = self._shard(step, worker)
         text = path.with_suffix(".json")
         try:
             held = json.loads(text.read_text(encoding="utf-8"))
@@ -150,7 +160,7 @@ class Checkpoints:
         for shard in shards:
             fresh.write_shard(step, workers, shard)
             workers += 1
-        fresh.commit(step, workers, facts, keep=0)
+        fresh.commit(step, range(workers), facts, keep=0)
         before = self.folder / "replaced"
         shutil.rmtree(before, ignore_errors=True)
         os.replace(self._at(step), before)
@@ -161,6 +171,9 @@ class Checkpoints:
 
     def _at(self, step: int) -> Path:
         return self.folder / f"step-{step}"
+
+    def _shard(self, step: int, worker: int) -> Path:
+        return self._at(step) / f"worker-{worker}.safetensors"
 
     def _whole(self, manifest: Path) -> bool:
         try:

@@ -12,6 +12,7 @@ workers that leave are added to those that stay, new workers begin at zero. Cloc
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,15 @@ def prepare(run: Path, workers: int | None) -> Resumption:
         raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
     step = steps[-1]
     config = read_config(str(run / "config.toml"), {} if workers is None else {"world.workers": workers}, [])
-    before, after = checkpoints.manifest(step)["workers"], config.world.workers
-    if before == after:
+    seats, after = checkpoints.seats(step), config.world.workers
+    before = len(seats)
+    if seats == list(range(after)):
         return Resumption(config, step, [])
+    if elsewhere := checkpoints.absent(step):
+        raise ValueError(
+            f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
+            f"copy them here, into {checkpoints.folder}, and resume without --nodes"
+        )
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
     plan(config)  # refuses what the method or the batch cannot be
@@ -81,13 +88,13 @@ def prepare(run: Path, workers: int | None) -> Resumption:
         seed=config.run.seed,
     )
     with locked(run):
-        common = _common(checkpoints, step, before, config)
+        common = _common(checkpoints, step, seats, config)
         facts = {"isles_version": __version__, "method": config.method, "regrouped_from": before}
         checkpoints.replace(step, (_shard(common, worker, config) for worker in range(after)), facts)
         partial = run / "config.partial"
         partial.write_text(to_toml(config), encoding="utf-8")
         os.replace(partial, run / "config.toml")
-    return Resumption(config, step, _notes(common, before, after, step))
+    return Resumption(config, step, _notes(common, seats, after, step))
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,14 @@ class _Common:
     own: list[State]
 
 
-def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -> _Common:
-    first = checkpoints.read_shard(step, 0)
+def _common(checkpoints: Checkpoints, step: int, seats: Sequence[int], config: Config) -> _Common:
+    first = checkpoints.read_shard(step, seats[0])
     method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
     structure, tensors = split_state(_large(first))
     same = dict.fromkeys(tensors, True)
     sums: dict[str, Tensor] = {}
     own = [_small(first)]
-    for worker in range(1, workers):
+    for worker in seats[1:]:
         shard = checkpoints.read_shard(step, worker)
         own.append(_small(shard))
         for path, tensor in split_state(_large(shard))[1].items():
@@ -116,7 +123,7 @@ def _common(checkpoints: Checkpoints, step: int, workers: int, config: Config) -
             sums[path] += tensor
             same[path] = same[path] and torch.equal(tensor, tensors[path])
     means = {
-        path: tensor if same[path] else (sums[path] / workers).to(tensor.dtype) for path, tensor in tensors.items()
+        path: tensor if same[path] else (sums[path] / len(seats)).to(tensor.dtype) for path, tensor in tensors.items()
     }
     equal: dict[str, bool] = {}
     for path, is_same in same.items():
@@ -183,12 +190,14 @@ def _clocks_on(transport: dict[str, Any], own: list[State]) -> dict[str, Any]:
     return {**transport, "clock": latest, "messages": {}, "latest": []}
 
 
-def _notes(common: _Common, before: int, after: int, step: int) -> list[str]:
+def _notes(common: _Common, seats: Sequence[int], after: int, step: int) -> list[str]:
     kept = [part for part, equal in common.equal.items() if equal]
     mixed = [part for part, equal in common.equal.items() if not equal]
+    before = len(seats)
+    who = f"{after} workers instead of {before}" if after != before else f"the {after} workers that were left"
     always = ["the step", "the learning rate's schedule", "the place in the data", "totals of tokens and bytes"]
     notes = [
-        f"going on with {after} workers instead of {before} after step {step}",
+        f"going on with {who} after step {step}",
         f"kept: {', '.join([*always, *(f'{part} (equal on all)' for part in kept)])}",
     ]
     if mixed:

@@ -1,7 +1,8 @@
 """How far the replicas are apart while they train, estimated without a message between workers.
 
     worker    `Sample.read` at a logged step: the same few weights of everyone, as text -> world.report
-    launcher  `Spread.take`: once a step's samples are all there -> {"step": s, "replica_std": x} in metrics.jsonl
+    launcher  `Spread.take`: once the samples of all who are left are there -> {"step": s, "replica_std": x} in
+              metrics.jsonl
 
 An exact figure would need a mean of all weights over all workers: bytes that the method does not send, and a wait for
 everybody that methods without one exist to avoid (on a virtual clock it would also change the run's time). The estimate
@@ -56,19 +57,27 @@ class Spread:
     """Puts the samples of `workers` workers together, in rank order: the same samples give the same bits."""
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
+        self.left = set(range(workers))
         self._samples: dict[int, dict[int, str]] = {}
 
-    def take(self, step: int, worker: int, sample: str) -> float | None:
-        """The spread at `step` if this sample was the last one missing."""
-        here = self._samples.setdefault(step, {})
-        here[worker] = sample
-        if len(here) < self.workers:
-            while len(self._samples) > _PENDING:
-                del self._samples[min(self._samples)]
-            return None
-        del self._samples[step]
-        return spread_of([here[rank] for rank in sorted(here)])
+    def take(self, step: int, worker: int, sample: str) -> dict[int, float]:
+        """The spread at `step`, by step, if this sample was the last one missing."""
+        self._samples.setdefault(step, {})[worker] = sample
+        spreads = self._whole([step])
+        while len(self._samples) > _PENDING:
+            del self._samples[min(self._samples)]
+        return spreads
+
+    def lose(self, worker: int) -> dict[int, float]:
+        """`worker` sends no more; the spreads, by step, for which only its sample was missing."""
+        self.left.discard(worker)
+        return self._whole(sorted(self._samples))
+
+    def _whole(self, steps: Sequence[int]) -> dict[int, float]:
+        """Of those among `steps` of which all samples are there; a lost worker's own is left out."""
+        whole = [step for step in steps if self.left and self._samples[step].keys() >= self.left]
+        samples = {step: self._samples.pop(step) for step in whole}
+        return {step: spread_of([own[worker] for worker in sorted(self.left)]) for step, own in samples.items()}
 
 
 def spread_of(samples: Sequence[str]) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +23,9 @@ from isles.version import __version__
 
 
 class Records:
-    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when all are there."""
+    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when those of all who are
+    left are there.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,8 @@ class Records:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
         self.node_group, self.loggers, self.resume = node_group, loggers, resume
         self.file: TextIO | None = None
-        self.shards: Counter[int] = Counter()
+        self.left = set(range(config.world.workers))
+        self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
         self.spread = Spread(config.world.islands)
 
@@ -50,17 +53,18 @@ class Records:
             self.file.close()
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event of one worker."""
+        """One event of one worker, or of the launcher about one that is lost."""
+        if "lost" in event:
+            self._lose(event["lost"])
         if "notice" in event:
             self.on_notice(event["notice"])
         elif "checkpoint" in event:
-            self._shard(event["checkpoint"])
+            self.shards[event["checkpoint"]].add(event["worker"])
+            self._commit(event["checkpoint"])
         elif "corpus" in event:
             self._same_corpus(event["corpus"], event["rank"])
         elif "sample" in event:
-            spread = self.spread.take(event["step"], event["worker"], event["sample"])
-            if spread is not None:
-                self._line(asdict(SpreadMetrics(step=event["step"], replica_std=spread)))
+            self._spread(self.spread.take(event["step"], event["worker"], event["sample"]))
         elif "spans" in event:
             with (self.out / TIMELINE).open("a", encoding="utf-8") as file:
                 file.writelines(as_json(span) + "\n" for span in event["spans"])
@@ -78,11 +82,24 @@ class Records:
         self.file.flush()
         self.loggers.line(record)
 
-    def _shard(self, step: int) -> None:
-        self.shards[step] += 1
-        if self.shards[step] == self.config.world.workers:
-            self.node_group.tell({"command": {"commit": step}})
-            commit(self.config, self.out, step, self.node_group)
+    def _commit(self, step: int) -> None:
+        """Once all who are left have written `step`. The shard of one that is lost is not part of it."""
+        if self.left and self.shards[step] >= self.left:
+            del self.shards[step]
+            seats = sorted(self.left)
+            self.node_group.tell({"command": {"commit": step, "seats": seats}})
+            commit(self.config, self.out, step, self.node_group, seats)
+
+    def _lose(self, worker: int) -> None:
+        """What waited for `worker` alone waits no more."""
+        self.left.discard(worker)
+        for step in sorted(self.shards):
+            self._commit(step)
+        self._spread(self.spread.lose(worker))
+
+    def _spread(self, spreads: dict[int, float]) -> None:
+        for step, spread in spreads.items():
+            self._line(asdict(SpreadMetrics(step=step, replica_std=spread)))
 
     def _same_corpus(self, sha256: str, rank: int) -> None:
         self.corpora.setdefault(sha256, rank)
@@ -102,15 +119,15 @@ def write_config(config: Config, out: Path) -> None:
         path.write_text(to_toml(config), encoding="utf-8")
 
 
-def commit(config: Config, out: Path, step: int, node_group: NodeGroup) -> None:
-    """Make the checkpoint of `step`, whose shards are all written, exist on this machine."""
+def commit(config: Config, out: Path, step: int, node_group: NodeGroup, seats: Sequence[int]) -> None:
+    """Make the checkpoint of `step`, which the workers `seats` have all written, exist on this machine."""
     write_config(config, out)
-    workers, keep = config.world.workers, config.run.keep_checkpoints
+    keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
     facts = {"isles_version": __version__, "method": config.method}
-    own = None if node_group.spec.shared_directory else node_group.shares(workers)[node_group.node]
-    Checkpoints(out).commit(step, workers, facts, keep=keep, own=own)
+    own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
+    Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 
 
 def cut_metrics(path: Path, step: int) -> None:

@@ -78,7 +78,7 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
 
     def obey(command: Any) -> None:
         if isinstance(command, dict) and "commit" in command:
-            commit(config, out, int(command["commit"]), node_group)
+            commit(config, out, int(command["commit"]), node_group, command["seats"])
 
     world = config.world
     start_server()

@@ -11,7 +11,7 @@ RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see 
 RUN/run.lock                             while the run goes on, see `lock`
 
 A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
-be used again. With several machines this is what node 0 does; the others: `remote`.
+be used again. With several machines this is what node 0 does; the others: `follow`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
-Summary = dict[str, Any]
+SummaryTable = dict[str, Any]
 
 
 def launch(
@@ -49,7 +49,7 @@ def launch(
     resume: int | None = None,
     node_spec: NodeSpec = SINGLE_NODE,
     start_workers: StartTraining | None = None,
-) -> Summary:
+) -> SummaryTable:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
@@ -86,7 +86,7 @@ def _launch(
     resume: int | None,
     node_spec: NodeSpec,
     start_workers: StartTraining,
-) -> Summary:
+) -> SummaryTable:
     started = time.perf_counter()
     if resume is None:
         claim(out)
@@ -114,14 +114,12 @@ def _launch(
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none: a run
-    that lost workers saves no more.
-    """
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none."""
 
     def __init__(self, out: Path, node_spec: NodeSpec) -> None:
         self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
         super().__init__(
-            "stopped; there is no checkpoint, for a worker was lost before the first"
+            "stopped; there is no checkpoint, for a worker was lost while the first was written"
             if self.step is None
             else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{node_spec.flags}"
         )
@@ -137,7 +135,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     """
 
     def tell(rank: int, error: Exception) -> None:
-        on_event({"notice": f"worker {rank} failed ({_last_line(error)}); the others go on, without checkpoints"})
+        on_event({"lost": rank, "notice": f"worker {rank} failed ({_last_line(error)}); the others go on without it"})
 
     with first_interrupt(pool.stop):
         results = pool.join(on_event, tell if config.replicas.survives else None)
@@ -147,7 +145,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     return left
 
 
-def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
+def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
     """The contents of summary.json from what the workers returned."""
 
     def mean(key: str) -> float:

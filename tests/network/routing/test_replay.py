@@ -15,7 +15,7 @@ from isles.network.routing.events import AtOnce
 from isles.network.routing.orders import in_flight, orders
 from isles.network.routing.replay import TaskSeconds, by_arrival, first_come, in_order, replay
 from isles.network.routing.routes import Route, fixed_routes, random_routes, visited
-from isles.network.routing.wires import Delays, Lines, Sizes, bytes_sent
+from isles.network.routing.wires import Delays, MessageLines, Sizes, bytes_sent
 from isles.network.topology import Topology
 
 GRID = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), range(1, 9)))
@@ -186,6 +186,6 @@ def test_replay_over_lines_is_the_virtual_clock(name):
                 seed=9,
                 deadlines=Deadlines(),
             )
-            wire = Lines(Topology(6, network, near, island), sizes, ranks, seed=9)
+            wire = MessageLines(Topology(6, network, near, island), sizes, ranks, seed=9)
             played = replay(routes, seconds, wire, in_order(lists))
             assert played.makespan == pytest.approx(max(clocks), rel=0, abs=1e-9)

@@ -1,0 +1,93 @@
+"""Who takes part in which round of an outer method, and whom this worker has lost."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from isles.comm.errors import CommError, PeerLost
+from isles.comm.group import Group
+
+
+@runtime_checkable
+class Roster(Protocol):
+    """The members of rounds 1, 2, ... as this worker knows them; see `isles.comm.view.View` for seats.
+
+    The first answer for a round is final, for whoever asks has begun it; answers for rounds that have not landed belong
+    to the state.
+    """
+
+    @property
+    def founders(self) -> Group:
+        """Who starts together. Its size and this worker's position in it are what a run is planned with."""
+        ...
+
+    def group(self, round: int) -> Group:
+        """The members of `round`, lost ones included: all must draw pairs from the same list. This worker alone where
+        it is not a member, or does not know.
+        """
+        ...
+
+    def lost(self, seat: int) -> bool:
+        """Whether `seat` is waited for no more."""
+        ...
+
+    def miss(self, seat: int, error: CommError) -> None:
+        """An exchange with `seat` (-1: with somebody) has ended in `error`."""
+        ...
+
+    def survivors(self, asked: bool) -> Group:
+        """The workers of the newest view; with `asked` those of them that answer now: all must ask together."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: what a checkpoint keeps."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; from {}: nobody is lost."""
+        ...
+
+
+class FixedRoster:
+    """`founders` in every round; whose connection breaks is lost for good."""
+
+    def __init__(self, founders: Group) -> None:
+        self.founders = founders
+        self._lost: set[int] = set()
+
+    def group(self, round: int) -> Group:
+        """See Roster.group."""
+        return self.founders
+
+    def lost(self, seat: int) -> bool:
+        """See Roster.lost."""
+        return seat in self._lost
+
+    def miss(self, seat: int, error: CommError) -> None:
+        """See Roster.miss: who is only late is met again."""
+        if isinstance(error, PeerLost) and seat in self.founders.ranks:
+            self._lost.add(seat)
+
+    def survivors(self, asked: bool) -> Group:
+        """See Roster.survivors."""
+        if not asked:
+            return self.founders
+        left = [position for position, seat in enumerate(self.founders.ranks) if seat not in self._lost]
+        return self.founders.among(left).answering("eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Roster.state_dict."""
+        return {"lost": sorted(self._lost)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Roster.load_state_dict."""
+        self._lost = set(state.get("lost", ()))
+
+
+def as_roster(group: Group | Roster) -> Roster:
+    """A group's roster is the one that never changes. ValueError for what is neither."""
+    if isinstance(group, Group):
+        return FixedRoster(group)
+    if not isinstance(group, Roster):
+        raise ValueError(f"group is a {type(group).__name__}: pass a group of workers, such as world.outer")
+    return group

@@ -1,0 +1,143 @@
+"""Workers that come and go between rounds: 1 to 3 are of seats 0 to 3, 4 to 6 without seat 2, then all are back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import isles
+from isles.comm.call import Ledger
+from isles.comm.mesh import Mesh
+from isles.comm.roster import FixedRoster, Roster
+from isles.comm.view import View
+from tests.replicas.changing import ChangingRoster
+from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, train_step, weights
+
+EVERYONE, WITHOUT_2 = (0, 1, 2, 3), (0, 1, 3)
+VIEWS = [View(0, 1, EVERYONE), View(1, 4, WITHOUT_2), View(2, 7, EVERYONE)]
+DEADLINES = isles.Deadlines(outer=20, control=20, eval=20)
+FOLLOW = [name for name, (method, _) in RUNS.items() if isles.method(method).follows_roster]
+NOLOCO = [name for name in RUNS if name.startswith(("noloco", "streaming-noloco"))]
+
+
+def made(world: Mesh, name: str, views: list[View], **options: Any) -> tuple[Any, ChangingRoster]:
+    roster, model = ChangingRoster(world.world, views), Net(seed=world.rank)
+    method, defaults = RUNS[name]
+    return isles.method(method)(model, adamw(model), roster, **{**defaults, **options}), roster
+
+
+def run(worker: Any, *args: Any) -> list[Any]:
+    return isles.run_virtual(worker, 4, links=LINKS, args=args, deadlines=DEADLINES)
+
+
+@pytest.mark.parametrize("name", NOLOCO)
+def test_noloco_goes_on_through_all_views(name: str) -> None:
+    """Seat 2 does rounds 4 to 6 alone and then meets the others again; nobody misses anybody."""
+
+    def worker(world: Mesh) -> Any:
+        optimizer, roster = made(world, name, VIEWS)
+        while min(fragment.rounds for fragment in optimizer.fragments) < 9:
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+        optimizer.finish()
+        met = [[roster.group(r).ranks[p] for p in optimizer.members(r)] for r in range(1, 10)]
+        return met, roster.log, optimizer.replica_std()
+
+    results = run(worker)
+    for rank, (met, log, spread) in enumerate(results):
+        assert not log and 0 < spread < 0.1
+        assert all(rank in together for together in met)
+        assert all(results[other][0][turn] == met[turn] for turn in range(9) for other in met[turn])
+    assert results[2][0][3:6] == [[2]] * 3
+    assert [len(together) for together in results[2][0][6:]] == [len(results[2][0][0])] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8", "error_feedback": "local"}, {"codec": "powersgd:1"}])
+def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
+    """Seat 2 comes back with a fresh ledger and what seat 0 gave it: the anchors are equal to the bit from then on.
+    Without the gift its first message tells.
+    """
+    gift: dict[str, Any] = {}
+
+    def worker(world: Mesh, adopts: bool) -> Any:
+        optimizer, roster = made(world, "diloco", VIEWS, **options)
+        beside = replace(world.world, ranks=(0, 2), view=99) if world.rank in (0, 2) else None
+        while optimizer.steps < 27:
+            if adopts and beside is not None and world.rank == 2 and optimizer.steps == 9:
+                roster.world = replace(roster.world, ledger=Ledger())
+                beside.barrier()
+                for fragment in gift["outer"]["fragments"]:
+                    fragment["residual"] = None if fragment["residual"] is None else fragment["residual"] * 0
+                optimizer.steps = 18
+                optimizer.model.load_state_dict(gift["model"])
+                optimizer.load_outer_state({**gift["outer"], "roster": roster.state_dict()})
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+            if adopts and beside is not None and world.rank == 0 and optimizer.steps == 18:
+                model = {name: tensor.clone() for name, tensor in optimizer.model.state_dict().items()}
+                gift.update(outer=optimizer.outer_state(), model=model)
+                beside.barrier()
+        optimizer.finish()
+        optimizer.replica_std()  # a call without a round, which the fresh ledger numbers like the others'
+        return bits(optimizer.fragments[0].anchor), bits(weights(optimizer.consolidate()))
+
+    assert len(set(run(worker, True))) == 1
+    with pytest.raises(isles.Diverged, match=r"worker \d diverged at step 21: anchor hash"):
+        run(worker, False)
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_a_planned_leave(name: str) -> None:
+    """Seat 2 stays until each of its fragments has done the last round that it is in, then finishes by itself."""
+
+    def worker(world: Mesh) -> Any:
+        optimizer, roster = made(world, name, VIEWS[:2])
+        for step in range(1, 22):
+            train_step(optimizer, world.rank, step)
+            if world.rank == 2 and min(fragment.rounds for fragment in optimizer.fragments) == 3:
+                break
+        optimizer.finish()
+        if world.rank == 2:
+            return None
+        optimizer.replica_std()
+        return roster.log, bits(weights(optimizer.consolidate()))
+
+    results = run(worker)
+    assert results[0] == results[1] == results[3] and results[0][0] == []
+
+
+def test_who_is_in_another_view_is_noticed_at_the_first_message() -> None:
+    """Seat 3 hears of view 1 two rounds late. Whoever meets it goes on alone at once, where a deadline is 20 s."""
+
+    def worker(world: Mesh) -> Any:
+        views = [VIEWS[0], View(1, 6 if world.rank == 3 else 4, WITHOUT_2)]
+        optimizer, roster = made(world, "noloco", views, on_peer_failure="solo")
+        for step in range(1, 25):
+            if world.rank == 2 and step == 10:
+                break
+            train_step(optimizer, world.rank, step)
+        else:
+            optimizer.finish()
+        return roster.log, world.transport.now()
+
+    results = run(worker)
+    assert (3, "Elsewhere") in results[0][0] + results[1][0]
+    assert all(kind == "Elsewhere" for log, _ in results[:2] for _, kind in log)
+    assert max(clock for _, clock in results) < 3.0
+
+
+def test_other_methods_want_the_same_workers_all_along() -> None:
+    def worker(world: Mesh) -> None:
+        with pytest.raises(ValueError, match="DDP needs the same workers from beginning to end"):
+            made(world, "ddp", VIEWS)
+        model = Net()
+        isles.DDP(model, adamw(model), FixedRoster(world.outer))
+
+    run(worker)
+
+
+def test_both_are_rosters() -> None:
+    def worker(world: Mesh) -> bool:
+        return all(isinstance(r, Roster) for r in (FixedRoster(world.outer), ChangingRoster(world.world, VIEWS)))
+
+    assert run(worker) == [True] * 4
