@@ -10,14 +10,14 @@ from typing import Literal, get_args
 from isles.memory.lanes import Update
 from isles.network.units import parse_bytes
 
-Method = Literal["none", "auto", "autohete", "karma", "checkpoint"]
+MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """Whether a worker keeps to a plan of memory, and which."""
 
-    method: Method = "none"
+    method: MemoryMethod = "none"
     """none: all of the model stays on the device. auto: whatever is fastest for every block: its weights and optimizer
     states on the device or on the host; its activations kept, swapped to the host, or made again in the backward pass.
     autohete: without swapping. karma: activations alone, kept, swapped or made again. checkpoint: activations alone,
@@ -43,7 +43,7 @@ class MemoryConfig:
     """
 
     def __post_init__(self) -> None:
-        for key, choices in (("method", Method), ("update", Update)):
+        for key, choices in (("method", MemoryMethod), ("update", Update)):
             value = getattr(self, key)
             if value not in get_args(choices):
                 raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")

@@ -1,6 +1,6 @@
 """What a model's blocks take, and what each choice for a block puts on the device, on the host and on every lane.
 
-Choices for a block's parameters and optimizer states (`Place`):
+Choices for a block's parameters and optimizer states (`UnitPlace`):
 
     device     D    all of it stays on the device, which updates it
     optimizer  O    the device keeps a copy of the weights; the host holds the masters and the states and updates them
@@ -32,9 +32,9 @@ from typing import Literal, NamedTuple, get_args
 
 from isles.network.machines import Machine
 
-Place = Literal["device", "optimizer", "host", "disk"]
+UnitPlace = Literal["device", "optimizer", "host", "disk"]
 Activations = Literal["keep", "swap", "recompute"]
-PLACES: tuple[Place, ...] = get_args(Place)
+PLACES: tuple[UnitPlace, ...] = get_args(UnitPlace)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 LETTERS = {"device": "D", "optimizer": "O", "host": "H", "disk": "N", "keep": "K", "swap": "S", "recompute": "R"}
 
@@ -43,7 +43,7 @@ LETTERS = {"device": "D", "optimizer": "O", "host": "H", "disk": "N", "keep": "K
 class Placement:
     """What is chosen for one unit."""
 
-    place: Place
+    place: UnitPlace
     activations: Activations
 
     @property

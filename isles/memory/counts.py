@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isles.memory.costs import Activations, Place, Placement, Profile, UnitTime, unit_cost, unit_time
+from isles.memory.costs import Activations, Placement, Profile, UnitPlace, UnitTime, unit_cost, unit_time
 from isles.network.machines import Machine
 
 _SOFT = 0.15  # share of the other lanes' load that ranks plans of one bound
@@ -34,9 +34,9 @@ class Counts(NamedTuple):
 
 def expand(units: int, counts: Counts) -> tuple[Placement, ...]:
     """The plan of these counts. Kept activations are those of the last units, whose backward pass comes first."""
-    moved: list[Place] = [*["disk"] * counts.stored, *["host"] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
-    device: list[Place] = ["device"] * counts.device
-    optimizer: list[Place] = ["optimizer"] * (units - counts.device - counts.moved)
+    moved: list[UnitPlace] = [*["disk"] * counts.stored, *["host"] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
+    device: list[UnitPlace] = ["device"] * counts.device
+    optimizer: list[UnitPlace] = ["optimizer"] * (units - counts.device - counts.moved)
     places = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]
     rest = units - counts.kept
     swap: list[Activations] = ["swap"] * counts.swapped

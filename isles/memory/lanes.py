@@ -22,14 +22,14 @@ from typing import Literal, NamedTuple
 
 from isles.memory.arena import Arena
 from isles.memory.costs import Placement, Profile, ends_seconds, ends_update, least_peak, unit_cost, unit_time
-from isles.memory.serial import LANES, Event, LaneName, SerialLane
+from isles.memory.serial import LANES, LaneName, SerialLane, SimulatedEvent
 from isles.network.machines import Machine
 
 Update = Literal["exact", "early"]
 _STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
 
 
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """What a lane did: seconds since the beginning, seconds it took, and for whom."""
 
     lane: LaneName
@@ -47,7 +47,7 @@ class LaneTimeline:
     step: float
     peak: float
     busy: dict[LaneName, float]
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SimulatedSpan] = field(default_factory=list)
 
 
 class Deadlock(RuntimeError):
@@ -118,13 +118,13 @@ class _Run:
         self.lanes["up"].opposite, self.lanes["down"].opposite = self.lanes["down"], self.lanes["up"]
         self.now, self._number, self._heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
         self.device_busy, self.working = 0.0, False
-        self.spans: list[Span] | None = [] if spans else None
+        self.spans: list[SimulatedSpan] | None = [] if spans else None
         self.tasks = list(self._program())
         self.at, self.asked = 0, 0
-        self.needs: dict[int, list[Event]] = {}
-        self.events: dict[tuple[object, ...], Event] = {}
+        self.needs: dict[int, list[SimulatedEvent]] = {}
+        self.events: dict[tuple[object, ...], SimulatedEvent] = {}
         self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
-        self.kept: dict[tuple[int, ...], Event] = {}  # uses whose slot stays for the next one
+        self.kept: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
         self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are on the host
         self.hosted = sum(not cost.on_device for cost in self.costs)
         self.marks: list[float] = []
@@ -159,7 +159,7 @@ class _Run:
 
     def note(self, lane: LaneName, seconds: float, what: str) -> None:
         if self.spans is not None and seconds:
-            self.spans.append(Span(lane, self.now, seconds, what))
+            self.spans.append(SimulatedSpan(lane, self.now, seconds, what))
 
     # The program
 
@@ -211,7 +211,7 @@ class _Run:
             return self.times[task.unit].backward
         return {"top": self.top_seconds, "bottom": 0.0, "update": self.update_seconds}[task.kind]
 
-    def _needs(self, task: _Task) -> list[Event]:
+    def _needs(self, task: _Task) -> list[SimulatedEvent]:
         step, batch, kind, unit = task
         if kind == "update":
             return [self._event("landed", step, happened=not self.hosted)]
@@ -222,7 +222,7 @@ class _Run:
         cost, times, needs = self.costs[unit], self.times[unit], []
         urgency = self._urgency(task)
         if cost.slot:
-            there = Event()
+            there = SimulatedEvent()
             needs.append(there)
 
             def slot_granted(before: tuple[int, ...] | None = self._use_before(task)) -> None:
@@ -239,7 +239,7 @@ class _Run:
             needs.append(self._granted(cost.forward))
             return needs
         if cost.swap:
-            back = Event()
+            back = SimulatedEvent()
             needs.append(back)
 
             def swap_granted() -> None:
@@ -250,8 +250,8 @@ class _Run:
         needs.append(self._granted(cost.backward + cost.gradients))
         return needs
 
-    def _granted(self, nbytes: float) -> Event:
-        event = Event()
+    def _granted(self, nbytes: float) -> SimulatedEvent:
+        event = SimulatedEvent()
         self.arena.want(nbytes, event.fire)
         return event
 
@@ -264,9 +264,9 @@ class _Run:
             return task.step, task.batch, 0, task.unit
         return (task.step, task.batch - 1, 1, task.unit) if task.batch else None
 
-    def _event(self, *key: object, happened: bool = False) -> Event:
+    def _event(self, *key: object, happened: bool = False) -> SimulatedEvent:
         if key not in self.events:
-            self.events[key] = Event(happened)
+            self.events[key] = SimulatedEvent(happened)
         return self.events[key]
 
     def _end(self) -> None:

@@ -33,7 +33,7 @@ from isles.memory.meter import MemoryMeter
 from isles.memory.plan import Plan
 from isles.memory.runner import Runner
 from isles.memory.units import units_of
-from isles.memory.updates import Part, Settings, settings_of
+from isles.memory.updates import PartialOptimizer, Settings, settings_of
 from isles.network.machines import Machine
 from isles.wrapping import Wrapping
 
@@ -101,9 +101,9 @@ class Managed(Wrapping):
             meter=meter,
         )
         hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
-        self._parts = {index: Part(inner, brought.host) for index, brought in self.runner.brought.items()}
+        self._parts = {index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()}
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
-        self._rest_part = Part(inner, self.rest)
+        self._rest_part = PartialOptimizer(inner, self.rest)
         self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
         self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
         self._clean = True  # gradients of the last step are gone

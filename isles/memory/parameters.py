@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from isles.memory.meter import MemoryMeter
-from isles.memory.units import Unit, travels_as
+from isles.memory.units import ModelUnit, travels_as
 
 
 class Brought:
     """One unit's copy on `device`. stays: it is never emptied, only refreshed."""
 
     def __init__(
-        self, unit: Unit, device: torch.device, autocast: str, *, stays: bool, meter: MemoryMeter | None = None
+        self, unit: ModelUnit, device: torch.device, autocast: str, *, stays: bool, meter: MemoryMeter | None = None
     ) -> None:
         self.slots, self.stays, self.meter = unit.slots, stays, meter
         self.host = unit.parameters

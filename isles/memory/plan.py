@@ -13,7 +13,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from isles.memory.costs import ACTIVATIONS, LETTERS, PLACES, Placement, Profile, unit_cost
-from isles.memory.lanes import LANES, LaneTimeline, Span, Update
+from isles.memory.lanes import LANES, LaneTimeline, SimulatedSpan, Update
 from isles.network.machines import Machine
 
 _FORMAT = 1
@@ -179,7 +179,7 @@ def trace(timeline: LaneTimeline) -> str:
     return json.dumps({"traceEvents": names + spans})
 
 
-def _event(span: Span, row: int) -> dict[str, Any]:
+def _event(span: SimulatedSpan, row: int) -> dict[str, Any]:
     return {"ph": "X", "pid": 0, "tid": row, "ts": span.start * 1e6, "dur": span.seconds * 1e6, "name": span.what}
 
 

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isles.memory.costs import Ends, Passes, Profile, Transient, UnitProfile
 from isles.memory.meter import MemoryMeter, nbytes
-from isles.memory.units import Unit, edge, forwards, is_cast, tensors_in, travels_as, units_of
+from isles.memory.units import ModelUnit, edge, forwards, is_cast, tensors_in, travels_as, units_of
 from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import flops_per_token
@@ -185,7 +185,7 @@ def _backward(trace: UnitTrace, gradients: int, stream: int) -> int:
 
 def trace_step(
     model: nn.Module,
-    units: list[Unit],
+    units: list[ModelUnit],
     batch: Any,
     *,
     loss: Loss = own_loss,
@@ -261,7 +261,7 @@ def trace_step(
 
 
 def _fake_trace(
-    model: nn.Module, units: list[Unit], batch: Any, loss: Loss, autocast: str, kept: str, brought: bool
+    model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss, autocast: str, kept: str, brought: bool
 ) -> Trace:
     dtypes = {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if brought else {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -272,7 +272,7 @@ def _fake_trace(
 
 
 @contextmanager
-def _shortened(model: nn.Module, units: list[Unit]) -> Iterator[list[int]]:
+def _shortened(model: nn.Module, units: list[ModelUnit]) -> Iterator[list[int]]:
     """The model with three blocks, for a while, where all are alike; for each of the whole model's, which one it is."""
     every = range(len(units))
     alike = len({repr(unit.module) + repr([p.shape for p in unit.parameters]) for unit in units}) == 1
@@ -323,7 +323,7 @@ def _like(batch: Any, device: str) -> Any:
 # Operations and seconds
 
 
-def _flops(model: nn.Module, units: list[Unit], batch: Any, loss: Loss) -> tuple[list[float], float]:
+def _flops(model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss) -> tuple[list[float], float]:
     """Of every unit's forward pass, and of the whole one."""
     if isinstance(model, Decoder):
         sequences, tokens = batch.shape[0], batch.shape[1] - 1

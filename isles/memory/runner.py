@@ -24,17 +24,17 @@ from torch.utils.checkpoint import checkpoint
 from isles.memory.activations import Repeatable, Swapped
 from isles.memory.arena import Arena
 from isles.memory.costs import Placement, Profile, ends_seconds, unit_cost, unit_time
-from isles.memory.engines.base import Engine, Event, Lane, Urgency
+from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
-from isles.memory.units import Unit, edge, tensors_in
+from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
 
-Kind = Literal["forward", "top", "backward", "bottom"]
+TaskKind = Literal["forward", "top", "backward", "bottom"]
 
 
 class _Task(NamedTuple):
-    kind: Kind
+    kind: TaskKind
     unit: int
 
 
@@ -56,7 +56,7 @@ class Runner:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ModelUnit],
         placements: Sequence[Placement],
         profile: Profile,
         machine: Machine,
@@ -88,12 +88,12 @@ class Runner:
         self.batches = 0  # since the last step
         self.steps = 0
         self._expected: deque[_Task] = deque()  # what is left of the pass
-        self._needs: dict[_Task, list[Event]] = {}
-        self._uses: dict[tuple[int, str, int], Event | None] = {}  # uses of a slot; an event: it stays for a next one
+        self._needs: dict[_Task, list[LaneEvent]] = {}
+        self._uses: dict[tuple[int, str, int], LaneEvent | None] = {}  # of slots; an event: it stays for a next use
         self._swapped: dict[int, Swapped] = {}  # of the pass
-        self._out: list[Event] = []  # of every unit: its activations are on the host
+        self._out: list[LaneEvent] = []  # of every unit: its activations are on the host
         self._landed: deque[_Landed] = deque()
-        self._on_the_way: dict[int, list[Event]] = {}
+        self._on_the_way: dict[int, list[LaneEvent]] = {}
         self._bottom = 0  # bytes of the bottom's transients, until the pass is over
         for index, unit in enumerate(units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
@@ -212,17 +212,17 @@ class Runner:
         casts = sum(cost.casts_end for cost in self.costs)
         self.arena.free(self.ends.top + self.ends.top_gradients - kept + casts)
 
-    def _urgency(self, kind: Kind | Literal["gradients"], index: int) -> Urgency:
+    def _urgency(self, kind: TaskKind | Literal["gradients"], index: int) -> Urgency:
         order = {"forward": 0, "backward": 1, "gradients": 2}[kind]
         return self.steps, self.passes, order, -index if kind == "backward" else index
 
-    def _ask(self, task: _Task) -> list[Event]:
+    def _ask(self, task: _Task) -> list[LaneEvent]:
         if task.kind == "top":
             return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
         if task.kind == "bottom":
             return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
         index, kind, cost, number = task.unit, task.kind, self.costs[task.unit], self.passes
-        needs = list[Event]()
+        needs = list[LaneEvent]()
         if cost.slot:
             there = self.engine.event()
             needs.append(there)
@@ -240,14 +240,14 @@ class Runner:
         needs.append(self._granted(cost.backward + cost.gradients))
         return needs
 
-    def _granted(self, nbytes: float) -> Event:
+    def _granted(self, nbytes: float) -> LaneEvent:
         event = self.engine.event()
         self.arena.want(nbytes, event.fire)
         return event
 
     # Weights
 
-    def _slot_granted(self, task: _Task, number: int, urgency: Urgency, there: Event) -> None:
+    def _slot_granted(self, task: _Task, number: int, urgency: Urgency, there: LaneEvent) -> None:
         index = task.unit
         if task.kind == "backward":
             before = (number, "forward", index)
@@ -266,7 +266,7 @@ class Runner:
 
         self.updated[index].then(fetch)
 
-    def _slot_used(self, number: int, kind: Kind, index: int) -> None:
+    def _slot_used(self, number: int, kind: TaskKind, index: int) -> None:
         with self.engine.changed:  # emptied before the next use can be granted, and so before it is filled again
             stays = self._uses.pop((number, kind, index))
             if stays is None:
@@ -297,7 +297,7 @@ class Runner:
         if index == len(self.units) - 1:
             self._begin(_Task("top", 0), number)
 
-    def _swap_granted(self, index: int, out: Event, urgency: Urgency, back: Event) -> None:
+    def _swap_granted(self, index: int, out: LaneEvent, urgency: Urgency, back: LaneEvent) -> None:
         def fetch() -> None:
             swapped = self._swapped[index]
             self.moved["up"] += swapped.nbytes
@@ -367,7 +367,7 @@ class Runner:
         self.deliver()
 
     def submit(
-        self, lane: Lane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
     ) -> None:
         """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
 

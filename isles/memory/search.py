@@ -22,9 +22,9 @@ import numpy as np
 from isles.memory.costs import (
     ACTIVATIONS,
     Activations,
-    Place,
     Placement,
     Profile,
+    UnitPlace,
     disk_bytes,
     ends_seconds,
     ends_update,
@@ -37,7 +37,7 @@ from isles.memory.linear import solve
 from isles.memory.plan import InfeasibleBudget, Plan, choices, digests
 from isles.network.machines import Machine
 
-METHODS: dict[str, tuple[tuple[Place, ...], tuple[Activations, ...]]] = {
+METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
     "auto": (("device", "optimizer", "host", "disk"), ACTIVATIONS),
     "autohete": (("device", "optimizer", "host"), ("keep", "recompute")),
     "karma": (("device",), ACTIVATIONS),
@@ -208,7 +208,7 @@ class Search:
         """Simple plans that people use, as far as the method has their choices."""
         units = self.units
 
-        def tail(place: Place, first: Activations) -> list[tuple[Placement, ...]]:
+        def tail(place: UnitPlace, first: Activations) -> list[tuple[Placement, ...]]:
             return [
                 (Placement(place, first),) * (units - kept) + (Placement(place, "keep"),) * kept
                 for kept in range(units + 1)

@@ -26,7 +26,7 @@ class Clock(Protocol):
         ...
 
 
-class Event:
+class SimulatedEvent:
     """Something that happens once; `then` runs at that moment, or at once where it has."""
 
     __slots__ = ("happened", "waiting")

@@ -17,7 +17,7 @@ from isles.models.blocks import blocks_of
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """Where a parameter hangs."""
 
     module: nn.Module
@@ -26,12 +26,12 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
+class ModelUnit:
     """One block. slots: of its parameters, each parameter once."""
 
     name: str
     module: nn.Module
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -39,7 +39,7 @@ class Unit:
         return [slot.parameter for slot in self.slots]
 
 
-def units_of(model: nn.Module) -> list[Unit]:
+def units_of(model: nn.Module) -> list[ModelUnit]:
     """The units in the order of the forward pass. ValueError for a model without blocks, and for blocks that share
     parameters with each other or with the rest of the model.
     """
@@ -55,7 +55,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         if id(module) not in inside:
             seen.update({id(parameter): "the rest of the model" for parameter in module.parameters(recurse=False)})
     for index, block in enumerate(blocks):
-        slots, called = list[Slot](), f"{name}.{index}"
+        slots, called = list[ParameterSlot](), f"{name}.{index}"
         for module in block.modules():
             for own, parameter in module._parameters.items():
                 if parameter is None:
@@ -71,12 +71,12 @@ def units_of(model: nn.Module) -> list[Unit]:
                         'memory.method = "none"'
                     )
                 seen[id(parameter)] = called
-                slots.append(Slot(module, own, parameter))
-        units.append(Unit(called, block, tuple(slots)))
+                slots.append(ParameterSlot(module, own, parameter))
+        units.append(ModelUnit(called, block, tuple(slots)))
     return units
 
 
-def travels_as(slot: Slot, autocast: str) -> torch.dtype:
+def travels_as(slot: ParameterSlot, autocast: str) -> torch.dtype:
     """The format in which a parameter is brought to the device: bfloat16 for matrices that autocast would cast anyway,
     which gives the same bits; its own for all others.
     """
@@ -128,7 +128,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def forwards(units: Sequence[Unit], around: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def forwards(
+    units: Sequence[ModelUnit], around: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """Each unit's forward replaced by around(index, forward), for a while."""
     for index, unit in enumerate(units):
         unit.module.forward = around(index, unit.module.forward)  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ def settings_of(optimizer: Optimizer) -> Settings:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-class Part:
+class PartialOptimizer:
     """The share of `whole` that updates `parameters`. State is the whole one's, made when it first updates."""
 
     def __init__(self, whole: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

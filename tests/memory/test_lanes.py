@@ -46,7 +46,7 @@ def test_early_updates_begin_as_gradients_come() -> None:
         simulate(made, uniform(made, "host", "keep"), machine, budget=math.inf, steps=6, update=update)
         for update in ("exact", "early")
     )
-    # Unit 1's update begins two seconds before unit 0's gradients are there.
+    # ModelUnit 1's update begins two seconds before unit 0's gradients are there.
     assert early.step < exact.step
 
 

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
-Lane = Literal["up", "down", "host", "read", "write"]
-LANES: tuple[Lane, ...] = ("up", "down", "host", "read", "write")
+EngineLane = Literal["up", "down", "host", "read", "write"]
+LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
 Urgency = tuple[int, ...]
 _DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
 
@@ -17,7 +17,7 @@ class LaneFailed(RuntimeError):
     """Work beside the computation failed; its error is the cause."""
 
 
-class Event:
+class LaneEvent:
     """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
 
     __slots__ = ("_engine", "_waiting", "happened")
@@ -61,13 +61,13 @@ class Engine(ABC):
         self.changed = threading.Condition(threading.RLock())
         self.failed: tuple[str, BaseException] | None = None
 
-    def event(self, happened: bool = False) -> Event:
+    def event(self, happened: bool = False) -> LaneEvent:
         """A new one."""
-        return Event(self, happened)
+        return LaneEvent(self, happened)
 
     @abstractmethod
     def submit(
-        self, lane: Lane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
     ) -> None:
         """Do `work` on the lane, the most urgent (least) first, then `done`. seconds: what it takes on the machine of
         the plan.
@@ -91,8 +91,8 @@ class Engine(ABC):
             lane, error = self.failed
             raise LaneFailed(f"memory: the {lane} lane failed: {type(error).__name__}: {error}") from error
 
-    def wait_for(self, event: Event, what: str) -> None:
-        """See Event.wait."""
+    def wait_for(self, event: LaneEvent, what: str) -> None:
+        """See LaneEvent.wait."""
         with self.changed:
             come = self.changed.wait_for(lambda: event.happened or self.failed is not None, _DEADLINE)
         self.check()

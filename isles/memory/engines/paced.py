@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from isles.memory.engines.base import LANES, Engine, Lane, Urgency
+from isles.memory.engines.base import LANES, Engine, EngineLane, Urgency
 
 
 class _Job(NamedTuple):
@@ -23,7 +23,7 @@ class _Job(NamedTuple):
     done: Callable[[], None]
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """What a lane did: its name, host seconds when it began, seconds it took."""
 
     lane: str
@@ -33,18 +33,18 @@ class Span(NamedTuple):
 
 class Paced(Engine):
     """Threads. first_come: lanes down and host serve in the order of submission, for comparison. pace: see the module.
-    log: a list that gets a Span for every job.
+    log: a list that gets a LaneSpan for every job.
     """
 
-    def __init__(self, *, pace: bool = False, first_come: bool = False, log: list[Span] | None = None) -> None:
+    def __init__(self, *, pace: bool = False, first_come: bool = False, log: list[LaneSpan] | None = None) -> None:
         super().__init__()
         self.pace, self.first_come, self.log = pace, first_come, log
-        self._queues: dict[Lane, list[_Job]] = {lane: [] for lane in LANES}
+        self._queues: dict[EngineLane, list[_Job]] = {lane: [] for lane in LANES}
         self._number, self._closing = 0, False
-        self._threads: dict[Lane, threading.Thread] = {}
+        self._threads: dict[EngineLane, threading.Thread] = {}
 
     def submit(
-        self, lane: Lane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
     ) -> None:
         """Queue it. LaneFailed where a lane has failed."""
         if threading.current_thread() not in self._threads.values():
@@ -67,7 +67,7 @@ class Paced(Engine):
         if left > 0:
             time.sleep(left)
         if self.log is not None:
-            self.log.append(Span("device", began, time.perf_counter() - began))
+            self.log.append(LaneSpan("device", began, time.perf_counter() - began))
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has."""
@@ -77,7 +77,7 @@ class Paced(Engine):
         for thread in self._threads.values():
             thread.join()
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, lane: EngineLane) -> None:
         torch.set_num_threads(1)  # of this lane alone: more would change the last bits of no update, but take its cores
         queue = self._queues[lane]
         try:
@@ -94,7 +94,7 @@ class Paced(Engine):
                 if left > 0:
                     time.sleep(left)
                 if self.log is not None:
-                    self.log.append(Span(lane, began, time.perf_counter() - began))
+                    self.log.append(LaneSpan(lane, began, time.perf_counter() - began))
                 done = job.done
                 del job  # and with it what its work holds
                 done()
