@@ -128,6 +128,11 @@ def refusals(config: Config) -> None:
         raise ValueError(
             'memory.method: a gradient scaler may skip a step after its updates have begun: set model.autocast = "bf16"'
         )
+    if config.pipeline.stages > 1:
+        raise ValueError(
+            "memory.method: plans are for whole models, not for stages of one: set pipeline.stages = 1, or memory.method "
+            '= "none"'
+        )
     if config.model.compile:
         raise ValueError(
             "memory.method: a compiled model runs its blocks as one, so none can be moved: leave out compile"

@@ -75,12 +75,12 @@ def _tours(between: CostMatrix) -> list[list[float]]:
     count = len(between)
     table = [[math.inf] * count for _ in range(1 << count)]
     table[1][0] = 0.0
+    towards = list(zip(*between, strict=True))
     for seen in range(1, 1 << count, 2):
         row = table[seen]
         for stage in range(1, count):
             if not seen >> stage & 1:
-                column = between[stage]
-                table[seen | 1 << stage][stage] = min(map(add, row, column))
+                table[seen | 1 << stage][stage] = min(map(add, row, towards[stage]))
     return table
 
 

@@ -152,19 +152,23 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
         return sum(result[key] for result in results) / len(results)
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
+    judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
+    bubble = mean("pipeline_seconds") / (compute + blocked) if compute + blocked else 0.0
     first, world = results[0], config.world
     return schema.Summary(
         isles_version=__version__,
         method=config.method,
         backend=world.backend,
         workers=len(results),
+        stages=config.pipeline.stages if config.pipeline.stages > 1 else None,
+        pipeline_bubble=bubble if config.pipeline.stages > 1 else None,
         islands=world.islands if world.inner > 1 else None,
         bytes_across_per_worker=mean("bytes_across") if world.inner > 1 else None,
         steps=config.run.steps,
         tokens=sum(result["tokens"] for result in results),
         parameters=first["parameters"],
         val_loss=first["val_loss"],
-        val_loss_replicas=None if first["val_loss_replica"] is None else mean("val_loss_replica"),
+        val_loss_replicas=sum(judged) / len(judged) if judged else None,
         replica_std=first["replica_std"],
         bytes_sent_per_worker=mean("bytes_sent"),
         bytes_received_per_worker=mean("bytes_received"),

@@ -154,6 +154,7 @@ NETWORKS = {
     "worldwide": links("worldwide"),
     "shared": Links(bandwidth=[3e5, 1e6], latency=0.02, uplinks=[0, 0, 0, 1, 1, 1]),
     "narrow": Links(bandwidth=1e6, downlink=[3e5, 4e5, 5e5], latency=0.05, uplinks=[0, 0, 1, 1, 2, 2]),
+    "pairs": Links(bandwidth=[[1e5 * (1 + u + 7 * v % 5) for v in range(6)] for u in range(6)], latency=0.03),
     "latency": Links(bandwidth=math.inf, latency=[[0.3 * abs(u - v) ** 0.5 for v in range(6)] for u in range(6)]),
 }
 
