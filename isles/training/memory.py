@@ -130,8 +130,8 @@ def refusals(config: Config) -> None:
         )
     if config.pipeline.stages > 1:
         raise ValueError(
-            "memory.method: plans are for whole models, not for stages of one: set pipeline.stages = 1, or memory.method "
-            '= "none"'
+            "memory.method: plans are for whole models, not for stages of one: set pipeline.stages = 1, or "
+            'memory.method = "none"'
         )
     if config.model.compile:
         raise ValueError(
