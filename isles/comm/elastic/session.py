@@ -228,6 +228,8 @@ def _settings(
         "connect/endpoints": [f"tls/{connect}"] if connect else [],
         "connect/timeout_ms": round(1000 * patience),
         "scouting/multicast/enabled": False,
+        # One of two peers opens their link, not both: links that are opened at once may end each other for good.
+        "scouting/gossip/autoconnect_strategy": {"peer": {"to_peer": "greater-zid"}},
         "transport/shared_memory/enabled": False,
         "transport/link/tx/lease": round(1000 * lease),
         "transport/link/rx/max_message_size": MAX_MESSAGE,

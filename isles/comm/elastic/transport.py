@@ -195,7 +195,7 @@ class _Outgoing:
         self._flying = 0
         self._pause = 0.0  # since nobody takes it; one chunk at a time tries
         self._not_before = 0.0
-        self._seconds = 10.0  # until a chunk counts as lost; nothing is measured yet
+        self._seconds = _SHORTEST  # until a chunk counts as lost: twice as long each time, or as answers take
         self._over: str | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True).start()
@@ -242,10 +242,13 @@ class _Outgoing:
             return None
 
     def _ship(self, message: _Message, offset: int) -> None:
-        began = time.monotonic()
+        began, allowed = time.monotonic(), self._seconds
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            self._answered(message, offset, time.monotonic() - began, reply is not None, refusal)
+            took = time.monotonic() - began
+            if reply is None and refusal is None and took >= allowed:
+                self._seconds = max(self._seconds, min(2 * allowed, _LONGEST))
+            self._answered(message, offset, took, reply is not None, refusal)
 
         tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
         try:
@@ -254,7 +257,7 @@ class _Outgoing:
                 message.data[offset : offset + CHUNK].tobytes(),
                 answered,
                 attachment=_HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank),
-                seconds=self._seconds,
+                seconds=allowed,
             )
         except OSError as error:
             self.end(str(error))

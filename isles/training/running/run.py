@@ -16,7 +16,6 @@ be used again. With several machines this is what node 0 does; the others: `foll
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from isles.training.config.sections import Config
 from isles.training.memory import prepared
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
-from isles.training.records.rundir import SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
+from isles.training.records.rundir import SUMMARY, run_directory
 from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
@@ -64,52 +63,27 @@ def launch(
     """
     if config.memory.method != "none":
         prepared(config)  # refuses what cannot be before anything is made
-    try:
-        require(config.run.loggers)
-        with held(out):
-            return _launch(
-                config, out, on_line, on_notice, resume, node_spec, start_workers or starter(config.world.backend).train
-            )
-    except BaseException as error:  # Ctrl-C too
-        with contextlib.suppress(OSError):  # not empty, or not ours to remove
-            out.rmdir()
-        if isinstance(error, OSError) and not has_room(error):
-            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, node_spec)}") from error
-        raise
-
-
-def _launch(
-    config: Config,
-    out: Path,
-    on_line: Callable[[dict[str, Any]], None],
-    on_notice: Callable[[str], None],
-    resume: int | None,
-    node_spec: NodeSpec,
-    start_workers: StartTraining,
-) -> SummaryTable:
+    require(config.run.loggers)
     started = time.perf_counter()
-    if resume is None:
-        claim(out)
-    try:
-        with met(config, node_spec, out, resume, on_notice) as node_group:
-            resume = node_group.facts.get("resume", resume)
-            with (
-                Loggers(config, out, resume) as loggers,
-                Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
-            ):
-                results = _joined(start_workers(config, out, resume, node_group), config, records.take)
-                finished = [result for result in results if result is not None]
-                if len(finished) < len(results):
-                    raise Interrupted(out, node_spec)
-                summary = summarise(config, finished, time.perf_counter() - started)
-                partial = out / "summary.partial"
-                partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
-                os.replace(partial, out / SUMMARY)
-                loggers.summary(summary)
-    except BaseException as error:  # Ctrl-C too
-        say_what_is_left(error, out, node_spec)
-        raise
-    clear_logs(out)
+    start = start_workers or starter(config.world.backend).train
+    with (
+        run_directory(out, resume, node_spec),
+        met(config, node_spec, out, resume, on_notice) as node_group,
+    ):
+        resume = node_group.facts.get("resume", resume)
+        with (
+            Loggers(config, out, resume) as loggers,
+            Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
+        ):
+            results = _joined(start(config, out, resume, node_group), config, records.take)
+            finished = [result for result in results if result is not None]
+            if len(finished) < len(results):
+                raise Interrupted(out, node_spec)
+            summary = summarise(config, finished, time.perf_counter() - started)
+            partial = out / "summary.partial"
+            partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, out / SUMMARY)
+            loggers.summary(summary)
     return summary
 
 
