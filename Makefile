@@ -8,7 +8,7 @@
 #   make comparison   all methods on one job, three seeds, and a sweep over sizes: docs/comparison.md (most of an hour)
 #   make clean        remove caches and build products; `make distclean` also .venv and runs/demo
 #
-#   JOBS=4                    test files at a time (2); JOBS=0 runs them one after the other in one process
+#   JOBS=4                    tests at a time (2); JOBS=0 runs them one after the other in one process
 #   PYTHON=python3.12         another interpreter
 #   VENV=/path                another place for the environment
 #   TORCH_INDEX=URL           another build of torch, e.g. https://download.pytorch.org/whl/cpu (small, no CUDA);
@@ -57,9 +57,10 @@ demo: $(STAMP)
 	@rm -rf runs/demo
 	$(BIN)/isles train --out runs/demo
 
-# By file: what the tests of a file share is made once. In the order of the files: xdist would leave the slow ones to the end.
+# Each process takes a stretch of the tests, so that what a file's tests share is made once; who is done first takes over
+# from the others' ends.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # pytest answers 5 when no test carries the mark; that is no failure.
 test-long: $(STAMP)

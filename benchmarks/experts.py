@@ -66,7 +66,9 @@ def main() -> int:
         mixture.perplexity(mixture.mix(scores, mixture.posterior(scores, uniform)))
 
     def routed() -> None:
-        experts.chosen_scores(tokens, route(gate, tokens, PREFIX))
+        chosen = route(gate, tokens, PREFIX)
+        for expert in chosen.unique().tolist():
+            experts.only([expert]).scores(tokens[chosen == expert])
 
     def apart() -> None:
         forward(routers, tokens[:, :PREFIX])

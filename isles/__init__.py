@@ -28,6 +28,9 @@ _NAMES = {
     "DeadlinePassed": "isles.comm.errors",
     "Diverged": "isles.comm.errors",
     "WorkerFailed": "isles.comm.errors",
+    "Pipeline": "isles.pipeline.pipeline",
+    "PipelineConfig": "isles.pipeline.config",
+    "Plain": "isles.replicas.replica",
     "ReplicaSync": "isles.replicas.sync",
     "OuterSync": "isles.replicas.loop.outer",
     "shard": "isles.replicas.island.sharded",
@@ -47,10 +50,13 @@ if TYPE_CHECKING:
     from isles.launch.workers import run_local
     from isles.network.links import Links
     from isles.network.pauses import Pauses
+    from isles.pipeline.config import PipelineConfig
+    from isles.pipeline.pipeline import Pipeline
     from isles.replicas import *  # every method by its class
     from isles.replicas import method
     from isles.replicas.island.sharded import shard
     from isles.replicas.loop.outer import OuterSync
+    from isles.replicas.replica import Plain
     from isles.replicas.sync import ReplicaSync
 
 

@@ -95,6 +95,10 @@ class Summary:
     method: str
     backend: str
     workers: int
+    stages: int | None
+    """Workers in a row that make up a replica; None, and left out, where every worker holds the whole model."""
+    pipeline_bubble: float | None
+    """Share of the time in which a worker waited for its pipeline; None, and left out, where there is none."""
     islands: int | None
     """None where every worker is a replica; then the key is left out."""
     bytes_across_per_worker: float | None
@@ -128,5 +132,5 @@ class Summary:
 
     def record(self) -> dict[str, Any]:
         """What stands in the file."""
-        islands = ("islands", "bytes_across_per_worker")
-        return {key: value for key, value in asdict(self).items() if key not in islands or value is not None}
+        absent = ("stages", "pipeline_bubble", "islands", "bytes_across_per_worker")
+        return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}

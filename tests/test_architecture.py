@@ -50,6 +50,8 @@ FRONT_DOOR = {"__init__", "__main__"}
 SIDEWAYS = {("cli", "report")}
 
 MAX_LINES = 400
+# Names that stand for several things, to be parted.
+SEVERAL_THINGS = {"Answer", "Form", "Plan"}
 MAX_FILES = 24  # in a folder, so that it can be read as a list
 MANY_FILES = {"isles/replicas/methods"}  # a file a method, each found by its paper's name
 # What a method that composes its parts fills in; the order of things is the loop's alone.
@@ -406,6 +408,35 @@ def test_the_base_of_methods_knows_no_kind_of_replica() -> None:
     known = names_in(parse(PACKAGE / "replicas" / "sync.py"))
     assert "Replica" in known
     assert not known & kinds, f"replicas/sync.py names {sorted(known & kinds)}: ask the replica instead"
+
+
+def names_of_types(source: str) -> list[str]:
+    """Public classes and type aliases at the top of a module; type variables stand for nothing by themselves."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            call = node.value.func if isinstance(node.value, ast.Call) else None
+            if not (isinstance(call, ast.Name) and call.id in ("TypeVar", "ParamSpec")):
+                found.append(node.targets[0].id)
+    return [name for name in found if re.fullmatch(r"[A-Z][a-z0-9]\w*|[A-Z]{2,}[a-z]\w*", name)]
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    """No two modules of the package have a public class or type alias of one name."""
+    homes: dict[str, list[str]] = {}
+    for path in source_files():
+        for name in names_of_types(path.read_text()):
+            homes.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in homes.items() if len(places) > 1 and name not in SEVERAL_THINGS} == {}
+
+
+def test_name_rule_sees_classes_and_aliases_alone() -> None:
+    source = (
+        "class Line: ...\nEvent = list[int]\nOwn = TypeVar('Own')\nLIMIT = 3\n_Hidden = int\nclass DDP: ...\nx = 1\n"
+    )
+    assert names_of_types(source) == ["Line", "Event"]
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.comparison.cases import Case
 from isles.experts.jobs import JobProgress
-from isles.experts.tasks import Task, carry_out
+from isles.experts.tasks import ExpertTask, carry_out
 from isles.report.units import format_seconds
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
@@ -57,7 +57,7 @@ def run_missing(cases: Sequence[Case], out: Path, at_once: int) -> None:
     missing = [case for case in cases if finished(case, out) is None]
     progress = _Printed(len(missing))
     progress.notice(f"{len(cases)} runs, {len(missing)} of them to be made")
-    tasks = [Task(name=case.name, work=partial(_run, case, out)) for case in missing]
+    tasks = [ExpertTask(name=case.name, work=partial(_run, case, out)) for case in missing]
     carry_out(tasks, at_once, progress)
 
 

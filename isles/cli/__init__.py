@@ -17,6 +17,7 @@ from isles.cli import (
     export,
     generate,
     methods,
+    pipeline,
     plan,
     report,
     resume,
@@ -44,6 +45,7 @@ app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 app.add_typer(experts.app, name="experts")
+app.add_typer(pipeline.app, name="pipeline")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

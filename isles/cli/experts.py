@@ -26,7 +26,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="The built-in run in a smal
 JobNames = Annotated[
     list[str] | None, typer.Option("--job", metavar="NAME", help="Train this run alone, as on its machine; repeatable.")
 ]
-AtOnce = Annotated[
+AtOnceOption = Annotated[
     int, typer.Option("--at-once", metavar="N", help="Train so many runs at a time, each in a process.", min=1)
 ]
 Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far they are, and train nothing.")]
@@ -39,7 +39,7 @@ def hdee(
     out: Out = None,
     quick: Quick = False,
     job: JobNames = None,
-    at_once: AtOnce = 1,
+    at_once: AtOnceOption = 1,
     jobs: Jobs = False,
 ) -> None:
     """Train and judge HDEE ensembles: one expert a domain, unequal sizes and steps at one budget."""
@@ -53,7 +53,7 @@ def smalltalk(
     out: Out = None,
     quick: Quick = False,
     job: JobNames = None,
-    at_once: AtOnce = 1,
+    at_once: AtOnceOption = 1,
     jobs: Jobs = False,
 ) -> None:
     """Train and judge SMALLTALK LM: routers part the text, each expert trains alone on its share."""
@@ -200,13 +200,21 @@ def plan(
     config: ConfigArgument = None,
     set_: Set = None,
     quick: Quick = False,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Instead: SMALLTALK's own table of training, overheads and inference.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
-    from isles.cli.experts_show import print_plan
+    from isles.cli.experts_show import print_paper, print_plan
     from isles.experts.reading import read
     from isles.experts.systems import settings
 
+    if paper:
+        if system != "smalltalk" or config is not None or set_ or quick:
+            raise ValueError("--paper is smalltalk's table as its paper has it: give it alone, or take it out")
+        print_paper(json)
+        return
     print_plan(read(system, settings(system), config, set_ or [], quick=quick), json)
 
 

@@ -93,6 +93,30 @@ def print_forest(path: Path, data: str, joining: Joining) -> None:
         print(f"{name:<{width}}  {value}")
 
 
+def print_paper(as_json: bool) -> None:
+    """Table 3 of the SMALLTALK paper."""
+    from isles.experts.smalltalk.paper import table
+
+    rows = table()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    print("Table 3 of arXiv 2410.03529: FLOPs of training (1e19) and of a sequence at inference (1e12)")
+    heads = ["expert", "experts", "training", "overhead", "inference", "overhead"]
+    shown = [
+        [
+            row["expert"],
+            str(row["experts"]),
+            f"{row['training'] / 1e19:.2f}",
+            f"{row['training_overhead'] / 1e19:.2f}",
+            f"{row['inference'] / 1e12:.2f}",
+            f"{row['inference_overhead'] / 1e12:.2f}",
+        ]
+        for row in rows
+    ]
+    print_table(Table(heads=heads, rows=shown))
+
+
 def print_plan(asked: ExperimentConfig[Any], as_json: bool) -> None:
     """What a system will cost."""
     from isles.experts.planning import planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Axis = Literal["replica", "stage", "inner"]
+MeshAxis = Literal["replica", "stage", "inner"]
 
 
 class Coordinate(NamedTuple):
@@ -42,7 +42,7 @@ class Layout:
         """Number of ranks."""
         return len(self.coordinates)
 
-    def sharing(self, rank: int, *axes: Axis) -> list[int]:
+    def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:
         """The ranks that are where `rank` is on all of `axes`, itself included, in the order of coordinates."""
         here = self.coordinates[rank]
         there = [

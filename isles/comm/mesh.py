@@ -13,7 +13,7 @@ from functools import cached_property
 from isles.comm.call import Ledger
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
-from isles.comm.layout import Axis, Layout, grid_of
+from isles.comm.layout import Layout, MeshAxis, grid_of
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport
 
@@ -89,7 +89,7 @@ class Mesh:
         """Give back connections and threads."""
         self.transport.close()
 
-    def _group(self, channel: Channel, *axes: Axis) -> Group:
+    def _group(self, channel: Channel, *axes: MeshAxis) -> Group:
         return self.world.among(self.layout.sharing(self.rank, *axes), channel)
 
 

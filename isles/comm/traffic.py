@@ -15,7 +15,7 @@ from isles.comm.tags import CHANNELS, Channel
 MAX_SPANS = 4096
 
 
-class Span(NamedTuple):
+class ClockSpan(NamedTuple):
     """Something that went on from `start` to `end`, in seconds of the worker's clock (`Transport.now`).
 
     transfer: an exchange was under way, behind the computation or not. blocked: the computation stood still for it.
@@ -46,7 +46,7 @@ class Traffic:
     channels: dict[Channel, ChannelTraffic] = field(
         default_factory=lambda: {name: ChannelTraffic() for name in CHANNELS}
     )
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
+    spans: deque[ClockSpan] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
     """The newest spans, in the order of their ends."""
 
     def __getitem__(self, channel: Channel) -> ChannelTraffic:
@@ -66,18 +66,18 @@ class Traffic:
 
     def transfer(self, channel: Channel, start: float, end: float) -> None:
         """Note that a transfer has ended."""
-        self.spans.append(Span("transfer", channel, start, end))
+        self.spans.append(ClockSpan("transfer", channel, start, end))
 
     def waited(self, channel: Channel, start: float, end: float) -> None:
         """Count the time for which the computation stood still."""
         self.channels[channel].blocked_seconds += end - start
-        self.spans.append(Span("blocked", channel, start, end))
+        self.spans.append(ClockSpan("blocked", channel, start, end))
 
     def paused(self, start: float, end: float) -> None:
         """Note that the worker stood still by itself."""
-        self.spans.append(Span("away", "", start, end))
+        self.spans.append(ClockSpan("away", "", start, end))
 
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[ClockSpan]:
         """The spans since the last call, at most the newest `MAX_SPANS`; they are forgotten here."""
         taken = []
         while self.spans:  # one by one: a driver thread may add some meanwhile

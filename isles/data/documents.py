@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .sources import Kind, Source
+from .sources import Source, SourceKind
 
 _HEAD_BYTES = 8192
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -103,7 +103,7 @@ def _read_dataset(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
         yield source.document_name(number), _text(row[text_key], source, text_key, f"row {number}")
 
 
-_READERS: dict[Kind, Callable[[Source, str], Iterator[tuple[str, str]]]] = {
+_READERS: dict[SourceKind, Callable[[Source, str], Iterator[tuple[str, str]]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["text", "jsonl", "parquet", "dataset"]
+SourceKind = Literal["text", "jsonl", "parquet", "dataset"]
 
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_KINDS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 # Tests are not the library, and the two generated packages would spoil a small corpus: `encodings` is 1.4 MB of nearly
 # equal character tables (a copy in validation of what training saw), `pydoc_data` one file of 0.8 MB of prose.
@@ -26,7 +26,7 @@ class Source:
 
     path: Path
     name: str
-    kind: Kind
+    kind: SourceKind
     alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
 
     def document_name(self, row: int | None = None) -> str:
@@ -94,7 +94,7 @@ def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
                 yield file
 
 
-def _kind(file: Path) -> Kind:
+def _kind(file: Path) -> SourceKind:
     return _KINDS.get(file.suffix.lower(), "text")
 
 

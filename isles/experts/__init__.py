@@ -15,9 +15,9 @@ core        mixture                  scores of E experts -> posterior -> one dis
 systems     hdee                     seed -> branch by difficulty and budget -> ensemble with a domain posterior
             smalltalk                routers by balanced EM -> segments -> experts -> one expert a sequence
 
-    text --domains--> runs (training.launch, each alone: 0 bytes between them) --registry--> forest
+    text --domains--> runs (running.run, each alone: 0 bytes between them) --registry--> forest
     sequences --served--> scores (E, N, T) --mixture, priors--> perplexity by domain, posterior, text
 
-An expert is trained by `training.launch` like any other run, so with any replica method and several workers. Names end
+An expert is trained by `running.run` like any other run, so with any replica method and several workers. Names end
 in their axes: E experts, N sequences, T tokens, V vocabulary. Scores are log-probabilities in nats, float64.
 """

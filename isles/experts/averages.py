@@ -17,7 +17,7 @@ from pathlib import Path
 
 from isles.data import DataConfig
 from isles.experts.domains import Domain, DomainText
-from isles.experts.registry import Member
+from isles.experts.registry import ForestMember
 from isles.experts.routing.priors import CACHED_SEQUENCES, cached
 from isles.experts.served import Served
 from isles.training.records.saved import SavedRun
@@ -60,5 +60,5 @@ def make_average(parents: Sequence[str], folder: Path, out: Path, data: DataConf
     """The average of runs of `folder`, in the shares of their posterior on `data`, unless it is there already."""
     if (out / WEIGHTS).is_file():
         return
-    served = Served.load([Member(name=name, run=folder / name) for name in parents])
+    served = Served.load([ForestMember(name=name, run=folder / name) for name in parents])
     write_average(served, shares_on(served, data), out)

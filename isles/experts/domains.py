@@ -25,7 +25,7 @@ from isles.experts.text import write_texts
 from isles.tables import typed
 
 Difficulty = Literal["easy", "medium", "difficult", "held_out"]
-Part = Literal["prior", "test"]
+DomainPart = Literal["prior", "test"]
 TRAINED: tuple[Difficulty, ...] = ("easy", "medium", "difficult")
 _DEFAULTS: dict[str, Difficulty] = {
     "tables": "easy",
@@ -103,16 +103,16 @@ class DomainText:
         """(N, context + 1) windows of the training text, without a copy."""
         return windows(self.corpus.train.tokens, self.context, self.corpus.row)
 
-    def held_rows(self, part: Part, count: int) -> np.ndarray:
+    def held_rows(self, part: DomainPart, count: int) -> np.ndarray:
         """(N, context + 1) windows of one part of the validation text, at most `count`, evenly spaced."""
         rows = np.concatenate([windows(tokens, self.context) for tokens in self._documents(part)])
         return rows[spaced(len(rows), count)]
 
-    def sequences(self, part: Part, count: int) -> Tensor:
+    def sequences(self, part: DomainPart, count: int) -> Tensor:
         """`held_rows` as int64, for models."""
         return torch.from_numpy(self.held_rows(part, count).astype(np.int64))
 
-    def _documents(self, part: Part) -> list[np.ndarray]:
+    def _documents(self, part: DomainPart) -> list[np.ndarray]:
         """The part's documents that hold a window; halves of the text where few documents do."""
         stream = self.corpus.validation
         bounds = zip(stream.bounds[:-1], stream.bounds[1:], strict=True)

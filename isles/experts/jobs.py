@@ -130,7 +130,7 @@ def weights_sha256(run: Path) -> str:
 def _carded(job: ExpertJob, out: Path) -> dict[str, Any]:
     summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     start = job.config.run.start
-    card = {
+    facts = {
         "name": job.name,
         "role": job.role,
         "domains": list(job.domains),
@@ -142,8 +142,8 @@ def _carded(job: ExpertJob, out: Path) -> dict[str, Any]:
         "bytes_to_other_experts": 0,
     }
     if not (out / CARD).exists():
-        (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    return {**summary, **card}
+        (out / CARD).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return {**summary, **facts}
 
 
 def _refuse_other(job: ExpertJob, out: Path) -> None:

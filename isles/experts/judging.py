@@ -26,7 +26,7 @@ WAYS = {
     "last_token": "weights from the last token alone, uniform prior",
     "arithmetic": "arithmetic average",
     "geometric": "geometric average (no distribution)",
-    "ridge": "one expert, which the ridge gate chooses from the first tokens (see hdee_run)",
+    "ridge": "one expert, which the ridge gate chooses from the first tokens (see hdee.run)",
     "oracle": "best single expert of each sequence, known afterwards",
 }
 

@@ -19,7 +19,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ForestMember:
     """One expert. run: its directory. domains: what it was trained on, in order; empty where that was not by domain."""
 
     name: str
@@ -36,8 +36,8 @@ class Forest:
     """
 
     system: str
-    experts: tuple[Member, ...]
-    routers: tuple[Member, ...] = ()
+    experts: tuple[ForestMember, ...]
+    routers: tuple[ForestMember, ...] = ()
     prefix: int = 0
     clusters: Path | None = None
 
@@ -55,7 +55,7 @@ class Forest:
         """Whether a gate chooses among the experts; else all are mixed."""
         return bool(self.routers) or self.clusters is not None
 
-    def add(self, member: Member) -> Forest:
+    def add(self, member: ForestMember) -> Forest:
         """With one expert more."""
         return replace(self, experts=(*self.experts, member))
 
@@ -89,7 +89,7 @@ class Forest:
         def place(file: Path) -> str:
             return Path(os.path.relpath(file, path.parent)).as_posix()
 
-        def told(member: Member) -> dict[str, Any]:
+        def told(member: ForestMember) -> dict[str, Any]:
             return {**asdict(member), "run": place(member.run)}
 
         record = {
@@ -112,8 +112,8 @@ class Forest:
             if record["format"] != _FORMAT:
                 raise ValueError(f"format {record['format']} instead of {_FORMAT}")
 
-            def member(entry: dict[str, Any]) -> Member:
-                return Member(name=entry["name"], run=path.parent / entry["run"], domains=tuple(entry["domains"]))
+            def member(entry: dict[str, Any]) -> ForestMember:
+                return ForestMember(name=entry["name"], run=path.parent / entry["run"], domains=tuple(entry["domains"]))
 
             forest = cls(
                 system=record["system"],
@@ -130,6 +130,6 @@ class Forest:
 
 def forest_of(runs: Sequence[Path]) -> Forest:
     """Finished runs as a forest, named like their directories."""
-    forest = Forest(system="hdee", experts=tuple(Member(name=run.resolve().name, run=run) for run in runs))
+    forest = Forest(system="hdee", experts=tuple(ForestMember(name=run.resolve().name, run=run) for run in runs))
     forest.check()
     return forest

@@ -15,7 +15,7 @@ from torch import Tensor
 from isles.data import load_tokenizer
 from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
-from isles.experts.registry import Member
+from isles.experts.registry import ForestMember
 from isles.models import limits
 from isles.training.config.reading import read_config
 from isles.training.records.saved import SavedRun, load_run
@@ -50,7 +50,7 @@ class Served:
         self.context = min(run.context for run in self.runs)
 
     @classmethod
-    def load(cls, members: Sequence[Member]) -> Served:
+    def load(cls, members: Sequence[ForestMember]) -> Served:
         """The models of `members`. ValueError where one is missing or damaged."""
         return cls([member.name for member in members], [load_run(member.run) for member in members])
 
@@ -66,16 +66,6 @@ class Served:
         """(E, N, T) float64 log-probabilities of each token of (N, T + 1) behind the first, given those before."""
         self._check(tokens.shape[1] - 1)
         return torch.stack([score(run, tokens) for run in self.runs])
-
-    @torch.no_grad()
-    def chosen_scores(self, tokens: Tensor, expert_of: Tensor) -> Tensor:
-        """(N, T): each sequence by the one expert that `expert_of` (N,) names; no other one runs."""
-        self._check(tokens.shape[1] - 1)
-        found = torch.empty(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.float64)
-        for expert in expert_of.unique().tolist():
-            rows = (expert_of == expert).nonzero()[:, 0]
-            found[rows] = score(self.runs[expert], tokens[rows])
-        return found
 
     @torch.no_grad()
     def next_token(self, tokens: Tensor, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Tensor:
@@ -123,7 +113,7 @@ class Served:
             )
 
 
-def tokenizer_of(member: Member) -> Tokenizer:
+def tokenizer_of(member: ForestMember) -> Tokenizer:
     """An expert's, without its model. ValueError where it is missing."""
     return load_tokenizer(read_config(str(member.run / "config.toml"), {}, []).data.tokenizer)
 

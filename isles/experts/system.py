@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from isles.experts.domains import Domain, DomainText, read_domains
 from isles.experts.jobs import ExpertJob, JobProgress, state, train
 from isles.experts.reading import ExperimentConfig, keep
-from isles.experts.tasks import Task, carry_out
+from isles.experts.tasks import ExpertTask, carry_out
 from isles.models import limits
 
 RESULTS = "results.json"
@@ -89,9 +89,9 @@ class System(ABC, Generic[Own]):
         )
         return all(state == "done" for _, state in self.jobs().values())
 
-    def _tasks(self, wanted: Mapping[str, ExpertJob]) -> list[Task]:
+    def _tasks(self, wanted: Mapping[str, ExpertJob]) -> list[ExpertTask]:
         """The wanted runs, and before them the texts that are not there yet. ValueError as in `train`."""
-        runs: list[Task] = []
+        runs: list[ExpertTask] = []
         unmade: set[str] = set()
         for name, job in wanted.items():
             place = (self.out / name).parent
@@ -102,8 +102,8 @@ class System(ABC, Generic[Own]):
                     raise ValueError(f"{name} starts from {run}, which is not there: train it, or copy it there, first")
             if not Path(job.config.data.path).exists():
                 unmade.add(place.name)
-            runs.append(Task(name=name, work=partial(train, job, place), needs=(place.name, *needs)))
-        texts = [Task(name=folder, work=partial(self.prepare, folder)) for folder in sorted(unmade)]
+            runs.append(ExpertTask(name=name, work=partial(train, job, place), needs=(place.name, *needs)))
+        texts = [ExpertTask(name=folder, work=partial(self.prepare, folder)) for folder in sorted(unmade)]
         return [*texts, *runs]
 
     def write_results(self, results: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ExpertTask:
     """name: unique among those that are carried out together. work: what a fresh process can import. needs: names of
     tasks that must be done before, as far as they are among the others.
     """
@@ -43,7 +43,7 @@ class Task:
     needs: tuple[str, ...] = ()
 
 
-def carry_out(tasks: Sequence[Task], at_once: int, progress: JobProgress) -> None:
+def carry_out(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) -> None:
     """Do all of them, `at_once` at a time; in their order, which puts each behind what it needs.
 
     Errors and KeyboardInterrupt as of the work itself; CommError for a process that died.
@@ -56,9 +56,9 @@ def carry_out(tasks: Sequence[Task], at_once: int, progress: JobProgress) -> Non
 
 
 class _Several:
-    def __init__(self, tasks: Sequence[Task], at_once: int, progress: JobProgress) -> None:
+    def __init__(self, tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) -> None:
         self.waiting, self.at_once, self.progress = list(tasks), at_once, progress
-        self.running: dict[Connection, tuple[Task, BaseProcess]] = {}
+        self.running: dict[Connection, tuple[ExpertTask, BaseProcess]] = {}
         self.failure: Exception | None = None
         self.stopping = False
 
@@ -114,7 +114,7 @@ class _Several:
         if kind == "failed":
             self._take_failure(task, *values)
 
-    def _take_failure(self, task: Task, plain: Any, notes: Sequence[str]) -> None:
+    def _take_failure(self, task: ExpertTask, plain: Any, notes: Sequence[str]) -> None:
         error = from_plain(plain)
         for note in notes:
             error.add_note(note)
@@ -137,7 +137,7 @@ class _Relayed(JobProgress):
             setattr(self, method, lambda *arguments, method=method: pipe.send(("told", (method, arguments))))
 
 
-def _serve(task: Task, pipe: Connection) -> None:
+def _serve(task: ExpertTask, pipe: Connection) -> None:
     """The life of a task's process."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -96,7 +96,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model: embed, blocks, norm, head. To cut it in depth, run those four in turn; `rotary` has no weights.
+    """The whole model: embed, blocks, norm, head; `rotary` has no weights. `enter`, `through` a block after the other
+    and `leave` are its forward pass in pieces, which stages do apart (`isles.models.stages`).
 
     Raises ValueError where a sequence is longer than the context.
     """
@@ -129,15 +130,38 @@ class Decoder(nn.Module):
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Scores (B, T, V) for the token after each of `tokens_BT`, int64; what generation calls."""
+        x_BTD = self.enter(tokens_BT)
+        for block in self.blocks:
+            x_BTD = self.through(block, x_BTD)
+        return self.leave(x_BTD)
+
+    def enter(self, tokens_BT: Tensor) -> Tensor:
+        """The stream (B, T, D) that the first block reads, of tokens int64."""
         if tokens_BT.shape[1] > self.shape.context:
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.context = {self.shape.context}; "
                 "cut it, or train with a longer context"
             )
-        x_BTD = self.embed(tokens_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, self.rotary)
+        return self.embed(tokens_BT)
+
+    def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
+        """The stream after one of `blocks`."""
+        return block(x_BTD, self.rotary)
+
+    def leave(self, x_BTD: Tensor) -> Tensor:
+        """Scores (B, T, V) of the stream after the last block."""
         return self.head(self.norm(x_BTD))
+
+    def allocate(self, device: torch.device, seed: int) -> None:
+        """Give what is left of a decoder made on the meta device memory on `device`, and its parameters the numbers
+        that they have in the whole one.
+        """
+        self.to_empty(device=device)
+        dtype = next(self.parameters()).dtype
+        self.rotary = Rotary(self.shape.head_dim, self.shape.context, device=device, dtype=dtype)
+        if self.shape.tie_embeddings and isinstance(self.head, nn.Linear):
+            self.head.weight = self.embed.weight  # to_empty gives each its own
+        initialise(self, self.shape, seed)
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A network        `links`: rates, latencies, jitter, shared lines; presets. `places`: lines between cities. `own`: a
                  file of one's own. `pipe`, `noise`, `pauses`: fair sharing, random numbers and absences
-                 for the virtual backend.
+                 for the virtual backend. `churn`: workers that come and go.
 An exchange      `costs`: payloads over the busiest link and latencies in a row, of ring, tree, two-shot, all-gather
                  and pair; over unequal lines, where the slowest rules.
 A run            `job`, `forms` (sizes on the wire), `ways` (this library's methods: waiting) -> `planner`: bytes,

@@ -3,7 +3,8 @@ latency to the target, jitter of that latency.
 
     arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
-Several share a line fairly (`isles.network.pipe`). What two ranks behind one line send each other goes over it too, up
+Or every ordered pair of workers has a line of its own, which nobody else uses: then `bandwidth` is a matrix. Several
+share a line fairly (`isles.network.pipe`). What two ranks behind one line send each other goes over it too, up
 and down. Units: bits per second, seconds.
 """
 
@@ -13,10 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from isles.network.noise import lognormal
 
 Rate = float | Sequence[float] | Callable[[int], float]
+PairRate = Sequence[Sequence[float]]
 Latency = float | Sequence[Sequence[float]] | Callable[[int, int], float]
 
 
@@ -25,7 +30,8 @@ class Links:
     """The network between the workers of a run.
 
     bandwidth: bits per second of an uplink; one value for all, one per uplink, or a function of the uplink's number.
-               `math.inf`: sending takes no time.
+               `math.inf`: sending takes no time. A matrix [source][target]: a line of its own for each ordered pair,
+               without uplinks and downlink; what stands from a worker to itself does not count.
     latency:   seconds one way; one value, a matrix [source][target], or a function (source, target) -> seconds.
     jitter:    sigma of the log-normal factor on each message's latency (mean 1, see `isles.network.noise.lognormal`).
     uplinks:   for each rank the number of its uplink, counted from 0; None: each rank has its own. Ranks with the same
@@ -36,7 +42,7 @@ class Links:
     ValueError for a rate that is not positive, a negative or infinite latency, or a negative jitter.
     """
 
-    bandwidth: Rate
+    bandwidth: Rate | PairRate
     latency: Latency = 0.0
     jitter: float = 0.0
     uplinks: Sequence[int] | None = None
@@ -44,9 +50,11 @@ class Links:
 
     def __post_init__(self) -> None:
         # Tuples, so that neither the caller's list nor an array can change the network of a run that has begun.
+        if is_matrix(self.bandwidth):
+            self._keep_pairs(self.bandwidth)  # pyrefly: ignore[bad-argument-type]
         for name in ("bandwidth", "downlink"):
             rates = getattr(self, name)
-            if rates is None or callable(rates):
+            if rates is None or callable(rates) or is_matrix(rates):
                 continue
             if not isinstance(rates, (int, float)):
                 object.__setattr__(self, name, rates := tuple(float(rate) for rate in rates))
@@ -62,15 +70,34 @@ class Links:
         if not 0 <= self.jitter < math.inf:
             raise ValueError(f"jitter (sigma of the latency's factor) must be 0 or more, got {self.jitter}")
 
+    def _keep_pairs(self, rates: PairRate) -> None:
+        """The matrix as tuples, with endless rates from each worker to itself."""
+        if self.uplinks is not None or self.downlink is not None:
+            raise ValueError("bandwidth is a matrix, a line for each pair of workers: leave uplinks and downlink out")
+        made = tuple(
+            tuple(math.inf if source == target else float(rate) for target, rate in enumerate(row))
+            for source, row in enumerate(rates)
+        )
+        if not all(rate > 0 for row in made for rate in row):
+            raise ValueError("bandwidth must be above 0 bits per second from every worker to every other")
+        object.__setattr__(self, "bandwidth", made)
+
+    @property
+    def pairs(self) -> tuple[tuple[float, ...], ...] | None:
+        """Bits per second [source][target] where each ordered pair has a line of its own."""
+        return self.bandwidth if is_matrix(self.bandwidth) else None  # pyrefly: ignore[bad-return]
+
     def check(self, workers: int) -> None:
         """ValueError, naming the field, unless this network connects `workers` ranks."""
+        if self.pairs is not None and any(len(row) != workers for row in (self.pairs, *self.pairs)):
+            raise ValueError(f"bandwidth must be a matrix of {workers} x {workers} for {workers} workers")
         if self.uplinks is not None and len(self.uplinks) != workers:
             raise ValueError(f"uplinks names {len(self.uplinks)} ranks, there are {workers} workers")
         count = self.uplink_count(workers)
         if self.uplinks is not None and set(self.uplinks) != set(range(count)):
             raise ValueError(f"uplinks must be numbered 0..{count - 1} without gaps, got {sorted(set(self.uplinks))}")
         for name, rates in (("bandwidth", self.bandwidth), ("downlink", self.downlink)):
-            if isinstance(rates, tuple) and len(rates) != count:
+            if isinstance(rates, tuple) and not is_matrix(rates) and len(rates) != count:
                 raise ValueError(f"{name} has {len(rates)} values, there are {count} uplinks")
             if callable(rates) and not all(rates(uplink) > 0 for uplink in range(count)):
                 raise ValueError(f"{name} must be above 0 bits per second for every uplink")
@@ -82,6 +109,22 @@ class Links:
                     if source != target:
                         _check_latency(self.base_latency(source, target), f" from {source} to {target}")
 
+    def line_count(self, workers: int) -> int:
+        """How many lines messages leave by."""
+        return self.uplink_count(workers) if self.pairs is None else workers * workers
+
+    def line_of(self, source: int, target: int) -> int:
+        """The number of the line by which a message leaves: its sender's uplink, or the pair's own."""
+        return self.uplink_of(source) if self.pairs is None else source * len(self.pairs) + target
+
+    def line_rate(self, line: int) -> float:
+        """Bits per second of a line by its number."""
+        return self.rate(line) if self.pairs is None else self.pairs[line // len(self.pairs)][line % len(self.pairs)]
+
+    def way_rate(self, source: int, target: int) -> float:
+        """Bits per second of a message from `source` to `target` that is alone."""
+        return min(self.line_rate(self.line_of(source, target)), self.down_rate(self.uplink_of(target)))
+
     def uplink_count(self, workers: int) -> int:
         """How many uplinks `workers` ranks have."""
         return workers if self.uplinks is None else max(self.uplinks) + 1
@@ -91,8 +134,8 @@ class Links:
         return rank if self.uplinks is None else self.uplinks[rank]
 
     def rate(self, uplink: int) -> float:
-        """Bits per second of an uplink."""
-        return _of(self.bandwidth, uplink)
+        """Bits per second of an uplink; of a worker with a line to each other one the slowest of those."""
+        return min(self.pairs[uplink]) if self.pairs is not None else _of(self.bandwidth, uplink)
 
     def down_rate(self, uplink: int) -> float:
         """Bits per second towards the ranks of an uplink."""
@@ -144,7 +187,12 @@ class Links:
         ]
 
 
-def _of(rates: Rate, uplink: int) -> float:
+def is_matrix(rates: object) -> bool:
+    """Whether rates are given for pairs of workers."""
+    return isinstance(rates, Sequence | np.ndarray) and len(rates) > 0 and isinstance(rates[0], Sequence | np.ndarray)
+
+
+def _of(rates: Any, uplink: int) -> float:
     if isinstance(rates, (int, float)):
         return rates
     return rates(uplink) if callable(rates) else rates[uplink]

@@ -1,6 +1,7 @@
 """A network of one's own from a TOML file, in one of two forms.
 
-    bandwidth = "40Mbit/s"            # up; one, or a list with one for each line
+    bandwidth = "40Mbit/s"            # up; one, a list with one for each line, or a matrix [source][target] of ranks
+                                      # where each ordered pair has a line of its own (then no downlink, no uplinks)
     downlink = "250Mbit/s"            # the same forms; left out: wide enough
     latency = "25ms"                  # one way; one, or a matrix [source][target] of ranks
     jitter = 0.5                      # sigma of the log-normal factor on each latency
@@ -20,11 +21,12 @@ Rates without a unit are bits per second, times seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isles.network.links import Links
+from isles.network.links import Links, PairRate, Rate
 from isles.network.places import Place, connect
 from isles.network.units import parse_rate, parse_seconds
 from isles.tables import read_toml, typed
@@ -34,7 +36,7 @@ Amount = float | str
 
 @dataclass(frozen=True, kw_only=True)
 class _LineTable:
-    bandwidth: Amount | tuple[Amount, ...]
+    bandwidth: Amount | tuple[Amount, ...] | tuple[tuple[Amount, ...], ...]
     downlink: Amount | tuple[Amount, ...] | None = None
     latency: Amount | tuple[tuple[Amount, ...], ...] = 0.0
     jitter: float = 0.0
@@ -64,7 +66,7 @@ def _from_lines(table: Mapping[str, Any]) -> Links:
     made: _LineTable = typed("links", _LineTable, table)
     latency = made.latency
     return Links(
-        bandwidth=_rates("bandwidth", made.bandwidth),
+        bandwidth=_bandwidth(made.bandwidth),
         downlink=None if made.downlink is None else _rates("downlink", made.downlink),
         latency=[[parse_seconds("latency", cell) for cell in row] for row in latency]
         if isinstance(latency, tuple)
@@ -99,6 +101,16 @@ def _from_places(table: Mapping[str, Any]) -> Links:
         )
         workers.append(made.workers)
     return connect(places, workers, jitter=jitter)
+
+
+def _bandwidth(given: Amount | tuple[Amount, ...] | tuple[tuple[Amount, ...], ...]) -> Rate | PairRate:
+    if not isinstance(given, tuple) or not given or not isinstance(given[0], tuple):
+        return _rates("bandwidth", given)  # pyrefly: ignore[bad-argument-type]
+    return [
+        [math.inf if source == target else parse_rate("bandwidth", cell) for target, cell in enumerate(row)]
+        for source, row in enumerate(given)
+        if isinstance(row, tuple)
+    ]
 
 
 def _rates(name: str, given: Amount | tuple[Amount, ...]) -> float | list[float]:

@@ -21,14 +21,14 @@ class Topology:
             raise ValueError(f"{workers} workers are not islands of {island}: choose a divisor")
         self.workers = workers
         self.far, self.near, self.island = far, far if near is None or island == 1 else near, island
-        self.uplinks = far.uplink_count(workers)
-        self.rates = [far.rate(line) for line in range(self.uplinks)]
+        self.uplinks = far.line_count(workers)
+        self.rates = [far.line_rate(line) for line in range(self.uplinks)]
         if self.near is not far:
             self.near.check(workers)
-            if self.near.uplinks is not None or self.near.narrow_downlinks(workers):
+            if self.near.uplinks is not None or self.near.pairs is not None or self.near.narrow_downlinks(workers):
                 raise ValueError(
-                    "inner_links: inside an island every worker has a port of its own: leave uplinks out, and take a "
-                    "downlink that keeps nobody waiting"
+                    "inner_links: inside an island every worker has a port of its own: leave uplinks and pairs out, "
+                    "and take a downlink that keeps nobody waiting"
                 )
             self.rates += [self.near.rate(self.near.uplink_of(rank)) for rank in range(workers)]
 
@@ -38,7 +38,7 @@ class Topology:
 
     def up(self, source: int, target: int) -> int:
         """The line by which a message leaves."""
-        return self.uplinks + source if self.is_near(source, target) else self.far.uplink_of(source)
+        return self.uplinks + source if self.is_near(source, target) else self.far.line_of(source, target)
 
     def down(self, source: int, target: int) -> int | None:
         """The uplink whose downlink it comes in by; None: it keeps nobody waiting."""

@@ -27,7 +27,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FlatBlock:
     """Neighbouring entries of the flat vector: the live tensors that hold them, in order."""
 
     live: list[Tensor]
@@ -82,11 +82,11 @@ class FlatParameters:
         """Room for one block."""
         return torch.empty(max(self._sizes, default=0), dtype=self.dtype, device=self.device)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[FlatBlock]:
         """All blocks in order. The live views are made anew each time: a user may move parameters between rounds."""
         whole = [parameter.detach() for parameter in self.parameters]
         lines = [tensor.view(-1).split(BLOCK) if tensor.is_contiguous() else (tensor,) for tensor in whole]
-        return [Block([lines[piece.index][piece.number] for piece in run]) for run in self._runs]
+        return [FlatBlock([lines[piece.index][piece.number] for piece in run]) for run in self._runs]
 
     def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector (numel,) as one view (b,) a block."""
@@ -109,7 +109,7 @@ class FlatParameters:
         for block, part in zip(self.blocks(), self.parts(flat), strict=True):
             torch._foreach_copy_(block.live, block.shaped(part))
 
-    def rounded(self, block: Block, part: Tensor) -> Tensor:
+    def rounded(self, block: FlatBlock, part: Tensor) -> Tensor:
         """The block's part (b,) of a flat vector as the live weights hold it: rounded to their dtypes where those are
         coarser.
         """

@@ -29,7 +29,7 @@ from isles.wrapping import Deferred
 COMPARED = "weights and their mean"
 """The memory of a comparison of replicas; workers of one replica are not compared."""
 
-Question = Literal["norm", "largest"]
+PeerQuestion = Literal["norm", "largest"]
 """What a step asks the other workers of its replica; each answer is one number of 8 bytes."""
 
 _ANSWER_BYTES = 8
@@ -164,7 +164,7 @@ class Replica(ABC):
     # What a plan says of it.
 
     @abstractmethod
-    def sent(self, steps: int, questions: Sequence[Question]) -> tuple[int, bool]:
+    def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
         """Bytes that this worker sends inside its replica in `steps` steps, beside `spread`, and whether they are only
         about so many. questions: asked in each step.
         """
@@ -315,7 +315,7 @@ class Plain(Replica):
         self.catch_up()
         self.inner.load_state_dict(state)
 
-    def sent(self, steps: int, questions: Sequence[Question]) -> tuple[int, bool]:
+    def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
         asked = [self._clipped_with if question == "norm" else self.peers for question in questions]
         return steps * sum(_ANSWER_BYTES * len(group.others) for group in asked if group is not None), False
 

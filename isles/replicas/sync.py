@@ -31,7 +31,7 @@ from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatParameters
-from isles.replicas.replica import COMPARED, Question, Replica, as_replica
+from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.wrapping import Wrapping
 
@@ -193,7 +193,7 @@ class ReplicaSync(Wrapping):
         return replace(own, sent=sent, inside=inside, about=own.about or about)
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PeerQuestion]:
         """What a step asks its replica's other workers."""
         return ["norm"] if self.max_norm is not None else []
 

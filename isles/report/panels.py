@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from isles.report.series import Point
@@ -101,7 +101,18 @@ class Lanes:
     lanes: Sequence[Lane]
 
 
-Picture = Chart | Bars | Lanes
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Cells [row][column] between as many things: shade 0 to 1, None for none; marks: (row, column) that stand out."""
+
+    title: str
+    labels: Sequence[str]
+    shades: Sequence[Sequence[float | None]]
+    hints: Sequence[Sequence[str]]
+    marks: Collection[tuple[int, int]] = ()
+
+
+Picture = Chart | Bars | Lanes | Grid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

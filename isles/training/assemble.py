@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import fields
 
 from torch import nn
+from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.errors import in_section
 from isles.replicas import method
+from isles.replicas.replica import Plain
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_notices, inner_optimizer
 from isles.training.config.sections import Config
 
 
 def wrapped(
-    config: Config, model: nn.Module, group: Group, island: Group | None = None
+    config: Config, model: nn.Module, group: Group, island: Group | None = None, peers: Group | None = None
 ) -> tuple[ReplicaSync, list[str]]:
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
-    `group` is then across them. ValueError, with the key, where the run cannot mean what they say.
+    `group` is then across them. peers: the stages of its replica, where `model` is one of several. ValueError, with the
+    key, where the run cannot mean what they say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     try:
@@ -28,7 +31,7 @@ def wrapped(
             )
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
-            inner = inner_optimizer(part, config.inner, kind.usual_inner)
+            inner = _stepped(config, part, kind, peers)
         else:
             if not kind.spans_islands:
                 raise ValueError(
@@ -37,8 +40,7 @@ def wrapped(
                 )
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
-            inner = inner_optimizer(part, config.inner, kind.usual_inner)
-            inner = inside(part, inner, island, max_norm=max_norm)
+            inner = inside(part, _stepped(config, part, kind, peers), island, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
@@ -50,3 +52,12 @@ def wrapped(
     except ValueError as error:
         keys = [field.name for field in fields(config.replicas)]
         raise ValueError(in_section("replicas", str(error), keys)) from error
+
+
+def _stepped(config: Config, part: nn.Module, kind: type[ReplicaSync], peers: Group | None) -> Optimizer | Plain:
+    """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
+    inner = inner_optimizer(part, config.inner, kind.usual_inner)
+    if peers is None or peers.size == 1:
+        return inner
+    over = "peers" if config.pipeline.clip == "model" else "own"
+    return Plain(part, inner, peers=peers, clip_over=over, charged=True)

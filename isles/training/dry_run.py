@@ -35,7 +35,7 @@ from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.dry_time import Transfers, transfers
 from isles.training.records.saved import start_file
-from isles.training.trainer import check_vocabulary
+from isles.training.text import check_vocabulary
 
 _PROBES = 3
 _SMALL = 256e6  # bytes of weights that are made for counting
@@ -96,6 +96,11 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
     """
+    if config.pipeline.stages > 1:
+        raise ValueError(
+            f"pipeline.stages = {config.pipeline.stages}: a dry run does not know stages yet; plan the same run with "
+            "pipeline.stages = 1, or run it with --steps 1"
+        )
     context, vocab = limits(config.model)
     check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
     list_sources(config.data.path)

@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
 from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
-from isles.data import Corpus, Loader, load_corpus
-from isles.data.tokenizer import Tokenizer
+from isles.comm.tags import Channel
+from isles.data import Corpus
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
+from isles.models.stages import Stage
+from isles.pipeline.pipeline import Cut
 from isles.schema import Metrics
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
@@ -38,7 +40,12 @@ from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
+from isles.training.staged import Staged, build_stage, hold_against_whole, planned_cut, told_by_first
 from isles.training.step import Step, Whole
+from isles.training.text import Text
+
+_WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
+"""What a worker that waits is said to wait for."""
 
 
 class Trainer:
@@ -46,21 +53,13 @@ class Trainer:
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
         self.config, self.world = config, world
-        corpus = corpus or load_corpus(config.data)
-        context, vocab = limits(config.model)
-        check_vocabulary(vocab, corpus.tokenizer)
-        if world.local_rank == 0:  # every machine has files of its own
-            world.report({"corpus": corpus.sha256, "rank": world.rank})
-        self.corpus = corpus
-        reader, readers = world.reader
-        self.loader = Loader(corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed)
-        _check_batch(self.loader)
-        model = build(config.model, seed=config.run.seed, rank=world.local_rank)
-        if config.model.factory is not None:
-            check_contract(model, config.model.factory, context)
-        if config.run.start:
-            start_weights(model, config.run.start)
-        self.optimizer, notices = wrapped(config, model, world.outer, world.inner)  # refuses what cannot work
+        self.text = Text(config, world, corpus) if world.stage.rank == 0 else None
+        self.judges = told_by_first(world.stage, self.text is not None and self.text.judges)
+        """Whether text was kept for validation, known to all stages."""
+        cut = planned_cut(config) if config.pipeline.stages > 1 else None
+        model = self._whole_model() if cut is None else self._stage(cut)
+        peers = None if cut is None else world.stage
+        self.optimizer, notices = wrapped(config, model, world.outer, world.inner, peers)  # refuses what cannot work
         self.model = self.optimizer.model
         self.device = next(self.model.parameters()).device
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -72,22 +71,39 @@ class Trainer:
         fp16 = config.model.autocast == "fp16"
         self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
         self.autocast = partial(autocast, config.model, self.device)
-        self.model_step: Step = Whole(
-            self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation
+        self.model_step: Step = (
+            Whole(self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation)
+            if cut is None
+            else Staged(config, world, cut, self.optimizer, self.autocast)
         )
         self.tokens = 0
         self.training_seconds = 0.0
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        compared = world.outer.size > 1 and world.inner.rank == 0 and self.optimizer.shares
+        firsts = world.inner.rank == 0 and world.stage.rank == 0  # one worker speaks for its replica
+        compared = world.outer.size > 1 and firsts and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
 
-    @property
-    def judges(self) -> bool:
-        """Whether text was kept for validation."""
-        return len(self.corpus.validation) > 0
+    def _whole_model(self) -> nn.Module:
+        """The model of the run."""
+        config = self.config
+        model = build(config.model, seed=config.run.seed, rank=self.world.local_rank)
+        if config.model.factory is not None:
+            check_contract(model, config.model.factory, limits(config.model).context)
+        if config.run.start:
+            start_weights(model, config.run.start)
+        return model
+
+    def _stage(self, cut: Cut) -> Stage:
+        """This worker's piece of it. The first worker holds all pieces against the whole before anybody trains."""
+        world = self.world
+        if world.rank == 0:
+            notice = hold_against_whole(self.config, cut)
+            if notice is not None:
+                world.report({"notice": notice})
+        return build_stage(self.config, cut, world.layout.coordinates[world.rank].stage, world.local_rank)
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
@@ -117,7 +133,7 @@ class Trainer:
             "model": self.optimizer.weights(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "loader": self.loader.state_dict(),
+            "loader": None if self.text is None else self.text.state_dict(),
             "tokens": self.tokens,
             "losses": torch.stack(self.losses) if self.losses else None,
             "training_seconds": self.training_seconds,
@@ -139,7 +155,8 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self.loader.load_state_dict(state["loader"])
+        if self.text is not None:
+            self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]
         self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
         self.training_seconds = state["training_seconds"]
@@ -156,7 +173,7 @@ class Trainer:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
         transport = self.world.transport
         before, away = transport.now(), transport.away_seconds
-        loss = self.model_step.run(self._batches() if self.model_step.reads else ())
+        loss = self.model_step.run(self._batches())
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, [loss])  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
@@ -179,9 +196,11 @@ class Trainer:
                 )
 
     def _batches(self) -> Iterator[Tensor]:
-        """Those of one inner step, each read when it is asked for."""
+        """Those of one inner step, each read when it is asked for; none where this worker does not read."""
+        if self.text is None:
+            return
         for _ in range(self.config.inner.accumulation):
-            tokens = next(self.loader).to(self.device)
+            tokens = self.text.batch().to(self.device)
             self.tokens += tokens[:, 1:].numel()
             yield tokens
 
@@ -209,7 +228,7 @@ class Trainer:
         loss = float(torch.stack(self.losses).mean())
         self.losses.clear()
         traffic = self.world.world.traffic
-        blocked = traffic.total("blocked_seconds", "outer", "inner")
+        blocked = traffic.total("blocked_seconds", *_WAITS)
         return Metrics(
             step=self.optimizer.steps,
             worker=self.world.rank,
@@ -227,18 +246,19 @@ class Trainer:
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
         traffic, workers = self.world.world.traffic, self.world.size
-        computing = self.training_seconds - traffic.total("blocked_seconds", "outer", "inner")
+        computing = self.training_seconds - traffic.total("blocked_seconds", *_WAITS)
         self.optimizer.finish()
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_spans(self.timeline.rest())
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         across = int(traffic.total("bytes_sent", "outer"))  # where there are islands
-        blocked = traffic.total("blocked_seconds", "outer", "inner")
+        blocked = traffic.total("blocked_seconds", *_WAITS)
+        waited = traffic.total("blocked_seconds", "pipeline")
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
-        speaks = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
-        final = model if speaks else None
+        reports = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
+        final = model if reports else None
         if final is not None and out is not None:
             save_model(final, out / "model.safetensors")
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
@@ -258,39 +278,24 @@ class Trainer:
             "blocked_seconds": blocked,
             "train_seconds": seconds,
             "virtual_seconds": clock,
-            "corpus_sha256": self.corpus.sha256,
+            "pipeline_seconds": waited,
+            "corpus_sha256": "" if self.text is None else self.text.corpus.sha256,
         }
 
     def _judge(self) -> float | None:
         """Of the weights of now."""
         if not self.judges:
             return None
-        return self.model_step.judge(self.loader.validation_batches() if self.model_step.reads else ())
+        return self.model_step.judge(() if self.text is None else self.text.validation())
 
-    def _judge_whole(self, model: torch.nn.Module) -> float | None:
+    def _judge_whole(self, model: nn.Module) -> float | None:
         """Of a model that this worker holds by itself."""
-        return validation_loss(model, self.loader.validation_batches(), self.autocast()) if self.judges else None
+        if self.text is None or not self.judges:
+            return None
+        return validation_loss(model, self.text.validation(), self.autocast())
 
 
-def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
-    """ValueError unless a model of `vocab` token ids (None: not known) has one for each of the tokenizer's."""
-    if vocab is not None and tokenizer.vocab_size > vocab:
-        raise ValueError(
-            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab_size} ids: "
-            f"set model.vocab = {tokenizer.vocab_size}, or choose another data.tokenizer"
-        )
-
-
-def _check_batch(loader: Loader) -> None:
-    readers = loader.workers if loader.split == "iid" else 1  # of the same sequences
-    if loader.batch_size * readers > loader.sequences:
-        raise ValueError(
-            f"data.batch_size = {loader.batch_size}: a step would read {loader.batch_size * readers} sequences of "
-            f"{loader.sequences}, some of them twice; choose a smaller batch or give more text"
-        )
-
-
-def save_model(model: torch.nn.Module, path: Path) -> None:
+def save_model(model: nn.Module, path: Path) -> None:
     """Write the weights as safetensors, all or nothing; tied tensors once."""
     from safetensors.torch import save_model as save
 
@@ -312,7 +317,7 @@ def train_worker(
     from. corpus: see `Trainer`.
     """
     torch.manual_seed(draws_seed(config.run.seed, world.rank))
-    world = world.arranged(grid_of(world.size, inner=config.world.inner))
+    world = world.arranged(grid_of(world.size, stage=config.pipeline.stages, inner=config.world.inner))
     trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None

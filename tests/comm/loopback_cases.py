@@ -17,11 +17,21 @@ PAYLOAD = 4_000_000  # bytes that one worker contributes
 STEPS = 4
 
 
-def compared(kind: str, names: list[str]) -> dict[str, tuple[int, int, Wire]]:
-    """For each name: bytes counted by all workers as sent and as received, and what the interface saw."""
-    ranks = isles.run_local(cases, WORKERS, args=(kind, names))
-    sums = {name: [sum(rank[name][side] for rank in ranks) for side in (0, 1)] for name in names}
-    return {name: (sums[name][0], sums[name][1], ranks[0][name][2]) for name in names}
+def compared(wanted: dict[str, list[str]]) -> dict[str, dict[str, tuple[int, int, Wire]]]:
+    """By kind and name: bytes counted by all workers as sent and as received, and what the interface saw."""
+    ranks = isles.run_local(all_cases, WORKERS, args=(wanted,))
+    return {
+        kind: {
+            name: (sum(rank[kind][name][0] for rank in ranks), sum(rank[kind][name][1] for rank in ranks), wire)
+            for name, (_, _, wire) in ranks[0][kind].items()
+        }
+        for kind in wanted
+    }
+
+
+def all_cases(world: Mesh, wanted: dict[str, list[str]]) -> dict[str, dict[str, tuple[int, int, Wire]]]:
+    """By kind."""
+    return {kind: cases(world, kind, names) for kind, names in wanted.items()}
 
 
 def cases(world: Mesh, kind: str, names: list[str]) -> dict[str, tuple[int, int, Wire]]:

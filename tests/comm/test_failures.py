@@ -18,6 +18,7 @@ from isles.comm.transport import Deadlines
 from isles.launch import workers as local
 from isles.launch.workers import LocalWorkers
 from tests.comm import failure_workers
+from tests.gloo import run_gloo
 
 SOON = Deadlines(control=20.0, outer=20.0)
 DEADLINE = 1.0
@@ -33,7 +34,7 @@ def test_a_silent_worker_is_named_when_the_deadline_ends() -> None:
     """Within deadline + 1 s, by whoever waits for it; another pair goes on exchanging, the late message is not taken
     for a new one, and the worker is welcome later. A transfer nobody waits for is over when its deadline is.
     """
-    zero, one, two, three = isles.run_local(failure_workers.silent, 4, args=(DEADLINE,), deadlines=SOON)
+    zero, one, two, three = run_gloo(failure_workers.silent, 4, args=(DEADLINE,), deadlines=SOON)
     kind, peer, seconds = zero["told"]
     assert (kind, peer) == ("DeadlinePassed", 3) and DEADLINE <= seconds < DEADLINE + 1.0, zero
     assert zero["over"] and zero["forgotten"][0] == "DeadlinePassed" and zero["forgotten"][2] < 0.1
@@ -61,7 +62,7 @@ def test_a_stopped_worker_is_named_when_the_deadline_ends() -> None:
     that failed meanwhile have not put the others out of step with it.
     """
     deadlines = Deadlines(control=2.0, outer=20.0)
-    zero, one, two, three = isles.run_local(failure_workers.stopped, 4, args=(DEADLINE,), deadlines=deadlines)
+    zero, one, two, three = run_gloo(failure_workers.stopped, 4, args=(DEADLINE,), deadlines=deadlines)
     kind, peer, seconds = zero["told"]
     assert (kind, peer) == ("DeadlinePassed", 3) and DEADLINE <= seconds < DEADLINE + 1.0, zero
     assert went_on(one, DEADLINE) and went_on(two, DEADLINE), (one, two)

@@ -11,13 +11,14 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
 from tests.comm import group_workers
+from tests.gloo import run_gloo
 
 SOON = Deadlines(control=20.0, outer=20.0)  # a stuck test ends before the patience of whoever runs it
 
 
 def test_collectives_among_four() -> None:
     """Everyone's data in group order, for any dtype and order of ranks; a barrier holds; mistakes are refused."""
-    ranks = isles.run_local(group_workers.everyone_sends, 4, deadlines=SOON)
+    ranks = run_gloo(group_workers.everyone_sends, 4, deadlines=SOON)
     order = [2, 0, 3, 1]
     for rank, seen in enumerate(ranks):
         assert seen["gathered"] == [[0, 0], [1, 1], [2, 4], [3, 9]] and seen["kinds"]
@@ -35,12 +36,12 @@ def test_collectives_among_four() -> None:
 
 def test_broadcast_from_every_source_in_every_size() -> None:
     """The tree reaches everyone, for sizes 1 to 5 and any order of ranks."""
-    assert isles.run_local(group_workers.broadcasts, 5, deadlines=SOON) == [[]] * 5
+    assert run_gloo(group_workers.broadcasts, 5, deadlines=SOON) == [[]] * 5
 
 
 def test_transfers_under_way_together() -> None:
     """They keep apart in program order, across groups and worlds, end in any order, and go on while nobody waits."""
-    ranks = isles.run_local(group_workers.at_once, 4, deadlines=SOON)
+    ranks = run_gloo(group_workers.at_once, 4, deadlines=SOON)
     for rank, seen in enumerate(ranks):
         assert seen["mixed up"] == []
         assert seen["progress"] == [True, True] and seen["not blocked"] == 0.0
@@ -51,7 +52,7 @@ def test_transfers_under_way_together() -> None:
 
 def test_counts_are_those_of_the_messages() -> None:
     """Bytes and messages of each verb by hand, on the channel asked for and no other."""
-    ranks = isles.run_local(group_workers.counted, 3, deadlines=SOON)
+    ranks = run_gloo(group_workers.counted, 3, deadlines=SOON)
     for rank, seen in enumerate(ranks):
         assert seen["all_gather"] == seen["eval"] == (8000, 8000, 2, 2)
         assert seen["exchange"] == ((4000, 4000, 1, 1) if rank < 2 else (0, 0, 0, 0))
@@ -66,7 +67,7 @@ def test_counts_are_those_of_the_messages() -> None:
 
 def test_a_protocols_error_belongs_to_whoever_waits() -> None:
     """Raised in the first step, after empty waits, or on the driver's thread; by every wait."""
-    assert isles.run_local(group_workers.failing, 2, deadlines=SOON) == [["'mine'"] * 6] * 2
+    assert run_gloo(group_workers.failing, 2, deadlines=SOON) == [["'mine'"] * 6] * 2
 
 
 def test_messages_leave_torchs_threads_alone() -> None:

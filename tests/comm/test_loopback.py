@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 
 from isles.comm.codecs import CODECS
 from tests.netns import Wire, run_isolated, skip_unless_available
 
 MEGABYTE = 1_000_000
+FEW = ["none", "int4", "fp16"]  # codecs: plain, with scales, one a segment; the rest are long
+CASES = {
+    "mean": FEW,
+    "verb": ["all_gather", "all_to_all", "exchange", "broadcast"],
+    "method": ["none", "ddp", "fsdp", "localsgd", "diloco", "noloco", "islands"],
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("mean", sorted(CODECS)),
-        ("verb", ["all_gather", "all_to_all", "exchange", "broadcast"]),
-        ("method", ["none", "ddp", "fsdp", "localsgd", "diloco", "noloco", "islands"]),
-    ],
-    ids=["mean", "verbs", "methods"],
-)
-def test_counted_bytes_are_those_on_the_wire(kind: str, names: list[str]) -> None:
-    """Four workers, every codec, verb and method, from their construction to `consolidate`: what the interface saw,
+@cache
+def few() -> dict[str, Any]:
+    """All of `CASES` in one namespace, by one set of processes."""
+    return run_isolated("tests.comm.loopback_cases:compared", CASES)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_counted_bytes_are_those_on_the_wire(kind: str) -> None:
+    """Four workers, codecs, verbs and methods, from their construction to `consolidate`: what the interface saw,
     without the headers of its packets, is within 2 % of the sum of the workers' counters; and what was sent was
     received.
     """
     skip_unless_available()
-    for name, (sent, received, wire) in run_isolated("tests.comm.loopback_cases:compared", kind, names).items():
+    check(few()[kind])
+
+
+@pytest.mark.long
+def test_counted_bytes_of_every_codec() -> None:
+    skip_unless_available()
+    check(run_isolated("tests.comm.loopback_cases:compared", {"mean": sorted(CODECS)})["mean"])
+
+
+def check(cases: dict[str, Any]) -> None:
+    for name, (sent, received, wire) in cases.items():
         assert sent == received >= 10 * MEGABYTE, (name, sent, received)
         assert Wire(*wire).agrees_with(sent, 0.02), (name, sent, wire, Wire(*wire).payload / sent)

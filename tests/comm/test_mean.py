@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import isles
 from tests.comm.mean_workers import HEADER, Case, all_cases, diverging, late, several, unnumbered
+from tests.gloo import run_gloo
 
 SCALE_BLOCK = {"none": None, "bf16": None, "fp16": 4096, "int8": 256}
 CASES = [Case(name, elements) for name in SCALE_BLOCK for elements in (0, 1, 2, 5, 1003)]
@@ -28,7 +28,7 @@ def test_mean_is_exact_equal_everywhere_and_counted(workers: int) -> None:
     (and encode once more where shards are gathered); `own` as others decode it; bytes sent = `sent_bytes` = the closed
     form 2 (N - 1) / N x encoded bytes x N, plus 32 bytes a peer.
     """
-    ranks = isles.run_local(all_cases, workers, args=(CASES,))
+    ranks = run_gloo(all_cases, workers, args=(CASES,))
     for number, case in enumerate(CASES):
         seen = [rank[number] for rank in ranks]
         assert not any(view.wrong for view in seen), (case, [view.wrong for view in seen])
@@ -42,7 +42,7 @@ def test_a_member_that_is_elsewhere_is_named() -> None:
     """A differing step, hash or round (where the wire's 21 bits agree) raises Diverged on everyone, naming the odd one
     out (the odd one names another); the next round is unharmed, with and without numbers.
     """
-    zero, one, two = isles.run_local(diverging, 3)
+    zero, one, two = run_gloo(diverging, 3)
     for seen in (zero, one, two):
         assert {value for key, value in seen.items() if key.startswith("after")} == {1.0}, seen
     for case, odd in (("step", 1), ("digest", 2), ("round", 0), ("unnumbered", 1)):
@@ -57,7 +57,7 @@ def test_late_and_other_rounds_are_not_mistaken() -> None:
     """What comes after the receiver gave its round up is never taken for the next round's; different rounds do not
     meet, they miss their deadlines.
     """
-    zero, one = isles.run_local(late, 2)
+    zero, one = run_gloo(late, 2)
     for gave_up in ("round 7", "unnumbered"):
         assert zero[gave_up][:2] == ("DeadlinePassed", 1), zero
     for seen in (zero, one):
@@ -67,7 +67,7 @@ def test_late_and_other_rounds_are_not_mistaken() -> None:
 
 def test_many_at_once_do_not_mix() -> None:
     """Fragments and parts of one round, and calls without a round, keep apart while all are under way at once."""
-    for seen in isles.run_local(several, 4):
+    for seen in run_gloo(several, 4):
         assert seen == [10 * fragment + part + 150.0 for fragment in range(3) for part in range(2)]
-    for seen in isles.run_local(unnumbered, 4):
+    for seen in run_gloo(unnumbered, 4):
         assert seen == [index + 150.0 for index in range(8)]

@@ -189,15 +189,6 @@ def test_the_forest_served_is_a_distribution_and_speaks_the_same_however_it_is_b
     )
 
 
-def test_chosen_experts_alone_give_the_scores_of_all(built: tuple[System[Any], dict[str, Any]]) -> None:
-    system, _ = built
-    served = Served.load(Forest.load(system.out / "seed-0/forests/m-ho-i-ho-r1.json").experts)
-    tokens = system.texts["easy"].sequences("test", 7)
-    expert_of = torch.tensor([0, 2, 1, 0, 0, 2, 1])
-    every = served.scores(tokens)[expert_of, torch.arange(7)]
-    torch.testing.assert_close(served.chosen_scores(tokens, expert_of), every, rtol=1e-6, atol=1e-6)
-
-
 def test_parameters_average_between_equal_shapes_only(built: tuple[System[Any], dict[str, Any]]) -> None:
     system, _ = built
     folder = system.out / "seed-0" / "forests"

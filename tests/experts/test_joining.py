@@ -15,7 +15,7 @@ from isles.experts import mixture
 from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
 from isles.experts.joining import EVERY, Joined, Joining
 from isles.experts.on_text import judged_on
-from isles.experts.registry import Forest, Member
+from isles.experts.registry import Forest, ForestMember
 from isles.experts.routing.clusters import clustered, texts_of
 from isles.experts.routing.priors import cached, following, given, running
 from isles.experts.routing.routing import ByClusters, Routers, growing
@@ -230,7 +230,7 @@ def test_a_forest_of_one_is_its_expert_to_the_bit_and_the_shortest_context_count
     model, start = replace(run.config.model, context=12), replace(run.config.run, start="")
     short = ExpertJob(name="short", config=replace(run.config, model=model, run=start), role="expert")
     train(short, tmp_path, JobProgress())
-    mixed = Served.load([member, Member(name="short", run=tmp_path / "short")])
+    mixed = Served.load([member, ForestMember(name="short", run=tmp_path / "short")])
     assert mixed.context == 12
     assert mixed.scores(tokens[:, :13]).shape == (2, 5, 12)
     with pytest.raises(ValueError, match="longer than the experts' shortest context of 12"):

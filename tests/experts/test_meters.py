@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
+from typer.testing import CliRunner
 
-from isles.experts.meters import PaperModel, PaperRun, Share, check_budget, score_bytes
+from isles.cli import app
+from isles.experts.meters import Share, check_budget, score_bytes
+from isles.experts.smalltalk.paper import table
 from isles.models import Shape, non_embedding_parameters
-
-ROUTER = PaperModel(hidden=96, layers=12, ffn=384, vocab=32_000)
-SMALL = PaperModel(hidden=1024, layers=24, ffn=4096, vocab=32_000)
-LARGE = PaperModel(hidden=2048, layers=24, ffn=8192, vocab=32_000)
 
 
 @pytest.mark.parametrize(
-    ("expert", "steps", "experts", "training", "overhead"),
+    ("expert", "experts", "training", "overhead"),
     [
-        (SMALL, 256_000, 4, 31.02, 0.22),
-        (SMALL, 256_000, 8, 62.03, 0.75),
-        (SMALL, 256_000, 16, 124.06, 2.71),
-        (SMALL, 256_000, 32, 248.12, 10.28),
-        (LARGE, 512_000, 4, 221.33, 0.36),
-        (LARGE, 512_000, 16, 885.32, 4.87),
-        (LARGE, 512_000, 32, 1770.65, 18.94),
+        ("335M", 4, 31.02, 0.22),
+        ("335M", 8, 62.03, 0.75),
+        ("335M", 16, 124.06, 2.71),
+        ("335M", 32, 248.12, 10.28),
+        ("1.3B", 4, 221.33, 0.36),
+        ("1.3B", 16, 885.32, 4.87),
+        ("1.3B", 32, 1770.65, 18.94),
     ],
 )
-def test_table_3_of_smalltalk(expert: PaperModel, steps: int, experts: int, training: float, overhead: float) -> None:
-    run = PaperRun(
-        experts=experts,
-        expert=expert,
-        steps=steps,
-        batch=128,
-        router=ROUTER,
-        router_steps=128_000,
-        router_batch=32,
-        length=1024,
-        prefix=256,
-    )
-    assert round(run.training() / 1e19, 2) == pytest.approx(training, abs=0.011)
-    assert round(sum(run.overhead(router_length=1024).values()) / 1e19, 2) == overhead
-    serving, routing = run.inference()
-    assert round(serving / 1e12, 2) == (0.79 if expert is SMALL else 2.81)
-    assert round(routing / 1e12, 2) == {4: 0.01, 8: 0.02, 16: 0.04, 32: 0.08}[experts]
+def test_table_3_of_smalltalk(expert: str, experts: int, training: float, overhead: float) -> None:
+    (row,) = [row for row in table() if (row["expert"], row["experts"]) == (expert, experts)]
+    assert round(row["training"] / 1e19, 2) == pytest.approx(training, abs=0.011)
+    assert round(row["training_overhead"] / 1e19, 2) == overhead
+    assert round(row["inference"] / 1e12, 2) == (0.79 if expert == "335M" else 2.81)
+    assert round(row["inference_overhead"] / 1e12, 2) == {4: 0.01, 8: 0.02, 16: 0.04, 32: 0.08}[experts]
+
+
+def test_the_command_prints_the_papers_table() -> None:
+    def plan(*words: str) -> Any:
+        return CliRunner().invoke(app, ["experts", "plan", *words])
+
+    shown = plan("smalltalk", "--paper")
+    assert shown.stdout.splitlines()[-1].split() == ["1.3B", "32", "1770.65", "18.94", "2.81", "0.08"]
+    assert json.loads(plan("smalltalk", "--paper", "--json").stdout) == table()
+    for words in (["hdee", "--paper"], ["smalltalk", "--paper", "--quick"]):
+        assert "--paper is smalltalk's table" in str(plan(*words).exception)
 
 
 def shape(ffn: int) -> Shape:

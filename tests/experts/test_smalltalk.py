@@ -20,7 +20,7 @@ from isles.experts.joining import Joining
 from isles.experts.planning import planned
 from isles.experts.registry import Forest
 from isles.experts.routing.assignment import Assignment, assign, total
-from isles.experts.routing.em import Router, RouterTask, train_router
+from isles.experts.routing.em import RouterTask, TextRouter, train_router
 from isles.experts.routing.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
 from isles.experts.smalltalk.smalltalk import router_config
@@ -131,7 +131,7 @@ def test_hard_em_never_raises_its_objective(built: Built, tmp_path: Path) -> Non
     task = RouterTask(own=own, config=router_config(own, system.base, pool.folder), label=pool.label, out=tmp_path)
 
     def rounds(world: Mesh, task: RouterTask) -> list[float]:
-        router = Router(task, world.outer)
+        router = TextRouter(task, world.outer)
         scores = router._exchange()
         history = [total(scores, router.expert_of)]
         for _ in range(3):

@@ -13,7 +13,7 @@ import pytest
 
 from isles.comm.errors import CommError, PeerLost
 from isles.experts.jobs import JobProgress, weights_sha256
-from isles.experts.tasks import Task, carry_out
+from isles.experts.tasks import ExpertTask, carry_out
 from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import HDEE, made, write_domains
@@ -53,26 +53,26 @@ def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) 
     heard = Heard()
     wait = partial(tell, tmp_path)
     tasks = [
-        Task(name="a", work=partial(wait, "a", 1.0)),
-        Task(name="b", work=partial(wait, "b", 0.0)),
-        Task(name="c", work=partial(wait, "c", 0.0), needs=("a", "b", "elsewhere")),
+        ExpertTask(name="a", work=partial(wait, "a", 1.0)),
+        ExpertTask(name="b", work=partial(wait, "b", 0.0)),
+        ExpertTask(name="c", work=partial(wait, "c", 0.0), needs=("a", "b", "elsewhere")),
     ]
     carry_out(tasks, 2, heard)
     assert (tmp_path / "b").read_text() == ""  # beside the slow one
     assert (tmp_path / "c").read_text() == "a b"
     assert sorted(heard.begun) == ["a", "b", "c"]
 
-    tasks = [Task(name="lost", work=lose), Task(name="d", work=partial(wait, "d", 1.0)), *tasks[2:]]
+    tasks = [ExpertTask(name="lost", work=lose), ExpertTask(name="d", work=partial(wait, "d", 1.0)), *tasks[2:]]
     (tmp_path / "c").unlink()
     with pytest.raises(PeerLost, match="worker 3 is lost") as caught:
-        carry_out([*tasks, Task(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, heard)
+        carry_out([*tasks, ExpertTask(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, heard)
     assert caught.value.__notes__ == ["go on so"]
     assert (tmp_path / "d").exists() and not (tmp_path / "e").exists()
     assert heard.notices == [
         "lost failed (worker 3 is lost (its line was cut)); the others that are under way go on to their end"
     ]
     with pytest.raises(CommError, match="ended with exit code 7"):
-        carry_out([Task(name="dead", work=die)], 2, heard)
+        carry_out([ExpertTask(name="dead", work=die)], 2, heard)
 
 
 def test_experts_at_once_have_the_weights_of_one_after_another(tmp_path: Path) -> None:

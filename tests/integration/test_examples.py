@@ -76,6 +76,13 @@ def test_recommender() -> None:
     assert few < dense / 10
 
 
+def test_pipeline_loop() -> None:
+    """Every worker of two replicas of two stages sees its loss fall."""
+    seen = re.findall(r"worker (\d): (\d\.\d+) -> (\d\.\d+) nats", output("examples/pipeline_loop.py"))
+    assert [worker for worker, _, _ in seen] == ["0", "1", "2", "3"]
+    assert all(float(last) < 0.1 < float(first) for _, first, last in seen)
+
+
 def test_own_model_is_that_of_the_documents() -> None:
     """docs/own-model.md and examples/own_model.py hold the same code."""
     told = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-model.md").read_text(), re.DOTALL)[0]

@@ -19,6 +19,7 @@ import isles
 from isles.comm.errors import CommError, WorkerFailed
 from isles.launch import workers as local
 from isles.launch.workers import LocalWorkers
+from tests import gloo
 from tests.launch import local_workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,7 @@ def comes_true(condition, seconds: float) -> bool:
 @pytest.fixture(autouse=True)
 def no_process_is_left(monkeypatch: pytest.MonkeyPatch):
     """After every test here, and the workers of a failed run get little time to notice."""
+    gloo.close()  # which would be counted
     monkeypatch.setattr(local, "_GRACE", 0.3)
     yield
     assert comes_true(lambda: not worker_processes(), 1.0), worker_processes()
@@ -166,7 +168,11 @@ def started(launcher: subprocess.Popen, folder: Path, how: str) -> list[psutil.P
 
 @pytest.mark.parametrize(
     ("by", "how"),
-    [(signal.SIGKILL, "running"), (signal.SIGKILL, "joining"), (signal.SIGINT, "running")],
+    [
+        (signal.SIGKILL, "running"),
+        (signal.SIGKILL, "joining"),
+        pytest.param(signal.SIGINT, "running", marks=pytest.mark.long),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_no_worker_outlives_its_launcher(tmp_path: Path, by: signal.Signals, how: str) -> None:

@@ -17,8 +17,6 @@ def lines_of(links, workers):
 def test_unequal_links_that_are_equal_give_the_closed_forms(workers):
     lines = lines_of(Links(bandwidth=1e6, latency=0.03), workers)
     for made, over in [
-        (costs.ring(workers), costs.ring_seconds),
-        (costs.tree(workers), costs.tree_seconds),
         (costs.two_shot(workers), costs.two_shot_seconds),
         (costs.all_gather(workers), costs.all_gather_seconds),
         (costs.library_mean(workers), costs.mean_seconds),
@@ -30,15 +28,15 @@ def test_unequal_links_that_are_equal_give_the_closed_forms(workers):
 
 
 def test_the_slowest_link_rules():
-    """One of eight at a hundredth of the rate: a ring is as slow as if all were; a pair without it is not."""
+    """One of eight at a hundredth of the rate: a mean is as slow as if all were; a pair without it is not."""
     lines = lines_of(Links(bandwidth=[1e8] * 7 + [1e6]), 8)
     slow = lines_of(Links(bandwidth=1e6), 8)
-    for over in (costs.ring_seconds, costs.two_shot_seconds, costs.all_gather_seconds):
+    for over in (costs.two_shot_seconds, costs.all_gather_seconds):
         assert over(lines, 1e6) == pytest.approx(over(slow, 1e6))
     assert costs.pair_seconds(lines, 0, 1, 1e6) == pytest.approx(0.01)
     assert costs.pair_seconds(lines, 0, 7, 1e6) == costs.pair_seconds(lines, 7, 0, 1e6) == 1.0
     assert costs.partner_seconds(lines, 1e6) == 1.0  # of the slow one, whoever its partner is
-    assert costs.ring_seconds(lines.scaled(100), 1e6) == pytest.approx(costs.ring_seconds(lines, 1e6) / 100)
+    assert costs.two_shot_seconds(lines.scaled(100), 1e6) == pytest.approx(costs.two_shot_seconds(lines, 1e6) / 100)
 
 
 def test_latency_counts_once_a_hop():
@@ -46,10 +44,7 @@ def test_latency_counts_once_a_hop():
     far[0, 1] = 0.5
     links = Links(bandwidth=math.inf, latency=far)
     lines = lines_of(links, 4)
-    assert costs.ring_seconds(lines, 1.0) == pytest.approx(6 * 0.5)
-    assert costs.ring_seconds(costs.Lines.of(links, [0, 2, 1, 3]), 1.0) == pytest.approx(6 * 0.01)  # avoids that hop
     assert costs.two_shot_seconds(lines, 1.0) == pytest.approx(0.01 + 0.5)  # 0 does not wait for 1
-    assert costs.tree_seconds(lines, 1.0) == pytest.approx(0.01 + 0.5 + 0.01 + 0.01)
     assert costs.partner_seconds(lines, 1.0) == pytest.approx((0.5 + 0.01 + 0.01) / 3)
 
 
@@ -62,7 +57,7 @@ def test_shared_and_asymmetric_lines():
     asymmetric = lines_of(Links(bandwidth=[1e9, 1e7], downlink=[1e9, 1e8], uplinks=[0, 1]), 2)
     assert costs.pair_seconds(asymmetric, 0, 1, 1e9) == 100.0  # the upload of the second
     narrow = lines_of(Links(bandwidth=1e9, downlink=1e8), 4)
-    assert costs.ring_seconds(narrow, 1e9) == costs.ring_seconds(lines_of(Links(bandwidth=1e8), 4), 1e9)
+    assert costs.two_shot_seconds(narrow, 1e9) == costs.two_shot_seconds(lines_of(Links(bandwidth=1e8), 4), 1e9)
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "fp4", "topk:64"])

@@ -10,6 +10,7 @@ import pytest
 from isles.network.pauses import Pauses
 from isles.network.theory.barrier import StepLaw
 from isles.network.theory.fleet import ARRIVED, COMPUTED, Fleet, _Rounds, run
+from isles.report.sheets.presets import sheet
 
 FLEET = Fleet(workers=9, steps=StepLaw(count=5), message=4.0, message_variance=0.7, seed=3)
 PAUSED = Fleet(
@@ -78,3 +79,14 @@ def test_no_such_fleet(field, value):
         Fleet(**({"workers": 2, "steps": StepLaw(count=1)} | {field: value}))
     with pytest.raises(ValueError, match="rounds = 0"):
         run(FLEET, "pairs", 0)
+
+
+def test_the_preset_tells_what_the_fleet_does():
+    """No pauses: a mean over all costs more than a pair, and more the larger the fleet; pauses make it worse."""
+    rows = sheet("noloco-fleet").data["rows"]
+    calm, paused = (
+        [row["all_seconds"] / row["pairs_seconds"] for row in rows if (row["pauses"] == "none") == quiet]
+        for quiet in (True, False)
+    )
+    assert calm == sorted(calm) and calm[0] > 1
+    assert paused[-1] > 2 * calm[-1]

@@ -10,7 +10,6 @@ import pytest
 from isles.network.theory.ist_theory import (
     Quadratics,
     all_owners,
-    expected_value,
     homogeneous,
     neighbourhood,
     one_step,
@@ -30,6 +29,15 @@ def random_problem(workers: int, size: int, seed: int = 0) -> Quadratics:
     return Quadratics(
         curvatures=0.5 * roots @ roots.transpose(0, 2, 1) + np.eye(size), slopes=draw.standard_normal((workers, size))
     )
+
+
+def expected_value(problem: Quadratics, x: np.ndarray, rate: float, spread: float) -> float:
+    """E f(x+) after a step with whitened sketches from x, by the identity above. spread: E |g - E g|^2 by Lbar."""
+    gradient, lost = problem.gradient(x), problem.optimum - stationary_mean(problem, "whitened")
+    steep = gradient @ np.linalg.solve(problem.curvature, gradient)
+    off = lost @ problem.curvature @ lost
+    descent = -rate * (1 - rate / 2) * steep - rate * (1 - rate) * (gradient @ lost)
+    return float(problem.value(x) + descent + rate**2 / 2 * (off + spread))
 
 
 def unit_diagonal(size: int, seed: int = 1) -> np.ndarray:

@@ -109,3 +109,20 @@ def test_amounts():
     for text in ("", "fast", "1..2Mbit/s", "Mbit/s", "nan"):
         with pytest.raises(ValueError, match=r"^x = "):
             parse_rate("x", text)
+
+
+def test_a_line_for_each_pair(tmp_path):
+    path = tmp_path / "links.toml"
+    path.write_text(
+        'bandwidth = [["0", "80Mbit/s", "20Mbit/s"], [8e7, "0", "40Mbit/s"], ["10Mbit/s", "40Mbit/s", "0"]]\n'
+        'latency = [[0, "40ms", "90ms"], ["40ms", 0, "70ms"], ["90ms", "70ms", 0]]\n'
+    )
+    made = links(str(path))
+    made.check(3)
+    assert [made.way_rate(s, t) for s in range(3) for t in range(3) if s != t] == [8e7, 2e7, 8e7, 4e7, 1e7, 4e7]
+    path.write_text('bandwidth = [["0", "80Mbit"], [1e6, 0]]\n')
+    with pytest.raises(ValueError, match=r"links = .*: bandwidth = '80Mbit': write a number and a unit"):
+        links(str(path))
+    path.write_text("bandwidth = [[0, 1e6], [1e6, 0]]\ndownlink = 1e6\n")
+    with pytest.raises(ValueError, match="leave uplinks and downlink out"):
+        links(str(path))

@@ -9,11 +9,11 @@ import pytest
 
 from isles.network.links import Links
 from isles.network.planner.closed import random_pairs
-from isles.network.planner.costs import Lines, all_gather_seconds, ring_seconds, two_shot_seconds
+from isles.network.planner.costs import Lines, all_gather_seconds, two_shot_seconds
 from isles.network.planner.forms import form_of
 from isles.network.planner.planned import (
     Mean,
-    Pattern,
+    MessagePattern,
     PlannedExchange,
     Rhythm,
     Ring,
@@ -33,7 +33,7 @@ WORKERS = 8
 SLOW = Links(bandwidth=1e6, latency=0.05)
 
 
-def every_round(pattern: Pattern, workers: int, every: int, late: int = 0, sent: float = 0.0):
+def every_round(pattern: MessagePattern, workers: int, every: int, late: int = 0, sent: float = 0.0):
     """The records of an exchange of all after every `every` steps, landing `late` steps later."""
     groups = (tuple(range(workers)),)
     made = by_size(groups, lambda size: pattern)
@@ -51,11 +51,11 @@ def every_round(pattern: Pattern, workers: int, every: int, late: int = 0, sent:
     ("pattern", "alone"),
     [
         (Swap((1e6,) * 4), all_gather_seconds),
-        (Ring(6e6), lambda lines, bits: ring_seconds(lines, 4 * bits)),
+        (Ring(6e6), lambda lines, bits: 6 * (bits / 1e6 + 0.05)),
         (Mean((Segment((1e6,) * 4, (1e6,) * 4),), 0), lambda lines, bits: two_shot_seconds(lines, 4 * bits)),
     ],
 )
-def test_an_exchange_alone_takes_what_it_costs(pattern: Pattern, alone):
+def test_an_exchange_alone_takes_what_it_costs(pattern: MessagePattern, alone):
     """Megabytes on 1 Mbit/s."""
     waits = replay(every_round(pattern, 4, 10)(10), Topology(4, SLOW), [0.1] * 4, 10)
     assert waits.waiting() == pytest.approx(alone(Lines.of(SLOW, range(4)), 8e6))
@@ -108,7 +108,7 @@ def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchang
         return _seat(config, sketch(config.model), 0)[0].schedule(steps)
 
 
-def kind(pattern: Pattern) -> object:
+def kind(pattern: MessagePattern) -> object:
     if isinstance(pattern, Mean):
         return [there is None for there, _ in pattern.segments]
     return [kind(pattern.second), len(pattern.first) > 0] if isinstance(pattern, Then) else type(pattern)

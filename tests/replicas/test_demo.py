@@ -417,12 +417,12 @@ def test_bytes_of_a_step(workers: int) -> None:
 
     def worker(world: Mesh) -> None:
         optimizer: Any = wrap(world, "demo", Net(), compression_topk=4, compression_chunk=16)
-        assert optimizer.data_transmit == optimizer.data_receive == 0
+        assert optimizer.data_transmit == 0
         for step in range(1, 4):
             train_step(optimizer, world.rank, step)
         # 11 x 5, 11 and 7 x 11 are a block each: 12 values of 2 bytes, 12 places of one
         assert optimizer.payload_bytes == 16 + 24 + 12
-        assert optimizer.data_transmit == optimizer.data_receive == (workers - 1) * 52
+        assert optimizer.data_transmit == (workers - 1) * 52
         assert counted(world)["sent"] == counted(world)["received"] == 3 * (workers - 1) * 52
 
     run(worker, workers)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import isles
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
+from tests.gloo import run_gloo
 from tests.replicas.island_workers import RUNS, STEPS, Blocks, Case, train_all
 from tests.replicas.workers import LINKS, adamw, batch
 
@@ -26,7 +27,7 @@ ALONE = {case: Case(case.name, inner=1, island=2, max_norm=case.max_norm) for ca
 @cache
 def islands() -> list[Any]:
     """Two islands of two real workers."""
-    return isles.run_local(train_all, 4, args=(INSIDE,))
+    return run_gloo(train_all, 4, args=(INSIDE,))
 
 
 @cache
@@ -266,7 +267,7 @@ def strange(world: Mesh) -> tuple[float, int, list[str]]:
 
 
 def test_fsdp_takes_strange_models_or_says_why_not() -> None:
-    for apart, unknown, told in isles.run_local(strange, 2):
+    for apart, unknown, told in run_gloo(strange, 2):
         assert apart < 1e-5 and unknown == 0
         for line, part in zip(told, ["in one format", "give it the shape (1,)", "return a tensor"], strict=True):
             assert part in line and "\n" not in line
@@ -305,7 +306,7 @@ def sharded_alone(world: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_fsdp_alone_is_plain_training_on_all_batches(workers: int) -> None:
     """Accumulation, clipping, weights that are kept after the forward pass, rows that three workers do not divide."""
-    for apart, _ in isles.run_local(sharded_alone, workers):
+    for apart, _ in run_gloo(sharded_alone, workers):
         assert apart < 1e-5
 
 

@@ -16,6 +16,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.tags import Channel
 from isles.replicas.replica import Plain
 from isles.replicas.sync import ReplicaSync
+from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, loss_of, weights, wrap
 
 STEPS = 8
@@ -176,7 +177,7 @@ def test_a_stage_may_be_clipped_by_its_own_norm() -> None:
 @pytest.mark.long
 def test_stages_are_the_same_bits_on_gloo() -> None:
     virtual = isles.run_virtual(staged, 4, links=LINKS, args=("noloco",))
-    for mine, theirs in zip(virtual, isles.run_local(staged, 4, args=("noloco",)), strict=True):
+    for mine, theirs in zip(virtual, run_gloo(staged, 4, args=("noloco",)), strict=True):
         assert all(mine[key] == theirs[key] for key in ("losses", "sent", "numbers"))
         assert all(torch.equal(mine["weights"][key], theirs["weights"][key]) for key in mine["weights"])
 

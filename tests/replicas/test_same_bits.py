@@ -12,6 +12,7 @@ import pytest
 
 import isles
 from isles.comm.mesh import Mesh
+from tests.gloo import run_gloo
 from tests.replicas.hook_workers import beside_the_hook
 from tests.replicas.workers import LINKS, RUNS, local_checkpoint, train_all
 
@@ -21,15 +22,23 @@ SAVED = ["ddp, small buckets", "localsgd", "diloco, int8", "noloco", "noloco, lo
 SAVED += ["ddp, low rank", "dct-dp", "streaming, int4", "eager, int8", "diloco, topk", "demo"]
 
 
+FEW = ["ddp", *SAVED]  # on gloo at every size; the rest at three workers, and at all sizes among the long tests
+
+
+def on_gloo(size: int) -> list[str]:
+    return list(RUNS) if size == 3 else FEW
+
+
 def both(world: Mesh) -> tuple[Any, ...]:
     """What the processes of one world do."""
     hook = beside_the_hook(world) if world.size == 2 else None
-    return train_all(world, [*RUNS, NATIVE], STEPS), local_checkpoint(world, SAVED, STEPS, SAVE_AT), hook
+    trained = train_all(world, [*on_gloo(world.size), NATIVE], STEPS)
+    return trained, local_checkpoint(world, SAVED, STEPS, SAVE_AT), hook
 
 
 @cache
 def real(size: int) -> list[Any]:
-    return isles.run_local(both, size)
+    return run_gloo(both, size)
 
 
 @cache
@@ -41,12 +50,19 @@ def virtual(size: int) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in (1, 2, 3, 4) for name in on_gloo(size)])
 def test_virtual_and_gloo_are_equal_to_the_bit(size: int, name: str) -> None:
     """Losses, weights (running, finished, evaluated, consolidated), bytes, messages and spread of every worker."""
     for rank in range(size):
         assert virtual(size)[rank][name] == real(size)[rank][0][name], f"worker {rank}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_other_methods_are_equal_to_the_bit_at_all_sizes(size: int) -> None:
+    others = [name for name in RUNS if name not in FEW]
+    for mine, theirs in zip(run_gloo(train_all, size, args=(others, STEPS)), virtual(size), strict=True):
+        assert mine == {name: theirs[name] for name in others}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.replicas.workers import (
 )
 
 STEPS = 16
-CORE = ["none", "ddp", "localsgd", "diloco", "noloco", "noloco, lossy"]  # saved after every step, the rest after some
+CORE = ["ddp", "localsgd", "diloco", "noloco"]  # saved after every step, the rest amid a round
 CASES = [("noloco", 4), *((name, 3) for name in RUNS)]
 JITTERY = isles.Links(bandwidth=2e6, latency=0.15, jitter=0.7)  # latency of more than a step: prefetch is in flight
 
@@ -48,8 +49,19 @@ def test_any_step_can_be_saved_and_gone_on_from(name: str, workers: int) -> None
     fresh cluster with jitter. And the run that never stopped: the same losses and weights; the same clocks and bytes
     too where nothing was in flight, for which a checkpoint waits.
     """
+    check_saved_after(name, workers, range(1, 13) if name in CORE else (4,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in CORE])
+def test_any_step_of_any_method_can_be_saved(name: str) -> None:
+    """The same after every step of the other methods."""
+    check_saved_after(name, 3, range(1, 13))
+
+
+def check_saved_after(name: str, workers: int, steps: Iterable[int]) -> None:
     plain = without(name, workers)
-    for save_at in range(1, 13) if name in CORE else (1, 3, 4, 8):
+    for save_at in steps:
         went_on = run(workers, name, save_at)
         restored = run(workers, name, None, [result["file"] for result in went_on])
         nothing_in_flight = not any(result["waited"] for result in went_on)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.training.runs import (
 
 STEPS, AT = 30, 20  # AT stands in the middle of a round of 3
 CHANGES = [(2, 3), (4, 1), (3, 2)]
+CORE = {"ddp", "noloco"}  # all changes in `make test`, one of them for the rest
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,15 @@ def mean_loss(lines: list[dict[str, Any]], first: int, last: int) -> float:
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES)
-@pytest.mark.parametrize("name", [name for name in ON_VIRTUAL if name not in COMPOSED | DIVIDED])
+def all_changes() -> Iterator[Any]:
+    """One change of each method in turn; the others are long."""
+    for number, name in enumerate(name for name in ON_VIRTUAL if name not in COMPOSED | DIVIDED):
+        for change in CHANGES:
+            chosen = name in CORE or change == CHANGES[number % len(CHANGES)]
+            yield pytest.param(name, *change, marks=() if chosen else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "before", "after"), all_changes())
 def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) -> None:
     """The loss goes on from where it was, tokens and bytes are conserved, config.toml and the notes say so."""
     path = stopped(name, before)

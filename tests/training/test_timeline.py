@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.traffic import MAX_SPANS, Span, Traffic
+from isles.comm.traffic import MAX_SPANS, ClockSpan, Traffic
 from isles.training.records import timeline
 from isles.training.records.timeline import Timeline
 from isles.training.running.run import launch
@@ -25,7 +25,7 @@ def test_traffic_keeps_the_newest_spans_until_they_are_taken() -> None:
         traffic.waited("outer", number, number + 0.5)
     traffic.transfer("inner", 0.0, 9.0)
     taken = traffic.take_spans()
-    assert len(taken) == MAX_SPANS and taken[-1] == Span("transfer", "inner", 0.0, 9.0)
+    assert len(taken) == MAX_SPANS and taken[-1] == ClockSpan("transfer", "inner", 0.0, 9.0)
     assert traffic.take_spans() == []
     assert traffic["outer"].blocked_seconds == (MAX_SPANS + 5) / 2  # totals forget nothing
 
@@ -35,7 +35,7 @@ def test_steps_in_a_row_are_one_stretch() -> None:
     record = Timeline(3)
     for start in (0.0, 1.0, 2.05, 5.0):
         record.step(start, start + 1.0)
-    assert record.take(4, [Span("blocked", "outer", 2.5, 2.75)], 10.0) == []
+    assert record.take(4, [ClockSpan("blocked", "outer", 2.5, 2.75)], 10.0) == []
     told = [(r["kind"], r["start"], r["end"]) for r in record.rest()]
     assert told == [("blocked", 12.5, 12.75), ("compute", 10.0, 13.05), ("compute", 15.0, 16.0)]
     assert record.rest() == []

@@ -15,7 +15,7 @@ from isles.comm.codecs import Codec
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import as_decoded, mean, pattern, working_bytes
 from isles.comm.transport import Steps
-from isles.network.planner.planned import Pattern
+from isles.network.planner.planned import MessagePattern
 
 
 class Averaging(ABC):
@@ -27,7 +27,7 @@ class Averaging(ABC):
     """Rounds at the beginning that travel otherwise than the later ones."""
 
     @abstractmethod
-    def pattern(self, round: int, size: int) -> Pattern:
+    def pattern(self, round: int, size: int) -> MessagePattern:
         """What one mean in a group of `size` puts on the wire."""
 
     def sent_bytes(self, round: int, size: int, position: int) -> int:
@@ -63,7 +63,7 @@ class Coded(Averaging):
     def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
         self.codec, self.elements, self.dtype = codec, elements, dtype
 
-    def pattern(self, round: int, size: int) -> Pattern:
+    def pattern(self, round: int, size: int) -> MessagePattern:
         """See Averaging.pattern."""
         return pattern(self.elements, self.dtype, self.codec, size)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.call import Call
-from isles.comm.transport import Steps
+from isles.comm.transport import Steps, Work
 from isles.network.planner.planned import FEW, fed, fed_by
 
 
@@ -82,3 +82,8 @@ def _doublings(start: int, stop: int) -> Iterator[int]:
     while start < stop:
         yield start
         start *= 2
+
+
+def all_done(works: Sequence[Work]) -> Steps[None]:
+    """Wait for messages that the caller handed over or posted before."""
+    yield works

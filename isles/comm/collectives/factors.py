@@ -29,7 +29,7 @@ from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, awaited
-from isles.network.planner.planned import Pattern, Then
+from isles.network.planner.planned import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
 
@@ -82,7 +82,7 @@ class Factors(Averaging):
         """See Averaging.starting."""
         return self.form.start if self.matrices else 0
 
-    def pattern(self, round: int, size: int) -> Pattern:
+    def pattern(self, round: int, size: int) -> MessagePattern:
         """See Averaging.pattern."""
         if self._whole(round):
             return pattern(self.elements, self.dtype, self.form.dense, size)

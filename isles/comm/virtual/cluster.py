@@ -2,7 +2,7 @@
 says.
 
 Real tensors and real training; only time is simulated. Clocks, results and errors are functions of the program and
-the seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `virtual_scheduler`
+the seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `scheduler`
 for who may go on.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from isles.comm.errors import PeerLost
-from isles.comm.virtual.scheduler import Scheduler, Stopped, Worker
+from isles.comm.virtual.scheduler import Scheduler, Stopped, VirtualWorker
 from isles.comm.virtual.transport import VirtualTransport
-from isles.comm.virtual.wire import Wire
+from isles.comm.virtual.wire import VirtualWire
 from isles.network.links import Links
 from isles.network.named import links as preset
 from isles.network.pauses import Pauses
@@ -89,7 +89,7 @@ class _VirtualRun:
         pauses = cluster.pauses
         absences = [None if pauses is None else pauses.of(rank, cluster.seed) for rank in range(cluster.workers)]
         self._scheduler = Scheduler(absences, cluster.slots)
-        self._wire = Wire(cluster.workers, cluster.routes, cluster.seed, self._scheduler.timeline)
+        self._wire = VirtualWire(cluster.workers, cluster.routes, cluster.seed, self._scheduler.timeline)
         self._transports = [
             VirtualTransport(
                 self._scheduler,
@@ -140,7 +140,7 @@ class _VirtualRun:
         for thread in self._started:
             thread.join()
 
-    def _thread(self, worker: Worker) -> None:
+    def _thread(self, worker: VirtualWorker) -> None:
         try:
             self._work(worker)
         finally:
@@ -148,7 +148,7 @@ class _VirtualRun:
             if len(self._ended) == len(self._started):  # nobody ends before all have started
                 self._all_ended.set()
 
-    def _work(self, worker: Worker) -> None:
+    def _work(self, worker: VirtualWorker) -> None:
         """One worker from begin to end."""
         error: BaseException | None = None
         try:
@@ -170,7 +170,7 @@ class _VirtualRun:
             self._errors.insert(0, failure)
             self._scheduler.stop()
 
-    def _end(self, worker: Worker, error: BaseException | None) -> None:
+    def _end(self, worker: VirtualWorker, error: BaseException | None) -> None:
         """In its turn: the worker is gone."""
         why = "it has returned" if error is None else f"it raised {type(error).__name__}"
         if error is not None:

@@ -50,7 +50,7 @@ class Awaited(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-class Worker:
+class VirtualWorker:
     """One worker's place in virtual time. As a context manager: its turn (free inside a protocol's step)."""
 
     __slots__ = ("absences", "awaits", "clock", "gate", "rank", "scheduler")
@@ -64,7 +64,7 @@ class Worker:
         self.gate = threading.Lock()  # released by whoever lets this worker go on
         self.gate.acquire()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> VirtualWorker:
         if self.scheduler.stepper != get_ident():
             self.scheduler.take_turn(self)
         return self
@@ -83,14 +83,14 @@ class Scheduler:
 
     def __init__(self, absences: Sequence[Absences | None], slots: int) -> None:
         self.timeline = EventQueue()
-        self.workers = [Worker(self, rank, away) for rank, away in enumerate(absences)]
+        self.workers = [VirtualWorker(self, rank, away) for rank, away in enumerate(absences)]
         self.stepper = 0
         """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
         self.stepping: Awaited | None = None
         """The transfer whose protocol that is."""
         self._slots = slots
         self._mutex = threading.Lock()
-        self._running: list[Worker] = []
+        self._running: list[VirtualWorker] = []
         self._ready: list[Turn] = []
         self._resuming: list[Turn] = [(0.0, rank) for rank in range(len(self.workers))]
         self._blocked = 0
@@ -98,13 +98,13 @@ class Scheduler:
 
     # Called by worker threads
 
-    def begin(self, worker: Worker) -> None:
+    def begin(self, worker: VirtualWorker) -> None:
         """Sleep until the worker may start. Stopped if the run was stopped before."""
         worker.gate.acquire()
         if self._stopped:
             raise Stopped
 
-    def take_turn(self, worker: Worker) -> None:
+    def take_turn(self, worker: VirtualWorker) -> None:
         """Return in the worker's turn, holding the lock until `end_turn`."""
         self._mutex.acquire()
         try:
@@ -133,7 +133,7 @@ class Scheduler:
         """Give the lock back; the worker's thread computes on."""
         self._mutex.release()
 
-    def advance(self, worker: Worker, clock: float) -> None:
+    def advance(self, worker: VirtualWorker, clock: float) -> None:
         """Move the worker's clock to `clock` (seconds); without a turn, see above."""
         if self._stopped:
             raise Stopped
@@ -144,21 +144,21 @@ class Scheduler:
             worker.clock = clock
             self._dispatch()  # others may have waited for this clock to pass theirs
 
-    def block(self, worker: Worker, awaited: Awaited) -> None:
+    def block(self, worker: VirtualWorker, awaited: Awaited) -> None:
         """In the worker's turn: sleep until `wake`, which moves its clock."""
         worker.awaits = awaited
         self._blocked += 1
         self._running.remove(worker)
         self._sleep(worker)
 
-    def end(self, worker: Worker) -> None:
+    def end(self, worker: VirtualWorker) -> None:
         """In the worker's turn: it will never act again."""
         self._running.remove(worker)
         self._dispatch()
 
     # Called under the lock, from events and turns
 
-    def wake(self, worker: Worker) -> None:
+    def wake(self, worker: VirtualWorker) -> None:
         """What the worker is blocked on has come, now."""
         worker.awaits = None
         self._blocked -= 1
@@ -229,7 +229,7 @@ class Scheduler:
         worker.gate.release()
         return True
 
-    def _sleep(self, worker: Worker) -> None:
+    def _sleep(self, worker: VirtualWorker) -> None:
         """Let others go on until this worker is let go on. Gives the lock back meanwhile."""
         # With one slot this thread is alone between here and its sleep, so the global generator is still this worker's.
         state = torch.default_generator.get_state() if self._slots == 1 else None
@@ -249,7 +249,7 @@ class Scheduler:
                 worker.gate.release()
 
 
-def _deadlock(blocked: list[Worker]) -> None:
+def _deadlock(blocked: list[VirtualWorker]) -> None:
     """Everyone waits without a deadline and nothing is on its way: the first in virtual time is told."""
     first = min(blocked, key=lambda worker: (worker.clock, worker.rank))
     ranks = ", ".join(str(worker.rank) for worker in blocked)

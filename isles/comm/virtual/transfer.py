@@ -21,7 +21,7 @@ from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps, awaited
 from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
-from isles.comm.virtual.scheduler import Awaited, Scheduler, Worker
+from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
 
 
 class VirtualWork:
@@ -29,7 +29,7 @@ class VirtualWork:
 
     __slots__ = ("_owner", "_transfer", "at", "error", "finished", "out", "peer", "waiter")
 
-    def __init__(self, owner: Worker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
+    def __init__(self, owner: VirtualWorker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
         self.peer = peer
         self.out = out  # a receive's buffer
         self.finished = False
@@ -71,7 +71,7 @@ class VirtualTransfer:
     def __init__(
         self,
         scheduler: Scheduler,
-        owner: Worker,
+        owner: VirtualWorker,
         steps: Steps[Any],
         channel: Channel,
         deadline: float,

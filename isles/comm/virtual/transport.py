@@ -11,9 +11,9 @@ from torch import Tensor
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.virtual.scheduler import Scheduler, Worker
+from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
 from isles.comm.virtual.transfer import VirtualTransfer, VirtualWork
-from isles.comm.virtual.wire import Wire
+from isles.comm.virtual.wire import VirtualWire
 from isles.network.noise import lognormal
 
 
@@ -29,7 +29,7 @@ class VirtualTransport:
     def __init__(
         self,
         scheduler: Scheduler,
-        wire: Wire,
+        wire: VirtualWire,
         rank: int,
         *,
         step_seconds: float,
@@ -45,7 +45,7 @@ class VirtualTransport:
         self.away_seconds = 0.0
         """See Transport.away_seconds; those since this transport was made."""
         self._scheduler, self._wire = scheduler, wire
-        self._worker: Worker = scheduler.workers[rank]
+        self._worker: VirtualWorker = scheduler.workers[rank]
         self._speed, self._jitter, self._seed = speed, compute_jitter, seed
         self._computed = 0  # calls of `compute` so far: the jitter's counter
         self._traffic = Traffic()

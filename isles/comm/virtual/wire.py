@@ -36,7 +36,7 @@ from isles.network.topology import Topology
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Message:
+class VirtualMessage:
     """One message on its way. latency: seconds that each of its bits takes. down: the downlink that it goes through,
     None where that does not count.
     """
@@ -58,7 +58,7 @@ class Message:
         self.arrival = 0.0  # not before
 
 
-class Wire:
+class VirtualWire:
     """The network between `size` ranks. Every method acts at `timeline.now`."""
 
     def __init__(self, size: int, routes: Topology, seed: int, timeline: EventQueue) -> None:
@@ -67,7 +67,7 @@ class Wire:
         """Messages sent so far, [source][target]: the jitter's counter."""
         self.latest: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
         """Latest arrival, [source][(target, channel)]."""
-        self._pipes: list[Pipe[Message]] = [Pipe(rate) for rate in routes.rates]  # up, then those down
+        self._pipes: list[Pipe[VirtualMessage]] = [Pipe(rate) for rate in routes.rates]  # up, then those down
         self._downs: list[int | None] = [None] * len(routes.rates)
         """By line: the place in `_pipes` of its downlink, None where it keeps nobody waiting."""
         for line in routes.far.narrow_downlinks(size):
@@ -77,7 +77,7 @@ class Wire:
         self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
         """When the latest message comes to the target's downlink, [source][(target, channel)]."""
         self._posted: dict[tuple[int, int | None, Tag], deque[VirtualWork]] = {}  # (target, source, tag)
-        self._arrived: dict[tuple[int, Tag], dict[int, deque[Message]]] = {}  # (target, tag) -> source
+        self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
         self._lost: dict[int, str] = {}
 
@@ -92,7 +92,7 @@ class Wire:
         latency = self.routes.latency(source, target, number=number, seed=self.seed)
         line = self.routes.down(source, target)
         down = None if line is None else self._downs[line]
-        message = Message(source, target, tag, latency, data.numpy(), work, down)
+        message = VirtualMessage(source, target, tag, latency, data.numpy(), work, down)
         index = self.routes.up(source, target)
         begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
         if begins and down is not None:
@@ -157,13 +157,13 @@ class Wire:
             act = self._gone if index < len(self._downs) else self._come
             self._completions[index] = self.timeline.at(time, SERVED, index, partial(act, index))
 
-    def _leaves(self, message: Message) -> None:
+    def _leaves(self, message: VirtualMessage) -> None:
         """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
         path, entered = (message.target, message.tag.channel), self._entered[message.source]
         time = entered[path] = max(self.timeline.now + message.latency, entered.get(path, 0.0))
         self.timeline.at(time, ENTERS, message.source, partial(self._enters, message))
 
-    def _enters(self, message: Message) -> None:
+    def _enters(self, message: VirtualMessage) -> None:
         assert message.down is not None
         flow = (message.source, message.target, message.tag.channel)
         self._pipes[message.down].add(self.timeline.now, flow, message.bits, message)
@@ -181,7 +181,7 @@ class Wire:
         """The downlink is through with a message."""
         self._through(self._complete(index), self.timeline.now)
 
-    def _complete(self, index: int) -> Message:
+    def _complete(self, index: int) -> VirtualMessage:
         time, message, following = self._pipes[index].complete()
         assert time == self.timeline.now, (time, self.timeline.now)
         if following is not None and following.down is not None and index != following.down:
@@ -189,7 +189,7 @@ class Wire:
         self._watch(index)
         return message
 
-    def _through(self, message: Message, time: float) -> None:
+    def _through(self, message: VirtualMessage, time: float) -> None:
         """One line is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
         its channel.
         """
@@ -201,7 +201,7 @@ class Wire:
         message.arrival = latest[path] = max(time, message.arrival, latest.get(path, 0.0))
         self.timeline.at(message.arrival, ARRIVED, message.source, partial(self._arrive, message))
 
-    def _bind(self, message: Message) -> None:
+    def _bind(self, message: VirtualMessage) -> None:
         key = (message.target, message.source, message.tag)
         if self._coming[key] == 1 and (receive := self._take(key)) is not None:  # 1: no older one of its key is ahead
             self._count_down(key)
@@ -211,7 +211,7 @@ class Wire:
             assert message.data is not None
             message.data = message.data.copy()
 
-    def _arrive(self, message: Message) -> None:
+    def _arrive(self, message: VirtualMessage) -> None:
         target, source, tag = message.target, message.source, message.tag
         if message.receive is not None:
             message.receive.finish(message.error)
@@ -241,13 +241,13 @@ class Wire:
             del self._coming[key]  # tags are not used twice: without this the counter would grow for ever
 
 
-def _deliver(message: Message, receive: VirtualWork) -> None:
+def _deliver(message: VirtualMessage, receive: VirtualWork) -> None:
     _fill(message, receive)
     receive.peer = message.source
     receive.finish(message.error)
 
 
-def _fill(message: Message, receive: VirtualWork) -> None:
+def _fill(message: VirtualMessage, receive: VirtualWork) -> None:
     """Copy the bytes, unless the sizes differ or the transfer was abandoned: its owner may use the memory again."""
     data, out = message.data, receive.out
     message.data = None

@@ -24,13 +24,13 @@ from torch import Tensor
 from isles.data.corpus import rows_corpus
 from isles.experts import mixture
 from isles.experts.averages import averaged
-from isles.experts.domains import TRAINED, DomainText, Part, of_difficulty, pooled, read_domains, store_rows
+from isles.experts.domains import TRAINED, DomainPart, DomainText, of_difficulty, pooled, read_domains, store_rows
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.judging import WAYS, judge, mean_of
 from isles.experts.meters import ExpertTraffic, bytes_of
-from isles.experts.registry import Forest, Member
+from isles.experts.registry import Forest, ForestMember
 from isles.experts.routing.priors import cached
 from isles.experts.routing.ridge import RidgeGate
 from isles.experts.served import Served, score
@@ -112,7 +112,9 @@ class Hdee(System[HdeeConfig]):
         plan = self.plan(seed)
         names = plan.forests[variant][(iteration or self.own.iterations) - 1]
         by_name = {job.name: job for job in plan.jobs}
-        members = [Member(name=name, run=self.folder(seed) / name, domains=by_name[name].domains) for name in names]
+        members = [
+            ForestMember(name=name, run=self.folder(seed) / name, domains=by_name[name].domains) for name in names
+        ]
         return Forest(system="hdee", experts=tuple(members))
 
     def _judge_seed(self, seed: int) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class _SeedScores:
     def __init__(self, folder: Path, texts: Mapping[str, DomainText], sequences: int) -> None:
         self.folder, self.texts, self.sequences = folder, texts, sequences
         self.runs: dict[str, SavedRun] = {}
-        self.scores: dict[tuple[str, str, Part], Tensor] = {}
+        self.scores: dict[tuple[str, str, DomainPart], Tensor] = {}
 
     def run(self, name: str) -> SavedRun:
         """A run of the folder."""
@@ -205,14 +207,14 @@ class _SeedScores:
             self.runs[name] = load_run(self.folder / name)
         return self.runs[name]
 
-    def one(self, name: str, domain: str, part: Part) -> Tensor:
+    def one(self, name: str, domain: str, part: DomainPart) -> Tensor:
         """(N, T) of one run."""
         key = name, domain, part
         if key not in self.scores:
             self.scores[key] = score(self.run(name), self.texts[domain].sequences(part, self.sequences))
         return self.scores[key]
 
-    def of(self, names: Sequence[str], domain: str, part: Part) -> Tensor:
+    def of(self, names: Sequence[str], domain: str, part: DomainPart) -> Tensor:
         """(E, N, T) of several."""
         return torch.stack([self.one(name, domain, part) for name in names])
 

@@ -55,7 +55,7 @@ class RouterTask:
 def train_router(world: Mesh, task: RouterTask, resume: int | None = None) -> dict[str, Any] | None:
     """One worker's part: the summary of its router, or None where it was stopped (its state is in a checkpoint)."""
     own, group = task.own, world.outer
-    router = Router(task, group)
+    router = TextRouter(task, group)
     first = 0
     if resume is not None:
         router.load_state_dict(Checkpoints(task.out).read_shard(resume, group.rank))
@@ -80,7 +80,7 @@ def train_router(world: Mesh, task: RouterTask, resume: int | None = None) -> di
     }
 
 
-class Router:
+class TextRouter:
     """A router in training, and where it stands in the pool."""
 
     def __init__(self, task: RouterTask, group: Group) -> None:

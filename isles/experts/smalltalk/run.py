@@ -1,7 +1,7 @@
 """SMALLTALK LM from words to results: each seed's routers, shares and experts, and how well they do.
 
 OUT/experts.toml, domains/     as in HDEE
-OUT/seed-0/pool, routers, assignment.npy, segments    see `smalltalk_seed`
+OUT/seed-0/pool, routers, assignment.npy, segments    see `seed`
 OUT/seed-0/expert-E, dense-*   ordinary runs (`jobs`)
 OUT/seed-0/forests/smalltalk.json    experts and routers (`registry`)
 OUT/results.json               everything that was measured; means over seeds beside each seed's

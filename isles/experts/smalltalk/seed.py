@@ -23,7 +23,7 @@ from isles.data import load_tokenizer
 from isles.data.corpus import rows_corpus
 from isles.experts.domains import DomainText, Pool, pooled, store_rows
 from isles.experts.jobs import ExpertJob, JobProgress
-from isles.experts.registry import Forest, Member
+from isles.experts.registry import Forest, ForestMember
 from isles.experts.routing.assignment import Assignment, assign
 from isles.experts.routing.clusters import clustered, texts_of
 from isles.experts.routing.em import RouterTask, train_router
@@ -65,9 +65,9 @@ class SmalltalkSeed:
         routers = self._members("router", self.folder / "routers")
         return Forest(system="smalltalk", experts=experts, routers=routers, prefix=self.own.prefix)
 
-    def _members(self, role: str, folder: Path) -> tuple[Member, ...]:
+    def _members(self, role: str, folder: Path) -> tuple[ForestMember, ...]:
         names = (f"{role}-{number}" for number in range(self.own.experts))
-        return tuple(Member(name=name, run=folder / name) for name in names)
+        return tuple(ForestMember(name=name, run=folder / name) for name in names)
 
     def gate(self) -> Gate:
         """What chooses, trained."""

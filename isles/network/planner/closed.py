@@ -20,7 +20,7 @@ from isles.network.planner.planned import (
     Cross,
     Groups,
     Mean,
-    Pattern,
+    MessagePattern,
     PlannedExchange,
     Ragged,
     Rhythm,
@@ -104,7 +104,7 @@ def units(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
 
     usual = Swap((kept * unit / size,) * size)
 
-    def moves(round: int, back: int) -> Pattern:
+    def moves(round: int, back: int) -> MessagePattern:
         return Cross(tuple(zip(*held(round), strict=True)) if back else held(round))
 
     def planned(steps: int) -> list[PlannedExchange]:
@@ -195,7 +195,7 @@ def _buckets(bits: float) -> list[float]:
     return [each / count for each in (*sizes[::2], *reversed(sizes[1::2])) if each]
 
 
-def _gradient(form: Form, entries: float, size: int) -> Pattern:
+def _gradient(form: Form, entries: float, size: int) -> MessagePattern:
     if math.isinf(form.back):
         return Ragged(form.bits * entries / 8, _HEADER + _LENGTH)
     return _means(form, entries, size)
@@ -206,7 +206,7 @@ def _sized(form: Form, entries: float, sizes: Sequence[int]) -> BySize:
     return BySize(tuple((size, _means(form, entries, size)) for size in sizes if size > 1))
 
 
-def _means(form: Form, entries: float, size: int) -> Pattern:
+def _means(form: Form, entries: float, size: int) -> MessagePattern:
     means = [_mean(entries, bits, form.back, size) for bits in form.phases]
     return means[0] if len(means) == 1 else Then((means[0],), means[1])
 

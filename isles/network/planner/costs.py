@@ -5,15 +5,14 @@
 | collective | payloads | hops | what moves |
 |---|---|---|---|
 | ring | 2 (M-1)/M | 2 (M-1) | chunks go round twice, as partial sums, then complete: what the papers assume |
-| tree | 2 ceil(log2 M) | 2 ceil(log2 M) | whole payloads up to a root and down again |
 | two-shot | (1 + back) (M-1)/M | 2 | shards to their owners, means back to all: Isles' mean |
 | all-gather | M - 1 | 1 | everybody's payload to everybody: Isles' mean where that is fewer bytes |
 | pair | 1 | 1 | one payload each way at once: NoLoCo |
 
 M: workers; back: bits of an averaged entry per bit of one sent (codecs may answer in another form).
 
-`Collective` is for links that are all alike. The functions on `Lines` take each worker's own rates and latencies: a
-step of a ring ends when its slowest hop ends; where everybody sends to all, a worker serves the others in turn, from
+`Collective` is for links that are all alike. The functions on `Lines` take each worker's own rates and latencies: where
+everybody sends to all, a worker serves the others in turn, from
 the one behind it on (of more than 256: as if it served the farthest last, and swaps are averaged over 64 partners).
 Lines that several workers share are divided among them. No jitter, no time for arithmetic or packing.
 """
@@ -46,13 +45,6 @@ def ring(workers: int) -> Collective:
     """A ring all-reduce."""
     _check(workers)
     return Collective(payloads=2 * (workers - 1) / workers, hops=2 * (workers - 1))
-
-
-def tree(workers: int) -> Collective:
-    """Whole payloads up a binary tree and down again."""
-    _check(workers)
-    depth = math.ceil(math.log2(workers))
-    return Collective(payloads=2 * depth, hops=2 * depth)
 
 
 def two_shot(workers: int, back: float = 1.0) -> Collective:
@@ -127,23 +119,6 @@ class Lines:
         seconds = bits / np.minimum(self.up[:, None], self.down[None, :]) + self.latency
         np.fill_diagonal(seconds, 0.0)
         return seconds
-
-
-def ring_seconds(lines: Lines, bits: float) -> float:
-    """A ring all-reduce of `bits` in the order of the lines: 2 (M-1) steps, each as long as its slowest hop."""
-    here = np.arange(lines.size)
-    hops = lines.messages(bits / lines.size)[here, (here + 1) % lines.size]
-    return 2 * (lines.size - 1) * float(hops.max())
-
-
-def tree_seconds(lines: Lines, bits: float) -> float:
-    """Reduce to the first worker and broadcast: at each level pairs meet, and the slowest of them is waited for."""
-    seconds, total, stride = lines.messages(bits), 0.0, 1
-    while stride < lines.size:
-        low = np.arange(0, lines.size - stride, 2 * stride)
-        total += float(seconds[low + stride, low].max() + seconds[low, low + stride].max())
-        stride *= 2
-    return total
 
 
 def two_shot_seconds(lines: Lines, bits: float, back: float = 1.0) -> float:

@@ -26,7 +26,7 @@ FEW = 8
 """Members up to which everyone sends to everyone in an all-gather."""
 
 
-class Pattern(Protocol):
+class MessagePattern(Protocol):
     """What one exchange of a group of `size` puts on the wire."""
 
     def sent(self, position: int, size: int) -> float:
@@ -172,7 +172,7 @@ def fed_by(position: int) -> int:
     return position - (1 << position.bit_length() - 1)
 
 
-def gathered(nbytes: float, size: int) -> Pattern:
+def gathered(nbytes: float, size: int) -> MessagePattern:
     """An all-gather of messages of `nbytes`: at once among few, for one latency, else in phases."""
     return Swap((nbytes,) * size) if size <= FEW else Doubling(nbytes)
 
@@ -181,9 +181,9 @@ def gathered(nbytes: float, size: int) -> Pattern:
 class BySize:
     """The pattern of each size of group that takes part."""
 
-    patterns: tuple[tuple[int, Pattern], ...]
+    patterns: tuple[tuple[int, MessagePattern], ...]
 
-    def __call__(self, size: int) -> Pattern:
+    def __call__(self, size: int) -> MessagePattern:
         """Of a group of `size`. KeyError where none has it."""
         for known, pattern in self.patterns:
             if known == size:
@@ -194,7 +194,7 @@ class BySize:
 Groups = tuple[tuple[int, ...], ...]
 
 
-def by_size(groups: Iterable[Sequence[int]], make: Callable[[int], Pattern]) -> BySize:
+def by_size(groups: Iterable[Sequence[int]], make: Callable[[int], MessagePattern]) -> BySize:
     """`make(size)` for each size of `groups` above 1."""
     return BySize(tuple((size, make(size)) for size in sorted({len(group) for group in groups}) if size > 1))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from isles.network.planner.costs import Lines, all_gather_seconds, partner_seconds, two_shot_seconds
-from isles.network.planner.planned import Doubling, Mean, Pattern, PlannedExchange, Ragged, Swap, Then
+from isles.network.planner.planned import Doubling, Mean, MessagePattern, PlannedExchange, Ragged, Swap, Then
 from isles.network.planner.replay import Agenda
 
 TURNS = 4
@@ -64,7 +64,7 @@ def _alone(lines: Lines, what: str, bits: float, back: float) -> float:
     return all_gather_seconds(lines, bits) if what == "gather" else two_shot_seconds(lines, bits, back)
 
 
-def _kinds(pattern: Pattern, size: int, pair: bool) -> list[_Kind]:
+def _kinds(pattern: MessagePattern, size: int, pair: bool) -> list[_Kind]:
     """Of the exchanges that follow each other."""
     if isinstance(pattern, Then):
         side = [kind for mean in pattern.first for kind in _kinds(mean, size, pair)]

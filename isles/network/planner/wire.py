@@ -14,21 +14,33 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from isles.network.pipe import Pipe
-from isles.network.planner.planned import Cross, Doubling, Mean, Pattern, Ragged, Ring, Swap, Then, Tree, fed, fed_by
+from isles.network.planner.planned import (
+    Cross,
+    Doubling,
+    Mean,
+    MessagePattern,
+    Ragged,
+    Ring,
+    Swap,
+    Then,
+    Tree,
+    fed,
+    fed_by,
+)
 from isles.network.topology import Topology
 
 SERVED, ENTERS, ARRIVED, TURN = range(4)
 """Kinds of events, in their order at one moment; a worker's turn comes last."""
 
 
-class Waiting:
+class MessageEnd:
     """One end of a message. done: it is gone, or has arrived."""
 
     __slots__ = ("done", "waiter")
 
     def __init__(self) -> None:
         self.done = False
-        self.waiter: Transfer | None = None
+        self.waiter: ReplayedTransfer | None = None
 
     def finish(self) -> None:
         """Now."""
@@ -38,15 +50,15 @@ class Waiting:
             waiter.one_done()
 
 
-Steps = Iterator[list[Waiting]]
+_Works = Iterator[list[MessageEnd]]
 
 
-class Transfer:
+class ReplayedTransfer:
     """A protocol under way at one worker: goes on whenever all that it waits for is done."""
 
     __slots__ = ("_pending", "_steps", "done", "on_end")
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: _Works) -> None:
         self._steps, self._pending = steps, 0
         self.done = False
         self.on_end: Callable[[], None] | None = None
@@ -78,13 +90,13 @@ class _Message:
     def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float, latency: float) -> None:
         self.source, self.target, self.key, self.channel = source, target, key, channel
         self.bits, self.latency = bits, latency
-        self.sent = Waiting()
+        self.sent = MessageEnd()
         self.down: int | None = None  # the downlink that it goes through
         self.lines = 1  # that are not done with it
         self.arrival = 0.0  # not before
 
 
-class Wire:
+class ReplayedWire:
     """The lines between `workers` ranks, and the clock. messages: handed in so far."""
 
     def __init__(self, workers: int, topology: Topology, seed: int) -> None:
@@ -103,7 +115,7 @@ class Wire:
             self._pipes.append(Pipe(topology.far.down_rate(line)))
         self._stamps = [0] * len(self._pipes)  # of the event of a line's next completion: older ones are void
         self._due = [math.inf] * len(self._pipes)
-        self._posted: dict[Hashable, Waiting] = {}
+        self._posted: dict[Hashable, MessageEnd] = {}
         self._arrived: set[Hashable] = set()
 
     def at(self, time: float, kind: int, rank: int, act: Callable[..., None], *given: Any) -> None:
@@ -117,7 +129,7 @@ class Wire:
             self.now, _, _, _, act, given = heapq.heappop(self._heap)
             act(*given)
 
-    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> Waiting:
+    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> MessageEnd:
         """Done when the last bit has left."""
         number = self._numbers[source][target]
         self._numbers[source][target] = number + 1
@@ -133,9 +145,9 @@ class Wire:
         self._watch(up)
         return message.sent
 
-    def recv(self, target: int, source: int, key: Hashable) -> Waiting:
+    def recv(self, target: int, source: int, key: Hashable) -> MessageEnd:
         """Done when it is there. A key is used once between two ranks."""
-        work, key = Waiting(), (target, source, key)
+        work, key = MessageEnd(), (target, source, key)
         if key in self._arrived:
             self._arrived.discard(key)
             work.done = True
@@ -195,34 +207,34 @@ class Wire:
             work.finish()
 
 
-class Member:
+class ReplayedMember:
     """Position `place` of `group` in one exchange, known by `key`."""
 
-    def __init__(self, wire: Wire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
+    def __init__(self, wire: ReplayedWire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
         self._wire, self._group, self._key, self._channel = wire, group, key, channel
         self.place, self.size = place, len(group)
         self.others = [(place + step) % self.size for step in range(1, self.size)]
 
-    def send(self, position: int, nbytes: float, part: Hashable = 0) -> Waiting:
+    def send(self, position: int, nbytes: float, part: Hashable = 0) -> MessageEnd:
         """To another position."""
         here, there = self._group[self.place], self._group[position]
         return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
 
-    def recv(self, position: int, part: Hashable = 0) -> Waiting:
+    def recv(self, position: int, part: Hashable = 0) -> MessageEnd:
         """From another position."""
         return self._wire.recv(self._group[self.place], self._group[position], (self._key, part))
 
-    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[Waiting]:
+    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[MessageEnd]:
         """sizes[p] to each other position p, and what they send here; receives first, as everywhere."""
         works = [self.recv(position, part) for position in self.others]
         return works + [self.send(position, sizes[position], part) for position in self.others]
 
-    def alike(self, nbytes: float, part: Hashable = 0) -> list[Waiting]:
+    def alike(self, nbytes: float, part: Hashable = 0) -> list[MessageEnd]:
         """`nbytes` to everyone, and theirs."""
         return self.swap((nbytes,) * self.size, part)
 
 
-def play(pattern: Pattern, member: Member) -> Steps:
+def play(pattern: MessagePattern, member: ReplayedMember) -> _Works:
     """What a member of the pattern's group does; its waits, in turn."""
     place, size = member.place, member.size
     if isinstance(pattern, Mean):
@@ -258,9 +270,9 @@ def play(pattern: Pattern, member: Member) -> Steps:
             yield [member.recv((place - 1) % size, step), member.send((place + 1) % size, each, step)]
 
 
-def _mean(pattern: Mean, member: Member, part: Hashable) -> Steps:
+def _mean(pattern: Mean, member: ReplayedMember, part: Hashable) -> _Works:
     headers = member.alike(pattern.header, (part, "header"))
-    before: tuple[int, list[Waiting]] | None = None
+    before: tuple[int, list[MessageEnd]] | None = None
     for index, (there, back) in enumerate(pattern.segments):
         sizes = (back[member.place],) * member.size if there is None else there
         works = member.swap(sizes, (part, index))
@@ -273,14 +285,14 @@ def _mean(pattern: Mean, member: Member, part: Hashable) -> Steps:
     yield from _finished(pattern, member, part, *before)
 
 
-def _finished(pattern: Mean, member: Member, part: Hashable, index: int, works: list[Waiting]) -> Steps:
+def _finished(pattern: Mean, member: ReplayedMember, part: Hashable, index: int, works: list[MessageEnd]) -> _Works:
     yield works
     there, back = pattern.segments[index]
     if there is not None:
         yield member.alike(back[member.place], (part, index, "back"))
 
 
-def _together(protocols: list[Steps]) -> Steps:
+def _together(protocols: list[_Works]) -> _Works:
     while protocols:
         waits, going = [], []
         for protocol in protocols:

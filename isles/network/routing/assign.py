@@ -19,7 +19,7 @@ from itertools import pairwise
 from operator import add
 
 Stages = tuple[tuple[int, ...], ...]
-Matrix = Sequence[Sequence[float]]
+CostMatrix = Sequence[Sequence[float]]
 
 MOST_STAGES = 10
 """Of the exact tour, whose cost doubles with every stage."""
@@ -31,7 +31,7 @@ _EXCHANGES = 200
 class Scores:
     """The score of an assignment. delays and forward: as in `Problem`; pairings are remembered."""
 
-    def __init__(self, delays: Matrix, forward: Sequence[float]) -> None:
+    def __init__(self, delays: CostMatrix, forward: Sequence[float]) -> None:
         self._delays, self._forward = delays, forward
         self._pairings: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
@@ -70,21 +70,21 @@ class Scores:
         return known
 
 
-def _tours(between: Matrix) -> list[list[float]]:
+def _tours(between: CostMatrix) -> list[list[float]]:
     """[set of stages as bits][last of them]: length of the shortest way from stage 0 through all of the set."""
     count = len(between)
     table = [[math.inf] * count for _ in range(1 << count)]
     table[1][0] = 0.0
+    towards = list(zip(*between, strict=True))
     for seen in range(1, 1 << count, 2):
         row = table[seen]
         for stage in range(1, count):
             if not seen >> stage & 1:
-                column = between[stage]
-                table[seen | 1 << stage][stage] = min(map(add, row, column))
+                table[seen | 1 << stage][stage] = min(map(add, row, towards[stage]))
     return table
 
 
-def bottleneck(costs: Matrix) -> tuple[float, list[tuple[int, int]]]:
+def bottleneck(costs: CostMatrix) -> tuple[float, list[tuple[int, int]]]:
     """(largest cost, pairs) of the pairing of rows and columns, as many as the fewer of them, whose largest cost is the
     least: bisection over the costs, augmenting paths.
     """
@@ -102,7 +102,7 @@ def bottleneck(costs: Matrix) -> tuple[float, list[tuple[int, int]]]:
     return levels[low], sorted((row, column) for column, row in _matched(costs, levels[low]).items())
 
 
-def _matched(costs: Matrix, most: float) -> dict[int, int]:
+def _matched(costs: CostMatrix, most: float) -> dict[int, int]:
     """Row by column of a largest matching of pairs that cost `most` or less."""
     partner: dict[int, int] = {}
 
@@ -121,7 +121,7 @@ def _matched(costs: Matrix, most: float) -> dict[int, int]:
 
 
 def assign(
-    sizes: Sequence[int], delays: Matrix, forward: Sequence[float], *, seed: int = 0, seconds: float | None = None
+    sizes: Sequence[int], delays: CostMatrix, forward: Sequence[float], *, seed: int = 0, seconds: float | None = None
 ) -> Stages:
     """Stages of `sizes` nodes, in the order of their tour, with a low score. seconds: after which what is found counts.
     ValueError where sizes do not fit.
@@ -150,7 +150,7 @@ def assign(
     return tuple(ordered) if [len(stage) for stage in ordered] == list(sizes) else best
 
 
-def aligned(stages: Stages, delays: Matrix, forward: Sequence[float]) -> list[tuple[int, ...]]:
+def aligned(stages: Stages, delays: CostMatrix, forward: Sequence[float]) -> list[tuple[int, ...]]:
     """Fixed pipelines through all stages, as many as the smallest has nodes: each stage's nodes beside those before
     them, by the pairing with the least largest cost.
     """

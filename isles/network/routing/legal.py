@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class PathRules:
     """swaps: in one path. distance: of one swap. total: of all of them together. jump: to how far above the highest
     stage so far the next one may lie.
     """
@@ -30,7 +30,7 @@ class Rules:
             raise ValueError(f"jump = {self.jump}: choose 1 or more; with 1 no stage is left out but the last ones")
 
 
-def faults(order: Sequence[int], rules: Rules) -> list[str]:
+def faults(order: Sequence[int], rules: PathRules) -> list[str]:
     """What is wrong with an order of stages, a few words each; nothing for a legal one."""
     found = []
     if not order or order[0] != 0:
@@ -55,7 +55,7 @@ def faults(order: Sequence[int], rules: Rules) -> list[str]:
     return found
 
 
-def legal_orders(stages: int, length: int, rules: Rules) -> list[tuple[int, ...]]:
+def legal_orders(stages: int, length: int, rules: PathRules) -> list[tuple[int, ...]]:
     """All legal orders of `length` of `stages` stages, in lexicographic order."""
     made: list[tuple[int, ...]] = []
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from isles.network.routing.events import Wire
-from isles.network.routing.legal import Rules
+from isles.network.routing.legal import PathRules
 from isles.network.routing.replay import Replay, TaskSeconds, first_come, replay
 from isles.network.routing.routes import MOST_VISITS, Route, Task
 from isles.network.routing.wires import Delays
@@ -60,7 +60,7 @@ class Problem:
     memory: int = 3
     waves: int = 2
     costs: Costs = field(default_factory=Costs)
-    rules: Rules = field(default_factory=Rules)
+    rules: PathRules = field(default_factory=PathRules)
 
     def __post_init__(self) -> None:
         nodes = sorted(node for stage in self.stages for node in stage)
@@ -73,13 +73,14 @@ class Problem:
             raise ValueError(f"delays must be a matrix of {count} x {count} for {count} nodes")
         if not all(0 <= seconds < math.inf for row in self.delays for seconds in row):
             raise ValueError("delays must be 0 s or more and finite")
-        for name, least in (("memory", 1), ("waves", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)}: choose {least} or more")
-        if not 1 <= self.path_length <= min(len(self.stages), MOST_VISITS):
+        for name in ("memory", "waves"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: choose 1 or more")
+        if len(self.stages) > MOST_VISITS:
+            raise ValueError(f"{len(self.stages)} stages: at most {MOST_VISITS} can be planned")
+        if not 1 <= self.path_length <= len(self.stages):
             raise ValueError(
-                f"path_length = {self.path_length}: there are {len(self.stages)} stages, choose 1 to "
-                f"{min(len(self.stages), MOST_VISITS)}"
+                f"path_length = {self.path_length}: there are {len(self.stages)} stages, choose 1 to {len(self.stages)}"
             )
 
     @property

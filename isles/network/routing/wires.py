@@ -1,7 +1,7 @@
 """The network under a replay of tasks: seconds from a table, or messages over the lines of a run.
 
-`Lines` does with the messages of a pipeline what the virtual backend does with them, event by event: those of a sender
-leave one after the other, uplinks and narrow downlinks are shared fairly, a latency lies between.
+`MessageLines` does with the messages of a pipeline what the virtual backend does with them, event by event: those of a
+sender leave one after the other, uplinks and narrow downlinks are shared fairly, a latency lies between.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Delays:
 _SERVED, _ENTERS, _ARRIVED = range(3)  # what comes first at one moment
 
 
-class _Message:
+class _SentMessage:
     __slots__ = ("arrival", "bits", "down", "latency", "left", "source", "target", "task")
 
     def __init__(self, task: Task, source: int, target: int, bits: float, latency: float, down: int | None) -> None:
@@ -78,7 +78,7 @@ class _Message:
         self.arrival = 0.0  # not before
 
 
-class Lines:
+class MessageLines:
     """Messages over `topology`, as the virtual backend sends them.
 
     ranks: of each position in the pipeline's group; None: they are the same. seed: of the latencies' jitter, which a
@@ -89,7 +89,7 @@ class Lines:
         self.when = math.inf
         self._topology, self._sizes, self._ranks, self._seed = topology, sizes, ranks, seed
         self._numbers: Counter[tuple[int, int]] = Counter()
-        self._pipes: list[Pipe[_Message]] = [Pipe(rate) for rate in topology.rates]  # up, then those down
+        self._pipes: list[Pipe[_SentMessage]] = [Pipe(rate) for rate in topology.rates]  # up, then those down
         self._downs: dict[int, int] = {}  # narrow downlinks: the place in `_pipes`, by line
         for line in topology.far.narrow_downlinks(topology.workers):
             self._downs[line] = len(self._pipes)
@@ -98,7 +98,7 @@ class Lines:
         """When each line's next completion is expected; events that say otherwise are of the past."""
         self._entered: dict[tuple[int, int], float] = {}
         self._latest: dict[tuple[int, int], float] = {}
-        self._events: list[tuple[float, int, int, int, _Message | int]] = []  # (when, what, sender, age, of what)
+        self._events: list[tuple[float, int, int, int, _SentMessage | int]] = []  # (when, what, sender, age, of what)
         self._age = 0
 
     def send(self, now: float, task: Task, source: int, target: int) -> None:
@@ -110,7 +110,7 @@ class Lines:
         latency = self._topology.latency(source, target, number=number, seed=self._seed)
         line = self._topology.down(source, target)
         down = None if line is None else self._downs.get(line)
-        message = _Message(task, source, target, 8.0 * self._sizes.of(task), latency, down)
+        message = _SentMessage(task, source, target, 8.0 * self._sizes.of(task), latency, down)
         index = self._topology.up(source, target)
         if self._pipes[index].add(now, source, message.bits, message) and down is not None:
             self._leaves(now, message)
@@ -146,7 +146,7 @@ class Lines:
             message.arrival = self._latest[way] = max(message.arrival, self._latest.get(way, 0.0))
             self._at(message.arrival, _ARRIVED, message.source, message)
 
-    def _leaves(self, now: float, message: _Message) -> None:
+    def _leaves(self, now: float, message: _SentMessage) -> None:
         """Its first bit leaves: a latency later it is at the downlink, behind those before it."""
         way = message.source, message.target
         self._entered[way] = max(now + message.latency, self._entered.get(way, 0.0))
@@ -159,7 +159,7 @@ class Lines:
             if time < math.inf:
                 self._at(time, _SERVED, index, index)
 
-    def _at(self, time: float, what: int, sender: int, item: _Message | int) -> None:
+    def _at(self, time: float, what: int, sender: int, item: _SentMessage | int) -> None:
         self._age += 1
         heapq.heappush(self._events, (time, what, sender, self._age, item))
 

@@ -26,7 +26,7 @@ from isles.network.theory.barrier import StepLaw
 
 COMPUTED, ARRIVED = range(2)
 
-Event = tuple[float, int, int, int]
+FleetEvent = tuple[float, int, int, int]
 """(seconds, kind, worker, round)"""
 
 
@@ -65,7 +65,7 @@ class Outcome:
         return max(self.clocks)
 
 
-def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[Event] | None = None) -> Outcome:
+def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[FleetEvent] | None = None) -> Outcome:
     """`rounds` rounds of everybody. log: gets every event, in order."""
     if rounds < 1:
         raise ValueError(f"rounds = {rounds}: choose 1 or more")
@@ -76,7 +76,7 @@ def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[Ev
     leaves = [math.inf if one is None else one.next(0.0) for one in away]
     clocks = [0.0] * fleet.workers
     waiting, early = [-1] * fleet.workers, set[tuple[int, int]]()  # for the message of which round; what came too soon
-    queue: list[Event] = []
+    queue: list[FleetEvent] = []
     push, pop, events, arrived = heapq.heappush, heapq.heappop, 0, 0
 
     def begin(worker: int, number: int, time: float) -> None:

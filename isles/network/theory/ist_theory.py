@@ -142,15 +142,6 @@ def stationary_mean(problem: Quadratics, kind: Sketch) -> np.ndarray:
     return settled if kind == "masks" else settled / problem.workers
 
 
-def expected_value(problem: Quadratics, x: np.ndarray, rate: float, spread: float) -> float:
-    """E f(x+) after a step with whitened sketches from x, by the identity above. spread: E |g - E g|^2 by Lbar."""
-    gradient, lost = problem.gradient(x), problem.optimum - stationary_mean(problem, "whitened")
-    steep = gradient @ np.linalg.solve(problem.curvature, gradient)
-    off = lost @ problem.curvature @ lost
-    descent = -rate * (1 - rate / 2) * steep - rate * (1 - rate) * (gradient @ lost)
-    return float(problem.value(x) + descent + rate**2 / 2 * (off + spread))
-
-
 def neighbourhood(problem: Quadratics, rate: float, beta: float, spread: float) -> float:
     """What the mean of |grad f|^2 (by Lbar^-1) is bounded by in the long run with whitened sketches (theorem 2):
     (2 (1 - gamma) / beta + gamma) |h|^2 + gamma spread, for 0 < beta < 1/2 and gamma <= (1/2 - beta) / (1/2 + beta).

@@ -72,19 +72,6 @@ def two_shot_seconds(workers: int, cv: float, rounds: int, seed: int = 0) -> np.
     return np.concatenate(parts)
 
 
-def tree_seconds(workers: int, cv: float, rounds: int, seed: int = 0) -> np.ndarray:
-    """Times of `rounds` independent all-reduces over a tree of `workers`, (rounds,)."""
-    _check(workers, rounds)
-    random, sigma = np.random.default_rng(seed), sigma_of(cv)
-    at_once = max(1, _AT_ONCE // workers)
-    parts = []
-    for first in range(0, rounds, at_once):
-        count = min(at_once, rounds - first)
-        ways = (_level_maxima(random, sigma, np.zeros((count, workers))) for _ in ("up", "down"))
-        parts.append(sum(way[-1][:, 0] for way in ways))
-    return np.concatenate(parts)
-
-
 def ratios(workers: list[int], cv: float, rounds: int, seed: int = 0) -> list[Ratio]:
     """Tree / pair for each number in `workers`, powers of two, from the parts of one forest: a tree of 1024 leaves
     holds 256 trees of 4. rounds: trees of the largest number.

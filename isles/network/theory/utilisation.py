@@ -96,12 +96,6 @@ def utilisation(
     return measured * job.step_seconds / (run.clock - before)
 
 
-def bound(job: LayeredJob, exchanges: Exchanges, bandwidth: Floats, collective: Collective | None = None) -> Floats:
-    """The most that any overlap can reach in the long run: the link must carry the whole model once a period."""
-    bits = (collective or ring(2)).payloads * job.parameters * exchanges.bits
-    return np.minimum(1.0, np.asarray(bandwidth, float) * exchanges.period * job.step_seconds / bits)
-
-
 def tolerated_latency(job: LayeredJob, exchanges: Exchanges) -> float:
     """Seconds that an exchange may take without stalling anyone: the steps it overlaps."""
     return exchanges.overlap * job.step_seconds

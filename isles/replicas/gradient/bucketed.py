@@ -23,7 +23,7 @@ from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
-from isles.replicas.replica import Question, Replica
+from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.schedule import Held, Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -168,7 +168,7 @@ class BucketedSync(ReplicaSync):
         return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PeerQuestion]:
         """See ReplicaSync.questions."""
         return [*super().questions, "largest"] if self._careful else super().questions
 

@@ -21,7 +21,7 @@ from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.transport import Steps
-from isles.network.planner.planned import Pattern, Ring
+from isles.network.planner.planned import MessagePattern, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
 from isles.replicas.schedule import Held
@@ -51,7 +51,7 @@ class Reduction(ABC):
         """Leave the mean in `flat`."""
 
     @abstractmethod
-    def pattern(self, step: int, size: int) -> Pattern:
+    def pattern(self, step: int, size: int) -> MessagePattern:
         """What that step is planned to put on the wire in a group of `size`."""
 
     def sent_bytes(self, step: int, size: int, position: int) -> int:
@@ -96,7 +96,7 @@ class Native(Reduction):
     def land(self, flat: Tensor) -> None:
         """See Reduction.land: it is there."""
 
-    def pattern(self, step: int, size: int) -> Pattern:
+    def pattern(self, step: int, size: int) -> MessagePattern:
         """See Reduction.pattern."""
         return Ring(native_bytes(self.layout.numel, self.layout.dtype, size))
 
@@ -148,7 +148,7 @@ class Averaged(Reduction):
             self._left.sub_(flat)
         self.residual, self._left = self._left.mul_(self.feedback.decay), self.residual
 
-    def pattern(self, step: int, size: int) -> Pattern:
+    def pattern(self, step: int, size: int) -> MessagePattern:
         """See Reduction.pattern."""
         return self.averaging.pattern(step, size)
 

@@ -20,7 +20,7 @@ from isles.comm.collectives.averaging import Coded
 from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
 from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.transport import Steps
-from isles.network.planner.planned import Pattern, Ragged
+from isles.network.planner.planned import MessagePattern, Ragged
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction, is_finite
 from isles.replicas.schedule import Held
@@ -152,7 +152,7 @@ class Thresholds(Reduction):
         super().rescale(factor)
         self.thresholds.mul_(factor)
 
-    def pattern(self, step: int, size: int) -> Pattern:
+    def pattern(self, step: int, size: int) -> MessagePattern:
         """See Reduction.pattern: that of K entries a tensor."""
         if step <= self.rule.exact:
             return self.exact.pattern(step, size)

@@ -23,7 +23,16 @@ from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.replicas.island.sharded import own_rows
-from isles.replicas.replica import COMPARED, Holder, Question, Replica, largest, refuse_shared, refuse_survivors, summed
+from isles.replicas.replica import (
+    COMPARED,
+    Holder,
+    PeerQuestion,
+    Replica,
+    largest,
+    refuse_shared,
+    refuse_survivors,
+    summed,
+)
 from isles.replicas.schedule import Held
 from isles.replicas.sync import ReplicaSync
 
@@ -103,7 +112,7 @@ class Together(Replica):
     def load_inner_state(self, state: Any) -> None:
         self.inside.load_state_dict(state)
 
-    def sent(self, steps: int, questions: Sequence[Question]) -> tuple[int, bool]:
+    def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
         outline = self.inside.outline(steps)
         return outline.sent[self._group.rank], outline.about
 

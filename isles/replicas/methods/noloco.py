@@ -42,7 +42,7 @@ from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.parts.stability import warn_unless_stable
 from isles.replicas.sync import MethodConfig
 
-Exchange = Literal["delta+phi", "single_vector", "theta_only"]
+ExchangeForm = Literal["delta+phi", "single_vector", "theta_only"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class NoLoCoConfig(MethodConfig):
     """Pull to the group's anchors; left out, it equals outer_lr."""
     group_size: int = 2
     """Workers a group (n)."""
-    exchange: Exchange = "delta+phi"
+    exchange: ExchangeForm = "delta+phi"
     """What travels, see the module: delta+phi, or half the bytes, single_vector or theta_only."""
     prefetch_phi: bool = True
     """Send phi as soon as it is final, not with Delta."""
@@ -80,7 +80,7 @@ class NoLoCoConfig(MethodConfig):
         one_of("anchor_codec", self.anchor_codec, ("none", "bf16", "int8"))
         at_least("group_size", self.group_size, 2)
         at_least("gamma", self.pull, 0)
-        one_of("exchange", self.exchange, get_args(Exchange))
+        one_of("exchange", self.exchange, get_args(ExchangeForm))
         one_of("on_peer_failure", self.on_peer_failure, ("raise", "solo"))
         if self.exchange != "delta+phi" and (self.codec, self.anchor_codec) != ("none", "none"):
             raise ValueError(f'exchange = {self.exchange!r} travels in full precision: lossy codecs want "delta+phi"')

@@ -18,7 +18,7 @@ from isles.report.draw.axes import ChartAxis
 from isles.report.draw.style import BOXES, LIGHT, LINES
 from isles.report.draw.svg import axes_of
 from isles.report.page import panels, subtitle, title
-from isles.report.panels import Bars, Chart, Lanes, Panel, Table
+from isles.report.panels import Bars, Chart, Grid, Lanes, Panel, Table
 from isles.report.rundir import Run
 
 _DPI = 100
@@ -94,6 +94,8 @@ def _draw(axes: Any, panel: Panel) -> None:
         _bars(axes, panel.picture)
     elif isinstance(panel.picture, Lanes):
         _lanes(axes, panel.picture)
+    elif isinstance(panel.picture, Grid):
+        _grid(axes, panel.picture)
     _legend(axes, panel)
 
 
@@ -193,6 +195,15 @@ def _lanes(axes: Any, picture: Lanes) -> None:
     axes.set_ylim(len(picture.lanes), 0)
     axes.set_yticks([index + 0.45 for index in range(len(picture.lanes))], [lane.label for lane in picture.lanes])
     axes.set_xlabel(picture.x_label)
+
+
+def _grid(axes: Any, picture: Grid) -> None:
+    shades = [[0.0 if shade is None else 0.06 + 0.94 * shade for shade in row] for row in picture.shades]
+    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1.3)
+    axes.scatter([column for _, column in picture.marks], [row for row, _ in picture.marks], s=9, color=LIGHT["dot"])
+    few = picture.labels if len(picture.labels) <= 24 else []
+    axes.set_xticks(range(len(few)), [label.split()[0] for label in few], fontsize=7)
+    axes.set_yticks(range(len(few)), few, fontsize=7)
 
 
 def _legend_rows(panel: Panel) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from html import escape
 
 from isles.report.draw.axes import linear
+from isles.report.draw.grid import grid
+from isles.report.draw.style import STYLE
 from isles.report.draw.svg import WIDTH, line_chart
-from isles.report.panels import Bars, Chart, Lanes, Picture
+from isles.report.panels import Bars, Chart, Grid, Lanes, Picture
 from isles.report.units import format_seconds
 
 LEFT = 84
@@ -19,6 +21,8 @@ def draw(picture: Picture) -> str:
     """The `<svg>` of any picture."""
     if isinstance(picture, Chart):
         return line_chart(picture)
+    if isinstance(picture, Grid):
+        return grid(picture)
     return bars(picture) if isinstance(picture, Bars) else lanes(picture)
 
 
@@ -73,3 +77,9 @@ def _svg(title: str, height: float) -> str:
 
 def _label(text: str, middle: float) -> str:
     return f'<text class="tick end" x="{LEFT - 8}" y="{middle + 4:.1f}">{escape(text)}</text>'
+
+
+def alone(picture: Picture) -> str:
+    """The picture as a file of its own, with the page's colours."""
+    drawn = draw(picture).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return drawn.replace(">", f"><style>{escape(STYLE, quote=False)}</style>", 1) + "\n"

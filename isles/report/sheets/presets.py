@@ -15,6 +15,7 @@ _PRESETS: dict[str, tuple[str, str]] = {
     "eager-table2": ("isles.report.sheets.eager:table2", "latency that each overlap tolerates"),
     "noloco-latency": ("isles.report.sheets.noloco:latency", "a tree against a pair when messages take random times"),
     "noloco-barrier": ("isles.report.sheets.noloco:barrier", "waiting for all against waiting for a partner"),
+    "noloco-fleet": ("isles.report.sheets.fleet:fleet", "pairs against a mean over all, with pauses, event by event"),
     "ist-quadratic": ("isles.report.sheets.ist:quadratic", "where independent subnets settle, off the optimum"),
     "noloco-quadratic": ("isles.report.sheets.noloco:quadratic", "NoLoCo's theory: mean, variance, stability region"),
 }

@@ -16,6 +16,7 @@ from isles.errors import unknown_name
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
+from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
 
@@ -65,6 +66,10 @@ class WorldConfig:
     """
     outer_deadline: float = 60.0
     """Longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed."""
+    pipeline_deadline: float = 75.0
+    """Longest wait of a stage for another one's microbatch, seconds; raise it if stages are slow: the last waits for
+    all others' first forward passes.
+    """
     meeting_deadline: float = 300.0
     """Longest wait for the other machines at the start, seconds; raise it if they are started at different times."""
     slowest_link: float = 10e6
@@ -95,7 +100,7 @@ class WorldConfig:
             raise ValueError(
                 f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
             )
-        for key in ("outer_deadline", "meeting_deadline"):
+        for key in ("outer_deadline", "pipeline_deadline", "meeting_deadline"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
         for factor in self.step_factors:
@@ -203,8 +208,42 @@ class Config:
     inner: InnerConfig = field(default_factory=InnerConfig)
     replicas: MethodConfig
     """That method's settings."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.pipeline.stages > 1:
+            self._check_pipeline()
+
+    @property
+    def replicas_in_all(self) -> int:
+        """Copies of the model that the workers make up."""
+        return self.world.workers // (self.pipeline.stages * self.world.inner)
+
+    def _check_pipeline(self) -> None:
+        stages, world = self.pipeline.stages, self.world
+        if world.workers % (stages * world.inner):
+            inside = f" of {world.inner} workers each" if world.inner > 1 else ""
+            raise ValueError(
+                f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
+                f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
+            )
+        sequences = self.data.batch_size_per_worker(world.workers // stages)
+        if sequences % self.pipeline.microbatches:
+            raise ValueError(
+                f"pipeline.microbatches = {self.pipeline.microbatches} does not divide a replica's batch of "
+                f"{sequences} sequences: choose a divisor, or another data.batch_size"
+            )
+        if self.inner.accumulation > 1:
+            raise ValueError(
+                f"inner.accumulation = {self.inner.accumulation}: with stages a batch is cut into microbatches anyway; "
+                "set it to 1, and raise data.batch_size and pipeline.microbatches"
+            )
+        if self.model.autocast == "fp16":
+            raise ValueError('model.autocast = "fp16" wants a gradient scaler; stages share none: choose "bf16"')
+        if world.inside == "fsdp":
+            raise ValueError('world.inside = "fsdp" gathers a whole model; inside a stage choose "ddp"')
 
 
 ORDER = tuple(section.name for section in fields(Config) if section.name != "method")

@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 from isles.training.config.sections import Config
 
-Record = Mapping[str, Any]
+MetricsRecord = Mapping[str, Any]
 
 
 class Logger(Protocol):
     """Where lines go. `finish(ok)` closes it; ok: the run reached its end."""
 
-    def line(self, record: Record) -> None: ...
+    def line(self, record: MetricsRecord) -> None: ...
 
-    def summary(self, summary: Record) -> None: ...
+    def summary(self, summary: MetricsRecord) -> None: ...
 
     def finish(self, ok: bool) -> None: ...
 
@@ -44,13 +44,13 @@ class TensorBoard:
         self._steps = config.run.steps
         self._writers: dict[str, Any] = {}
 
-    def line(self, record: Record) -> None:
+    def line(self, record: MetricsRecord) -> None:
         """Each number under its name, at the line's step."""
         for key, value in record.items():
             if key not in ("step", "worker"):
                 self._writer(record).add_scalar(key, value, record["step"])
 
-    def summary(self, summary: Record) -> None:
+    def summary(self, summary: MetricsRecord) -> None:
         """The numbers of summary.json under summary/..., at the last step."""
         for key, value in _numbers(summary).items():
             self._writer({}).add_scalar(f"summary/{key}", value, self._steps)
@@ -60,7 +60,7 @@ class TensorBoard:
         for writer in self._writers.values():
             writer.close()
 
-    def _writer(self, record: Record) -> Any:
+    def _writer(self, record: MetricsRecord) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         name = f"worker-{record['worker']}" if "worker" in record else "all"
@@ -98,13 +98,13 @@ class WandB:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def line(self, record: Record) -> None:
+    def line(self, record: MetricsRecord) -> None:
         """See the class."""
         prefix = f"worker-{record['worker']}/" if "worker" in record else ""
         numbers = {f"{prefix}{key}": value for key, value in record.items() if key not in ("step", "worker")}
         self._run.log({"step": record["step"], **numbers})
 
-    def summary(self, summary: Record) -> None:
+    def summary(self, summary: MetricsRecord) -> None:
         """The numbers of summary.json as the run's summary."""
         self._run.summary.update(_numbers(summary))
 
@@ -137,7 +137,7 @@ class Loggers:
         self._where = (config, out, resume)
         self._open: list[Logger] = []
 
-    def line(self, record: Record) -> None:
+    def line(self, record: MetricsRecord) -> None:
         """A line of metrics.jsonl."""
         config = self._where[0]
         if not self._open:
@@ -145,7 +145,7 @@ class Loggers:
         for logger in self._open:
             logger.line(record)
 
-    def summary(self, summary: Record) -> None:
+    def summary(self, summary: MetricsRecord) -> None:
         """summary.json."""
         for logger in self._open:
             logger.summary(summary)
@@ -160,5 +160,5 @@ class Loggers:
             logger.finish(error is None)
 
 
-def _numbers(record: Record) -> dict[str, float]:
+def _numbers(record: MetricsRecord) -> dict[str, float]:
     return {key: value for key, value in record.items() if isinstance(value, (int, float))}

@@ -28,6 +28,29 @@ def held(out: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterator[None]:
+    """`out` as this run's alone until it ends: claimed where the run is new; where it fails, with a word about what is
+    left; else without empty logs. ValueError as `held` and `claim`; OSError, with the mend, for a full disk.
+    """
+    try:
+        with held(out):
+            if resume is None:
+                claim(out)
+            try:
+                yield
+            except BaseException as error:  # Ctrl-C too
+                say_what_is_left(error, out, node_spec)
+                raise
+            clear_logs(out)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        if isinstance(error, OSError) and not has_room(error):
+            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, node_spec)}") from error
+        raise
+
+
 def claim(out: Path) -> None:
     """Begin a new run in `out`, which is held. ValueError where it holds another run."""
     there = [name for name in (CONFIG, SUMMARY) if (out / name).exists()]

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from isles.comm.traffic import Span
+from isles.comm.traffic import ClockSpan
 
 KEPT = 400
 
-Record = dict[str, Any]
+SpanRecord = dict[str, Any]
 
 
 class Timeline:
@@ -27,8 +27,8 @@ class Timeline:
 
     def __init__(self, worker: int, resumed: bool = False) -> None:
         self.worker = worker
-        self._head: list[Record] | None = None if resumed else []
-        self._tail: deque[Record] = deque(maxlen=KEPT)
+        self._head: list[SpanRecord] | None = None if resumed else []
+        self._tail: deque[SpanRecord] = deque(maxlen=KEPT)
         self._stretch: tuple[float, float] | None = None
         self._compute: list[tuple[float, float]] = []
 
@@ -40,7 +40,7 @@ class Timeline:
             self._close_stretch()
             self._stretch = start, end
 
-    def take(self, step: int, spans: list[Span], offset: float) -> list[Record]:
+    def take(self, step: int, spans: list[ClockSpan], offset: float) -> list[SpanRecord]:
         """Add what was recorded up to inner step `step`; the first `KEPT` spans once they are full, else nothing.
 
         offset: seconds of the run before this worker's clock began.
@@ -70,7 +70,7 @@ class Timeline:
         self._head = None
         return full
 
-    def rest(self) -> list[Record]:
+    def rest(self) -> list[SpanRecord]:
         """What was taken and not handed out yet."""
         left, self._head = [*(self._head or ()), *self._tail], None
         self._tail.clear()

@@ -43,7 +43,7 @@ class Records:
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-        self.spread = Spread(config.world.islands)
+        self.spread = Spread(config.replicas_in_all)
 
     def __enter__(self) -> Records:
         return self

@@ -9,7 +9,6 @@ Metrics, summary and model are node 0's.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
 from isles.training.config.sections import Config
-from isles.training.records.rundir import LOGS, METRICS, claim, clear_logs, held, say_what_is_left
+from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.writer import commit
 from isles.training.running.agree import met
 from isles.training.running.processes import train_process
@@ -39,35 +38,13 @@ def follow(
     sees this machine's workers only.
     """
     assert node_spec.node > 0
-    try:
-        with held(out):
-            return _follow(config, out, on_line, on_notice, resume, node_spec)
-    except BaseException:  # Ctrl-C too
-        with contextlib.suppress(OSError):  # not empty, or not ours to remove
-            out.rmdir()
-        raise
-
-
-def _follow(
-    config: Config,
-    out: Path,
-    on_line: Callable[[dict[str, Any]], None],
-    on_notice: Callable[[str], None],
-    resume: int | None,
-    node_spec: NodeSpec,
-) -> str:
-    if resume is None:
-        claim(out)
-        (out / METRICS).unlink()
-    try:
+    with run_directory(out, resume, node_spec):
+        if resume is None:
+            (out / METRICS).unlink()
         with met(config, node_spec, out, resume, on_notice) as node_group:
             results = _work(config, out, on_line, node_group)
             if None in results:
                 raise Interrupted(out, node_spec)
-    except BaseException as error:  # Ctrl-C too
-        say_what_is_left(error, out, node_spec)
-        raise
-    clear_logs(out)
     return node_group.host
 
 

@@ -11,12 +11,11 @@ RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see 
 RUN/run.lock                             while the run goes on, see `lock`
 
 A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
-be used again. With several machines this is what node 0 does; the others: `remote`.
+be used again. With several machines this is what node 0 does; the others: `follow`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -30,14 +29,14 @@ from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
-from isles.training.records.rundir import SUMMARY, claim, clear_logs, go_on, has_room, held, say_what_is_left
+from isles.training.records.rundir import SUMMARY, run_directory
 from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
-Summary = dict[str, Any]
+SummaryTable = dict[str, Any]
 
 
 def launch(
@@ -48,7 +47,7 @@ def launch(
     resume: int | None = None,
     node_spec: NodeSpec = SINGLE_NODE,
     start_workers: StartTraining | None = None,
-) -> Summary:
+) -> SummaryTable:
     """Run `config` into the directory `out`, which is made where it is missing.
 
     on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
@@ -61,52 +60,27 @@ def launch(
     far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
     ends them at once.
     """
-    try:
-        require(config.run.loggers)
-        with held(out):
-            return _launch(
-                config, out, on_line, on_notice, resume, node_spec, start_workers or starter(config.world.backend).train
-            )
-    except BaseException as error:  # Ctrl-C too
-        with contextlib.suppress(OSError):  # not empty, or not ours to remove
-            out.rmdir()
-        if isinstance(error, OSError) and not has_room(error):
-            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, node_spec)}") from error
-        raise
-
-
-def _launch(
-    config: Config,
-    out: Path,
-    on_line: Callable[[dict[str, Any]], None],
-    on_notice: Callable[[str], None],
-    resume: int | None,
-    node_spec: NodeSpec,
-    start_workers: StartTraining,
-) -> Summary:
+    require(config.run.loggers)
     started = time.perf_counter()
-    if resume is None:
-        claim(out)
-    try:
-        with met(config, node_spec, out, resume, on_notice) as node_group:
-            resume = node_group.facts.get("resume", resume)
-            with (
-                Loggers(config, out, resume) as loggers,
-                Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
-            ):
-                results = _joined(start_workers(config, out, resume, node_group), config, records.take)
-                finished = [result for result in results if result is not None]
-                if len(finished) < len(results):
-                    raise Interrupted(out, node_spec)
-                summary = summarise(config, finished, time.perf_counter() - started)
-                partial = out / "summary.partial"
-                partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
-                os.replace(partial, out / SUMMARY)
-                loggers.summary(summary)
-    except BaseException as error:  # Ctrl-C too
-        say_what_is_left(error, out, node_spec)
-        raise
-    clear_logs(out)
+    start = start_workers or starter(config.world.backend).train
+    with (
+        run_directory(out, resume, node_spec),
+        met(config, node_spec, out, resume, on_notice) as node_group,
+    ):
+        resume = node_group.facts.get("resume", resume)
+        with (
+            Loggers(config, out, resume) as loggers,
+            Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
+        ):
+            results = _joined(start(config, out, resume, node_group), config, records.take)
+            finished = [result for result in results if result is not None]
+            if len(finished) < len(results):
+                raise Interrupted(out, node_spec)
+            summary = summarise(config, finished, time.perf_counter() - started)
+            partial = out / "summary.partial"
+            partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, out / SUMMARY)
+            loggers.summary(summary)
     return summary
 
 
@@ -142,26 +116,30 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     return left
 
 
-def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> Summary:
+def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
     """The contents of summary.json from what the workers returned."""
 
     def mean(key: str) -> float:
         return sum(result[key] for result in results) / len(results)
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
+    judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
+    bubble = mean("pipeline_seconds") / (compute + blocked) if compute + blocked else 0.0
     first, world = results[0], config.world
     return schema.Summary(
         isles_version=__version__,
         method=config.method,
         backend=world.backend,
         workers=len(results),
+        stages=config.pipeline.stages if config.pipeline.stages > 1 else None,
+        pipeline_bubble=bubble if config.pipeline.stages > 1 else None,
         islands=world.islands if world.inner > 1 else None,
         bytes_across_per_worker=mean("bytes_across") if world.inner > 1 else None,
         steps=config.run.steps,
         tokens=sum(result["tokens"] for result in results),
         parameters=first["parameters"],
         val_loss=first["val_loss"],
-        val_loss_replicas=None if first["val_loss_replica"] is None else mean("val_loss_replica"),
+        val_loss_replicas=sum(judged) / len(judged) if judged else None,
         replica_std=first["replica_std"],
         bytes_sent_per_worker=mean("bytes_sent"),
         bytes_received_per_worker=mean("bytes_received"),

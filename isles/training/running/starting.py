@@ -21,11 +21,12 @@ def deadlines(config: Config) -> Deadlines:
     who cannot go on alone waits for it however long it stays away.
     """
     world = config.world
-    own = Deadlines(outer=world.outer_deadline, slowest_link=world.slowest_link)
+    own = Deadlines(outer=world.outer_deadline, pipeline=world.pipeline_deadline, slowest_link=world.slowest_link)
     if world.pauses is None:
         return own
     patience = {
-        name: max(_PAUSES * world.pause_seconds, own.of(name)) for name in ("control", "inner", "outer", "eval")
+        name: max(_PAUSES * world.pause_seconds, own.of(name))
+        for name in ("control", "inner", "outer", "pipeline", "eval")
     }
     return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
 

@@ -32,7 +32,7 @@ from isles.launch.workers import Workers, node_handles
 from isles.training.config.sections import Config
 from isles.training.running.agree import met
 from isles.training.running.processes import train_process
-from isles.training.running.run import Summary, launch
+from isles.training.running.run import SummaryTable, launch
 from isles.training.running.starting import deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
@@ -45,7 +45,7 @@ def take_part(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
-) -> tuple[Path, Summary] | None:
+) -> tuple[Path, SummaryTable] | None:
     """Work as the worker that torchrun's environment says; on rank 0 the run directory and the summary in the end.
 
     out: names the run directory; asked on rank 0 alone. on_line, on_notice: told on rank 0. Errors as in `launch`, on
@@ -75,10 +75,10 @@ def _lead(
     resume: int | None,
     node_spec: NodeSpec,
     store: dist.Store,
-) -> tuple[Path, Summary]:
+) -> tuple[Path, SummaryTable]:
     begun: SimpleQueue[tuple[Workers, int | None, NodeGroup] | None] = SimpleQueue()
     ours, theirs = Pipe()
-    ended: list[Summary | BaseException] = []
+    ended: list[SummaryTable | BaseException] = []
 
     def start_workers(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
         workers = config.world.workers

@@ -31,7 +31,7 @@ class VirtualWorkers:
             workers,
             args=args,
             links=world.links,
-            inner=world.inner,
+            inner=world.inner * (config.pipeline.stages if config.pipeline.together else 1),
             inner_links=world.inner_links,
             threads=world.threads,
             step_seconds=world.step_seconds,

@@ -15,7 +15,7 @@ from isles.network.routing.events import AtOnce
 from isles.network.routing.orders import in_flight, orders
 from isles.network.routing.replay import TaskSeconds, by_arrival, first_come, in_order, replay
 from isles.network.routing.routes import Route, fixed_routes, random_routes, visited
-from isles.network.routing.wires import Delays, Lines, Sizes, bytes_sent
+from isles.network.routing.wires import Delays, MessageLines, Sizes, bytes_sent
 from isles.network.topology import Topology
 
 GRID = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), range(1, 9)))
@@ -154,6 +154,7 @@ NETWORKS = {
     "worldwide": links("worldwide"),
     "shared": Links(bandwidth=[3e5, 1e6], latency=0.02, uplinks=[0, 0, 0, 1, 1, 1]),
     "narrow": Links(bandwidth=1e6, downlink=[3e5, 4e5, 5e5], latency=0.05, uplinks=[0, 0, 1, 1, 2, 2]),
+    "pairs": Links(bandwidth=[[1e5 * (1 + u + 7 * v % 5) for v in range(6)] for u in range(6)], latency=0.03),
     "latency": Links(bandwidth=math.inf, latency=[[0.3 * abs(u - v) ** 0.5 for v in range(6)] for u in range(6)]),
 }
 
@@ -186,6 +187,6 @@ def test_replay_over_lines_is_the_virtual_clock(name):
                 seed=9,
                 deadlines=Deadlines(),
             )
-            wire = Lines(Topology(6, network, near, island), sizes, ranks, seed=9)
+            wire = MessageLines(Topology(6, network, near, island), sizes, ranks, seed=9)
             played = replay(routes, seconds, wire, in_order(lists))
             assert played.makespan == pytest.approx(max(clocks), rel=0, abs=1e-9)

@@ -14,9 +14,9 @@ phi: sign, the identity ("sgd"), or orthogonalisation ("muon"). beta: compressio
 subtract. Without fold_lr the gradient enters as it is; with it, "sgd" applies U itself, not lr U. All workers take the
 same step, so weights stay equal to the bit; momenta are each worker's own, and part of `state_dict`.
 
-Choices where the authors' code says otherwise or nothing: a step is one message, packed (`demo_wire`), with bfloat16
+Choices where the authors' code says otherwise or nothing: a step is one message, packed (`wire`), with bfloat16
 values by default; awkward dimensions are filled up, and tensors of more than two dimensions are stacks of matrices
-(`demo_blocks`); momentum, transform and means are float32 for any weights; a gradient that is None counts as zero; sums
+(`blocks`); momentum, transform and means are float32 for any weights; a gradient that is None counts as zero; sums
 are in the order of the ranks; weight decay and update are one step (equal up to rounding to one after the other);
 entries below zero_tol stand still. A run that goes on with another number of workers gives each the mean of the
 momenta: what would have been sent on average is kept (Psyche sets them to zero).
@@ -99,11 +99,6 @@ class DeMo(ReplicaSync):
     def data_transmit(self) -> int:
         """Bytes that this worker handed to the transport in its last step: one message for each other worker."""
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
-
-    @property
-    def data_receive(self) -> int:
-        """Bytes that came for it in its last step."""
-        return self.data_transmit
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """See ReplicaSync.step. ValueError for a gradient scaler."""

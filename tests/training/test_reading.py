@@ -141,7 +141,7 @@ def test_the_written_config_reads_back_equal(tmp_path: Path, name: str, assignme
     path = file(tmp_path, text)
     assert read(path=path) == config
     assert to_toml(read(path=path)) == text
-    assert list(tomllib.loads(text)) == ["model", "data", "inner", "replicas", "world", "run"]
+    assert list(tomllib.loads(text)) == ["model", "data", "inner", "replicas", "pipeline", "world", "run"]
 
 
 def test_optional_and_listed_settings_survive(tmp_path: Path, own_method: str) -> None:

@@ -1,0 +1,194 @@
+"""`isles pipeline`: plans for microbatches that leave out stages and exchange them. Never loads torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.network.links import Links
+    from isles.network.routing.assign import Stages
+    from isles.network.routing.plan import Plan
+    from isles.report.sheet import Sheet
+
+app = typer.Typer(help="Plan partial, reordered pipelines for uneven links.", no_args_is_help=True)
+
+
+@app.command("plan")
+def plan(
+    links: Annotated[str, typer.Argument(metavar="LINKS", help="Network between the nodes: a .toml file or a preset.")],
+    stages: Annotated[
+        str, typer.Option(help="Nodes of each stage: how many, such as 5,3,3; or which, such as 0,1/2,3/4,5.")
+    ],
+    out: Annotated[Path, typer.Option(help="Write the plan here, and its pictures beside it.")],
+    forward: Annotated[
+        str, typer.Option(help="Seconds of a forward of one microbatch: for all, or for each node: 0.4,0.4,1.6.")
+    ],
+    message: Annotated[str, typer.Option("--bytes", help="Bytes of a microbatch between stages, such as 33.5M.")],
+    path_length: Annotated[int | None, typer.Option(help="Stages that a microbatch runs. Default: all.")] = None,
+    skip_ratio: Annotated[float | None, typer.Option(help="Instead: the share of stages left out, as 0.33.")] = None,
+    memory: Annotated[int, typer.Option(help="Microbatches that a node holds.")] = 3,
+    waves: Annotated[int, typer.Option(help="Microbatches of a slot in a step, one after the other.")] = 2,
+    overhead: Annotated[str, typer.Option(help="Seconds a message costs beside its line, such as 350ms.")] = "0",
+    backward: Annotated[float, typer.Option(help="Seconds of a backward, as a multiple of the forward's.")] = 1.5,
+    loss: Annotated[
+        float, typer.Option(help="Seconds of head and loss with their gradient, as such a multiple.")
+    ] = 0.25,
+    cut: Annotated[str | None, typer.Option(help="First block of each stage but the first, such as 4,8.")] = None,
+    time_budget_s: Annotated[float, typer.Option(help="Stop searching after so many seconds.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+) -> None:
+    """Find paths for all microbatches of a step, and say what each strategy would take."""
+    from isles.network.named import links as named
+    from isles.network.routing.delays import fingerprint
+    from isles.network.routing.plan import Plan, as_json
+    from isles.network.routing.problem import Costs, Problem
+    from isles.network.routing.search import Effort
+    from isles.network.routing.strategies import strategies
+    from isles.network.units import parse_count
+    from isles.report.sheets.pipeline import pipeline_sheet
+
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: {out.parent} is no directory; make it first")
+    effort = Effort(seconds=0.6 * time_budget_s)
+    nbytes = round(parse_count("--bytes", message))
+    network = named(links)
+    seats, delays, times = _nodes(network, stages, forward, nbytes, overhead, 0.3 * time_budget_s, seed)
+    problem = Problem(
+        stages=seats,
+        delays=delays,
+        forward=times,
+        path_length=_length(path_length, skip_ratio, stages=len(seats)),
+        memory=memory,
+        waves=waves,
+        costs=Costs(loss=loss, backward=backward),
+    )
+    cuts = None if cut is None else _cuts(cut, len(problem.stages))
+    found = strategies(problem, effort, seed)
+    assert found[-1].paths is not None
+    made = Plan(problem=problem, paths=found[-1].paths, links=fingerprint(network, problem.nodes), cuts=cuts)
+    sheet = pipeline_sheet(problem, found, nbytes, links, _on_lines(made, network, nbytes, overhead))
+    _write(out, as_json(made), sheet)
+    _show(sheet, json)
+    print(out, file=sys.stderr if json else sys.stdout)
+
+
+@app.command("check")
+def check(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan's JSON file.")],
+    links: Annotated[str | None, typer.Option(help="Also refuse it unless it was made for this network.")] = None,
+) -> None:
+    """Say every rule that a plan breaks; exit code 2 if there is one."""
+    from isles.network.named import links as named
+    from isles.network.routing.bounds import lower_bounds
+    from isles.network.routing.delays import fingerprint
+    from isles.network.routing.plan import complaints, read_unchecked
+
+    read, said = read_unchecked(plan)
+    wrong = complaints(read, said)
+    for line in wrong[:-1]:
+        print(f"isles: {plan}: {line}", file=sys.stderr)
+    if wrong:
+        raise ValueError(f"{plan}: {wrong[-1]}")
+    if links is not None:
+        network = named(links)
+        network.check(read.problem.nodes)
+        read.refuse(links=fingerprint(network, read.problem.nodes))
+    bound = max(lower_bounds(read.problem).values())
+    print(f"{plan}: legal; a step takes {said:.6g} s, no plan for it less than {bound:.6g} s")
+
+
+def _nodes(
+    network: Links, stages: str, forward: str, nbytes: int, overhead: str, seconds: float, seed: int
+) -> tuple[Stages, tuple[tuple[float, ...], ...], tuple[float, ...]]:
+    """(stages, delays, seconds of a forward by node); nodes are assigned to stages where only sizes are given."""
+    from isles.network.routing.assign import assign
+    from isles.network.routing.delays import delays_of
+    from isles.network.units import parse_seconds
+
+    given = "/" in stages
+    listed = [_numbers("--stages", part, 0 if given else 1) for part in stages.split("/")]
+    sizes = [len(part) for part in listed] if given else listed[0]
+    nodes = sum(sizes)
+    each = [parse_seconds("--forward", word) for word in forward.split(",")]
+    times = each * nodes if len(each) == 1 else each
+    if len(times) != nodes:
+        raise ValueError(f"--forward has {len(times)} values: give one, or one for each of {nodes} nodes")
+    delays = delays_of(network, nodes, nbytes, parse_seconds("--overhead", overhead))
+    seats = tuple(map(tuple, listed)) if given else assign(sizes, delays, times, seed=seed, seconds=seconds)
+    return seats, delays, tuple(times)
+
+
+def _on_lines(made: Plan, network: Links, nbytes: int, overhead: str) -> float | None:
+    """Seconds of a step over the lines of the network, which know no overhead of messages."""
+    from isles.network.routing.problem import replay_paths
+    from isles.network.routing.wires import MessageLines, Sizes
+    from isles.network.topology import Topology
+    from isles.network.units import parse_seconds
+
+    if parse_seconds("--overhead", overhead):
+        return None
+    sizes = Sizes(forward=nbytes, home=nbytes, backward=nbytes)
+    wire = MessageLines(Topology(made.problem.nodes, network), sizes)
+    return replay_paths(made.problem, made.paths, wire).makespan
+
+
+def _length(path_length: int | None, skip_ratio: float | None, *, stages: int) -> int:
+    if path_length is not None and skip_ratio is not None:
+        raise ValueError("--path-length and --skip-ratio say the same: give one of them")
+    if skip_ratio is not None:
+        if not 0 <= skip_ratio < 1:
+            raise ValueError(f"--skip-ratio {skip_ratio}: choose 0 or more and less than 1")
+        return max(1, round(stages * (1 - skip_ratio)))
+    return stages if path_length is None else path_length
+
+
+def _cuts(text: str, stages: int) -> tuple[int, ...]:
+    cuts = tuple(_numbers("--cut", text, 1))
+    if len(cuts) != stages - 1 or list(cuts) != sorted(set(cuts)):
+        raise ValueError(
+            f"--cut {text}: give {stages - 1} growing numbers, the first block of each stage but the first"
+        )
+    return cuts
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise ValueError(f"{option} {text}: write whole numbers from {least} with commas between, such as 5,3,3")
+    return numbers
+
+
+def _write(out: Path, text: str, sheet: Sheet) -> None:
+    """The plan, and beside it the sheet's pictures: one PNG of all, an SVG of each."""
+    from isles.report import settled
+    from isles.report.draw.png import picture
+    from isles.report.draw.svg_time import alone
+
+    settled(out, text.encode())
+    settled(out.with_suffix(".png"), picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table))
+    for name, panel in zip(("steps", "ways"), sheet.panels, strict=True):
+        assert panel.picture is not None
+        settled(out.with_suffix(f".{name}.svg"), alone(panel.picture).encode())
+
+
+def _show(sheet: Sheet, json: bool) -> None:
+    if json:
+        from isles.report.sheet import as_json
+
+        print(as_json(sheet))
+        return
+    from isles.cli.table import print_table
+
+    print(sheet.title, sheet.subtitle, sheet.what, "", sep="\n")
+    print_table(sheet.table)
+    print()
+    for note in sheet.notes:
+        print(f"note: {note}")

@@ -1,0 +1,215 @@
+"""Who belongs to a run: its certificate, its secret, and the token that stands for both.
+
+    token = first 16 bytes of the SHA-256 of the certificate (DER) + 16 random bytes, as 64 hex digits
+
+Whoever has the token can tell the run's machine from another (the first half) and prove to it that it was told (the
+second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one run.
+
+    found(folder) -> Credentials            a new run: key, certificate, secret, all in `folder`
+    read(folder)                            those of a run that goes on
+    fetch(host, port, token, folder)        a joiner: fetch the certificate, compare it, keep it; trust only it
+
+Files are 0600 in a folder of 0700. What is secret is never in an error or a repr.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+CERTIFICATE, KEY, SECRET = "certificate.pem", "key.pem", "secret"
+NAME = "isles"  # the certificate's; nobody looks it up, for it is trusted by its fingerprint
+_HALF = 32  # hex digits of each half of a token
+_DAYS = 365
+_SKEW = datetime.timedelta(days=1)  # clocks of home machines
+
+
+@dataclass(frozen=True)
+class Token:
+    """fingerprint: of the run's certificate. secret: what its members know. 32 hex digits each, in small letters."""
+
+    fingerprint: str
+    secret: str = field(repr=False)
+
+    def __str__(self) -> str:
+        """For a person to copy: both halves."""
+        return self.fingerprint + self.secret
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What one machine holds of a run. key: None on a machine that only joins; certificate and key: files."""
+
+    token: Token
+    certificate: Path
+    key: Path | None
+
+
+def parse_token(text: str) -> Token:
+    """A token as a person gives it: 64 hex digits, or `@FILE` that holds them.
+
+    ValueError, in one line that does not show it, for anything else.
+    """
+    text = text.strip()
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).expanduser().read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ValueError(f"token: {text[1:]} cannot be read ({reason}); name the file that holds it") from None
+    text = text.lower()
+    if len(text) != 2 * _HALF or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(
+            f"token: {len(text)} characters that are not the 64 hex digits of a run's token; copy the whole of it, or "
+            "give the file: @FILE"
+        )
+    return Token(text[:_HALF], text[_HALF:])
+
+
+def fingerprint(der: bytes) -> str:
+    """The token's half that stands for a certificate."""
+    return hashlib.sha256(der).hexdigest()[:_HALF]
+
+
+def found(folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
+    """Make the key, the certificate (P-256, a year) and the secret of a new run in `folder`.
+
+    ValueError where there are some already: they belong to a run.
+    """
+    _private(folder)
+    if any((folder / name).exists() for name in (CERTIFICATE, KEY, SECRET)):
+        raise ValueError(f"{folder} holds the credentials of a run already; go on with them, or choose another folder")
+    now = now or datetime.datetime.now(datetime.UTC)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.PrivateFormat.PKCS8
+    pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    write_private(folder / KEY, pem)
+    write_private(folder / SECRET, secrets.token_hex(_HALF // 2).encode("ascii"))
+    write_private(folder / CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM))  # last: now it is whole
+    return read(folder)
+
+
+def read(folder: Path) -> Credentials:
+    """The credentials in `folder`. ValueError where they are missing, damaged or not for this user's eyes alone."""
+    certificate, key, secret = folder / CERTIFICATE, folder / KEY, folder / SECRET
+    for path in (certificate, secret):
+        if not path.exists():
+            raise ValueError(f"{folder} holds no credentials of a run ({path.name} is missing)")
+    for path in (certificate, key, secret):
+        if path.exists() and path.stat().st_mode & 0o077:
+            raise ValueError(f"{path} can be read by others; take it from them: chmod 600 {path}")
+    try:
+        half = fingerprint(ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii")))
+        token = parse_token(half + secret.read_text(encoding="ascii").strip())
+    except ValueError:
+        raise ValueError(f"{folder}: the credentials of the run are damaged; start a new run") from None
+    return Credentials(token, certificate, key if key.exists() else None)
+
+
+def fetch(host: str, port: int, token: Token, folder: Path, *, seconds: float = 10.0) -> Credentials:
+    """Fetch the certificate of what answers at host:port, compare it with the token's and keep it in `folder`.
+
+    ValueError where it is another one; OSError where nobody answers, or not in TLS, within `seconds`. The secret is
+    not sent.
+    """
+    der = _certificate_of(host, port, seconds)
+    if not hmac.compare_digest(fingerprint(der), token.fingerprint):
+        raise ValueError(f"what answers at {host}:{port} is not the machine of this token: look at address and token")
+    _private(folder)
+    write_private(folder / SECRET, token.secret.encode("ascii"))
+    write_private(folder / CERTIFICATE, ssl.DER_cert_to_PEM_cert(der).encode("ascii"))
+    return read(folder)
+
+
+def _certificate_of(host: str, port: int, seconds: float) -> bytes:
+    """What answers says of itself, not trusted yet."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the caller compares the fingerprint; there is nothing else to verify
+    with socket.create_connection((host, port), timeout=seconds) as connection:
+        connection.settimeout(seconds)
+        with context.wrap_socket(connection, server_hostname=NAME) as line:
+            der = line.getpeercert(binary_form=True)
+    if not der:
+        raise OSError(f"what answers at {host}:{port} shows no certificate")
+    return der
+
+
+def server_context(credentials: Credentials) -> ssl.SSLContext:
+    """TLS 1.3 as the machine of the run. ValueError without its key."""
+    if credentials.key is None:
+        raise ValueError(f"{credentials.certificate.parent} holds no key: only the machine that made the run has it")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(credentials.certificate, credentials.key)
+    return context
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext:
+    """TLS 1.3 to the machine of the run: its certificate is the only one that is trusted, under whatever address."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # a home address has no name that a certificate could bear
+    context.load_verify_locations(credentials.certificate)
+    return context
+
+
+def challenge() -> bytes:
+    """32 random bytes, new for every connection: what makes an overheard proof worthless."""
+    return secrets.token_bytes(32)
+
+
+def proof(token: Token, speaker: str, own: bytes, other: bytes) -> bytes:
+    """32 bytes that only who has the token can say, once: HMAC-SHA256 of who speaks and both challenges.
+
+    speaker: the role, such as "node" or "lighthouse"; the two sides of a connection must differ in it, or one could
+    answer with the other's words. own, other: the challenges that the speaker sent and got.
+    """
+    said = b"isles proof\0" + speaker.encode("ascii") + b"\0" + token.fingerprint.encode("ascii") + own + other
+    return hmac.new(token.secret.encode("ascii"), said, hashlib.sha256).digest()
+
+
+def proved(given: bytes, token: Token, speaker: str, own: bytes, other: bytes) -> bool:
+    """Whether `given` is the `proof` of that speaker; takes as long for any wrong one."""
+    return hmac.compare_digest(given, proof(token, speaker, own, other))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user reads: never open to others for a moment, never half there."""
+    part = path.with_name(path.name + ".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+    os.replace(part, path)
+
+
+def _private(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)

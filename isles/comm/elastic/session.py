@@ -1,0 +1,243 @@
+"""The engine of elastic worlds behind a few verbs: zenoh, an encrypted overlay that relays whoever cannot be reached.
+
+    open_session(mode, credentials, ...)     "router": the lighthouse. "peer": a worker that others can reach directly.
+                                             "client": one behind a router that lets nobody in: all goes over the
+                                             lighthouse
+    ask / serve                              a question with its answer; a chunk of data is one, and so is its receipt
+    tell / listen                            to everybody, without an answer
+    present / watch                          who is there: told when a process ends, stands still or is cut off
+
+What was learned of the engine, each met in a trial: replies must not be consolidated (or they wait for routes that are
+dead); a question that nobody takes ends without a word; shared memory must be off (it crosses network namespaces);
+whatever a callback holds must not be dropped there, so callbacks only queue and a thread of ours does the rest; a
+session that is not closed keeps the process from ending; a process may not fork after zenoh was imported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from isles.comm.credentials import Credentials, write_private
+
+_LOG = logging.getLogger(__name__)
+MAX_MESSAGE = 4 << 20
+USER = "isles"
+Mode = Literal["router", "peer", "client"]
+
+
+def zenoh() -> Any:
+    """The engine's module. ValueError with the mend where it is not installed."""
+    try:
+        import zenoh as engine
+    except ImportError as error:
+        raise ValueError("workers that come and go need zenoh: pip install 'isles[elastic]'") from error
+    return engine
+
+
+class IncomingQuery:
+    """A question that came in; answer it once."""
+
+    def __init__(self, query: Any) -> None:
+        self._query = query
+
+    @property
+    def payload(self) -> bytes:
+        return b"" if self._query.payload is None else self._query.payload.to_bytes()
+
+    @property
+    def attachment(self) -> bytes:
+        return b"" if self._query.attachment is None else self._query.attachment.to_bytes()
+
+    def reply(self, data: bytes = b"") -> None:
+        """Answer it."""
+        self._query.reply(self._query.key_expr, data)
+
+    def refuse(self, why: bytes) -> None:
+        """Say no."""
+        self._query.reply_err(why)
+
+
+class Session:
+    """An open connection to a run. What it is given to call runs in its own thread, one after the other."""
+
+    def __init__(self, session: Any, engine: Any) -> None:
+        self._session, self._engine = session, engine
+        self._declared: list[Any] = []
+        self._todo: SimpleQueue[tuple[Callable[..., None], Any] | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="isles-session", daemon=True)
+        self._thread.start()
+
+    # The verbs
+
+    def serve(self, key: str, answer: Callable[[IncomingQuery], None]) -> None:
+        """Have `answer` called with every question to `key`."""
+
+        def asked(query: Any) -> None:
+            answer(IncomingQuery(query))
+
+        self._declared.append(self._session.declare_queryable(key, lambda query: self._todo.put((asked, query))))
+
+    def ask(
+        self,
+        key: str,
+        payload: bytes,
+        answered: Callable[[bytes | None, bytes | None], None],
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> None:
+        """Ask whoever serves `key`. answered(reply, None), answered(None, refusal), or answered(None, None) where no
+        answer has come within `seconds`, or nobody is known to take it; called once. OSError once it is closed.
+        """
+        once = [answered]
+
+        def settle(outcome: tuple[bytes | None, bytes | None]) -> None:
+            if once:
+                once.pop()(*outcome)
+
+        def replied(reply: Any) -> None:
+            good = reply.ok
+            settle((good.payload.to_bytes(), None) if good is not None else (None, reply.err.payload.to_bytes()))
+
+        engine = self._engine
+        try:
+            self._session.get(
+                key,
+                engine.handlers.Callback(
+                    lambda reply: self._todo.put((replied, reply)), lambda: self._todo.put((settle, (None, None)))
+                ),
+                payload=payload,
+                attachment=attachment,
+                timeout=seconds,
+                consolidation=engine.ConsolidationMode.NONE,
+                congestion_control=engine.CongestionControl.BLOCK,
+                priority=engine.Priority.REAL_TIME if urgent else engine.Priority.DATA,
+            )
+        except engine.ZError as error:
+            raise OSError(f"the session is closed ({error})") from None
+
+    def tell(self, key: str, payload: bytes) -> None:
+        """To all who listen; nobody says whether it came."""
+        engine = self._engine
+        self._session.put(
+            key, payload, congestion_control=engine.CongestionControl.BLOCK, priority=engine.Priority.REAL_TIME
+        )
+
+    def listen(self, key: str, heard: Callable[[bytes], None]) -> None:
+        """Have `heard` called with what is told to `key`."""
+
+        def taken(sample: Any) -> None:
+            heard(sample.payload.to_bytes())
+
+        self._declared.append(self._session.declare_subscriber(key, lambda sample: self._todo.put((taken, sample))))
+
+    def present(self, key: str) -> None:
+        """Be there under `key`, until the process ends or this is closed."""
+        self._declared.append(self._session.liveliness().declare_token(key))
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        """changed(key, whether it is there now), for all keys that match; those that are there already first."""
+        put = self._engine.SampleKind.PUT
+
+        def seen(sample: Any) -> None:
+            changed(str(sample.key_expr), sample.kind == put)
+
+        liveliness = self._session.liveliness()
+        self._declared.append(
+            liveliness.declare_subscriber(keys, lambda sample: self._todo.put((seen, sample)), history=True)
+        )
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Have `call` called in the session's thread, behind what has come by now."""
+        self._todo.put((lambda _: call(), None))
+
+    def direct_links(self) -> int:
+        """How many others this session is linked to without a relay."""
+        return len(self._session.info.peers_zid())
+
+    def close(self) -> None:
+        """Be gone. Safe to call twice; without it the process does not end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._session.close()
+        self._todo.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _serve(self) -> None:
+        while (job := self._todo.get()) is not None:
+            call, value = job
+            try:
+                call(value)
+            except Exception:  # a stranger's message must not end the thread that serves all others
+                if not self._closed:
+                    _LOG.exception("a message could not be dealt with")
+            del job, call, value  # what the engine lent is given back here, not in its own thread
+
+
+def open_session(
+    mode: Mode,
+    credentials: Credentials,
+    *,
+    listen: str | None = None,
+    connect: str | None = None,
+    lease: float = 3.0,
+    patience: float = 5.0,
+) -> Session:
+    """Open a session of the run of `credentials`; TLS always, the secret inside it.
+
+    listen: HOST:PORT to be reached at, which needs the run's key; port 0: any. connect: HOST:PORT of the lighthouse.
+    lease: seconds of silence after which another one counts as gone. patience: seconds to try to connect for.
+
+    ValueError where zenoh is missing, the key is, or the address cannot be had; OSError where nobody lets it in.
+    """
+    engine = zenoh()
+    if listen is not None and credentials.key is None:
+        raise ValueError("to listen for others this machine needs the run's key: join first")
+    config = engine.Config()
+    for key, value in _settings(mode, credentials, listen, connect, lease, patience).items():
+        config.insert_json5(key, json.dumps(value))
+    try:
+        return Session(engine.open(config), engine)
+    except engine.ZError as error:
+        said = " ".join(str(error).split())[:200]
+        if listen is not None and "in use" in said:
+            raise ValueError(f"{listen}: the port is taken; choose another one") from None
+        raise OSError(f"no session with {connect or listen}: {said}") from None
+
+
+def _settings(
+    mode: Mode, credentials: Credentials, listen: str | None, connect: str | None, lease: float, patience: float
+) -> dict[str, Any]:
+    users = credentials.certificate.parent / "users"  # the engine reads passwords from a file
+    write_private(users, f"{USER}:{credentials.token.secret}\n".encode("ascii"))
+    tls: dict[str, Any] = {"root_ca_certificate": str(credentials.certificate), "verify_name_on_connect": False}
+    if credentials.key is not None:
+        tls |= {"listen_private_key": str(credentials.key), "listen_certificate": str(credentials.certificate)}
+    return {
+        "mode": mode,
+        "listen/endpoints": [f"tls/{listen}"] if listen else [],
+        "connect/endpoints": [f"tls/{connect}"] if connect else [],
+        "connect/timeout_ms": round(1000 * patience),
+        "scouting/multicast/enabled": False,
+        # One of two peers opens their link, not both: links that are opened at once may end each other for good.
+        "scouting/gossip/autoconnect_strategy": {"peer": {"to_peer": "greater-zid"}},
+        "transport/shared_memory/enabled": False,
+        "transport/link/tx/lease": round(1000 * lease),
+        "transport/link/rx/max_message_size": MAX_MESSAGE,
+        "transport/link/tls": tls,
+        "transport/auth/usrpwd": {
+            "user": USER,
+            "password": credentials.token.secret,
+            "dictionary_file": str(users),
+        },
+        "adminspace/enabled": False,
+    }

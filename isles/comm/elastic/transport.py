@@ -1,0 +1,286 @@
+"""The transport of elastic worlds: messages between seats over a `Session`, direct or relayed, in chunks with receipts.
+
+A rank is a seat. A chunk is a question and its receipt the answer, so a sender knows what has arrived; one without an
+answer is sent again, and the receiver knows what it has. To each peer at most `WINDOW` chunks are under way, sent by a
+thread of that peer's own: a slow one keeps nobody else waiting. Who ends, stands still or is cut off fails the works
+with it, and no others.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from itertools import count
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from isles.comm.elastic.mail import CHUNK, Chunk, Inbox, offsets
+from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.errors import PeerLost
+from isles.comm.gloo.transfers import BackgroundTransfer, Driver, PostedWork
+from isles.comm.tags import CHANNELS, Channel, Tag
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Steps
+
+WINDOW = 4
+_SHORTEST, _LONGEST = 2.0, 60.0  # seconds until a chunk without an answer is sent again
+_AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
+_SEATS = 1 << 20
+_HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")  # tag, number, offset, total, sender
+_MAIL, _SEAT = "isles/mail", "isles/seat"
+
+
+class ElasticTransport:
+    """One worker's end. `session` is the worker's; `seat` its number; `size`: of the world that it begins in.
+
+    resent: chunks sent again. gone, back: called with a seat, in the session's thread, when a connection breaks and
+    when it is there.
+    """
+
+    step_seconds = 0.0
+    away_seconds = 0.0
+
+    def __init__(
+        self,
+        session: Session,
+        seat: int,
+        size: int,
+        *,
+        gone: Callable[[int], None] = lambda seat: None,
+        back: Callable[[int], None] = lambda seat: None,
+    ) -> None:
+        self.rank, self.size, self.traffic, self.resent = seat, size, Traffic(), 0
+        self._session, self._gone, self._back = session, gone, back
+        self._driver, self._start = Driver(self.now), time.perf_counter()
+        self._inbox = Inbox()
+        self._lock = threading.Lock()
+        self._lost: frozenset[int] = frozenset()
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._numbers = count()
+        session.serve(f"{_MAIL}/{seat}", self._take)
+        session.watch(f"{_SEAT}/*", self._changed)
+        session.present(f"{_SEAT}/{seat}")
+
+    @property
+    def refused(self) -> Counter[tuple[int, str]]:
+        """Chunks that were not taken, by (sender, reason)."""
+        return Counter(self._inbox.refused)
+
+    @property
+    def lost(self) -> Collection[int]:
+        """Seats whose connection is broken now."""
+        return self._lost
+
+    def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
+        """See Transport.send."""
+        work = PostedWork(peer, data, self.now)
+        with self._lock:
+            if peer in self._lost:
+                line = None
+            else:
+                line = self._outgoing.get(peer)
+                if line is None:
+                    line = self._outgoing[peer] = _Outgoing(self, self._session, peer)
+        if line is None:
+            work.finished(PeerLost(peer, "its connection is gone"))
+        else:
+            line.add(_Message(work, data.numpy(), tag, next(self._numbers)))
+        return work
+
+    def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
+        """See Transport.recv; from anyone is not offered. ValueError."""
+        if peer is None:
+            raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
+        work = PostedWork(peer, out, self.now)
+
+        def ended(why: str | None) -> None:
+            work.finished(None if why is None else PeerLost(peer, why))
+
+        if peer in self._lost:
+            ended("its connection is gone")
+        else:
+            self._inbox.post(peer, tag, out.numpy(), ended)
+            if peer in self._lost:  # it broke meanwhile
+                self._inbox.drop(peer, "its connection is gone")
+        return work
+
+    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
+        """See Transport.run."""
+        return self._driver.start(protocol, channel, deadline, self.traffic)
+
+    def now(self) -> float:
+        """Seconds since this transport was made, host clock."""
+        return time.perf_counter() - self._start
+
+    def compute(self, seconds: float) -> None:
+        """Nothing: the host's clock runs by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save: clocks are the host's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def give_up(self, seat: int, why: str) -> None:
+        """End all that is under way with `seat`; later messages are tried again."""
+        with self._lock:
+            line = self._outgoing.pop(seat, None)
+        if line is not None:
+            line.end(why)
+        self._inbox.drop(seat, why)
+
+    def close(self) -> None:
+        """End the threads. The session is whoever's who opened it. Safe to call twice."""
+        with self._lock:
+            lines, self._outgoing = list(self._outgoing.values()), {}
+        for line in lines:
+            line.end("this worker has ended")
+        self._driver.close()
+
+    def _take(self, asked: IncomingQuery) -> None:
+        """A chunk has come."""
+        try:
+            *fields, number, offset, total, sender = _HEAD.unpack(asked.attachment)
+            chunk = Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
+        except (struct.error, IndexError):
+            self._inbox.refused[-1, "no message of this library"] += 1
+            asked.refuse(b"never")
+            return
+        if not 0 <= sender < _SEATS or sender in self._lost:
+            self._inbox.refused[sender, "nobody who is there"] += 1
+            asked.refuse(b"later")  # its sign of life may be on its way
+            return
+        verdict = self._inbox.take(sender, chunk, asked.payload)
+        if verdict == "kept":
+            asked.reply()
+        else:
+            asked.refuse(verdict.encode("ascii"))
+
+    def _changed(self, key: str, there: bool) -> None:
+        """Somebody is there, or not any more."""
+        name = key.rpartition("/")[2]
+        if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
+            return
+        seat = int(name)
+        if there:
+            self._lost -= {seat}
+            self._back(seat)
+        else:
+            self._lost |= {seat}
+            self.give_up(seat, "its connection is gone")
+            self._gone(seat)
+
+
+class _Message:
+    """One message on its way out. number: its own among all of this worker; left: chunks that have no receipt yet."""
+
+    def __init__(self, work: PostedWork, data: np.ndarray, tag: Tag, number: int) -> None:
+        self.work, self.data, self.tag, self.number = work, data, tag, number
+        self.left = len(offsets(len(data)))
+
+
+class _Outgoing:
+    """All messages to one peer, in their order."""
+
+    def __init__(self, transport: ElasticTransport, session: Session, peer: int) -> None:
+        self._transport, self._session, self._peer = transport, session, peer
+        self._waiting: deque[tuple[_Message, int]] = deque()  # chunks: (message, offset)
+        self._messages: set[_Message] = set()
+        self._flying = 0
+        self._pause = 0.0  # since nobody takes it; one chunk at a time tries
+        self._not_before = 0.0
+        self._seconds = _SHORTEST  # until a chunk counts as lost: twice as long each time, or as answers take
+        self._over: str | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True).start()
+
+    def add(self, message: _Message) -> None:
+        """Send it behind the others."""
+        with self._changed:
+            over = self._over
+            if over is None:
+                self._messages.add(message)
+                self._waiting += [(message, offset) for offset in offsets(len(message.data))]
+                self._changed.notify()
+        if over is not None:
+            message.work.finished(PeerLost(self._peer, over))
+
+    def end(self, why: str) -> None:
+        """Send nothing any more."""
+        with self._changed:
+            self._over = why
+            messages, self._messages = self._messages, set()
+            self._waiting.clear()
+            self._changed.notify()
+        for message in messages:
+            message.work.finished(PeerLost(self._peer, why))
+
+    def _serve(self) -> None:
+        while (job := self._next()) is not None:
+            self._ship(*job)
+
+    def _next(self) -> tuple[_Message, int] | None:
+        """The next chunk, once it may go; None at the end."""
+        with self._changed:
+            while self._over is None:
+                wait = None
+                if self._waiting and self._flying < (1 if self._pause else WINDOW):
+                    wait = self._not_before - time.monotonic()
+                    if wait <= 0:
+                        message, offset = self._waiting.popleft()
+                        if message in self._messages:
+                            self._flying += 1
+                            return message, offset
+                        continue
+                self._changed.wait(wait)
+            return None
+
+    def _ship(self, message: _Message, offset: int) -> None:
+        began, allowed = time.monotonic(), self._seconds
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            took = time.monotonic() - began
+            if reply is None and refusal is None and took >= allowed:
+                self._seconds = max(self._seconds, min(2 * allowed, _LONGEST))
+            self._answered(message, offset, took, reply is not None, refusal)
+
+        tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
+        try:
+            self._session.ask(
+                f"{_MAIL}/{self._peer}",
+                message.data[offset : offset + CHUNK].tobytes(),
+                answered,
+                attachment=_HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank),
+                seconds=allowed,
+            )
+        except OSError as error:
+            self.end(str(error))
+
+    def _answered(self, message: _Message, offset: int, seconds: float, arrived: bool, refusal: bytes | None) -> None:
+        """A chunk has its receipt, was refused, or is to be sent again."""
+        error = None
+        with self._changed:
+            self._flying -= 1
+            if arrived:
+                self._seconds = min(max(_SHORTEST, 4 * seconds, 0.9 * self._seconds), _LONGEST)
+                self._pause = self._not_before = 0.0
+                message.left -= 1
+            elif refusal == b"never":
+                error = PeerLost(self._peer, "it refused what was sent to it")
+            elif message in self._messages:
+                self._transport.resent += 1
+                self._pause = min(max(_AGAIN, 2 * self._pause), _SELDOM)
+                self._not_before = time.monotonic() + self._pause
+                self._waiting.appendleft((message, offset))
+            ended = message in self._messages and (message.left == 0 or error is not None)
+            if ended:
+                self._messages.discard(message)
+            self._changed.notify()
+        if ended:
+            message.work.finished(error)

@@ -1,0 +1,98 @@
+"""Where a model is cut into stages, and which part of it each stage is. No torch: planners ask as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from isles.models.sizes import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Which part of a model a stage is. blocks: [start, stop); enters: it makes the stream of tokens; leaves: it makes
+    logits and loss of the stream.
+    """
+
+    blocks: range
+    enters: bool
+    leaves: bool
+
+
+def pieces(cuts: Sequence[int], layers: int, *, loss_at_origin: bool) -> list[Piece]:
+    """The pieces of a model of `layers` blocks cut before the blocks `cuts`. loss_at_origin: the first piece also makes
+    the loss, which is how an embedding that is the head as well stays in one place.
+
+    ValueError for cuts that leave a stage without a block.
+    """
+    bounds = [0, *cuts, layers]
+    if any(stop <= start for start, stop in pairwise(bounds)):
+        raise ValueError(
+            f"pipeline.cut = {list(cuts)}: name rising numbers of blocks between 1 and {layers - 1}, one for each "
+            "stage after the first"
+        )
+    count = len(bounds) - 1
+    return [
+        Piece(
+            blocks=range(bounds[stage], bounds[stage + 1]),
+            enters=stage == 0,
+            leaves=stage == (0 if loss_at_origin else count - 1),
+        )
+        for stage in range(count)
+    ]
+
+
+def cut_points(costs: Sequence[float], stages: int) -> list[int]:
+    """Where to cut blocks of `costs` (any unit, of each block with what it enters or leaves by) into `stages` runs of
+    one or more, so that the slowest is as fast as can be; of several such cuts, the one whose later stages are the
+    lighter. Exact, by dynamic programming. ValueError for more stages than blocks.
+    """
+    layers = len(costs)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"pipeline.stages = {stages}: the model has {layers} blocks, so choose 1 to {layers}")
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[n]: (slowest stage, where the last one begins) of the first n blocks in so many stages
+    best = [(total[n], 0) for n in range(layers + 1)]
+    starts: list[list[int]] = []
+    for count in range(2, stages + 1):
+        row = [(float("inf"), 0)] * count
+        row += [
+            min((max(best[k][0], total[n] - total[k]), -k) for k in range(count - 1, n))
+            for n in range(count, layers + 1)
+        ]
+        best = [(slowest, -k) for slowest, k in row]
+        starts.append([k for _, k in best])
+    cuts, stop = [], layers
+    for row_starts in reversed(starts):
+        stop = row_starts[stop]
+        cuts.append(stop)
+    return cuts[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCosts:
+    """FLOPs of the forward pass of a token (any unit will do): of each block, and of the head."""
+
+    blocks: tuple[float, ...]
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole model."""
+        return sum(self.blocks) + self.head
+
+    def to_cut(self, *, loss_at_origin: bool) -> list[float]:
+        """Of each block, with the head where the loss is."""
+        costs = list(self.blocks)
+        costs[0 if loss_at_origin else -1] += self.head
+        return costs
+
+
+def decoder_costs(shape: Shape) -> PieceCosts:
+    """Of the decoder: products with matrices, and attention over half of the context on average."""
+    attention = 2 * shape.context * shape.d_model
+    matrices = 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.ffn)
+    return PieceCosts(blocks=(float(attention + matrices),) * shape.layers, head=2.0 * shape.d_model * shape.vocab)

@@ -1,0 +1,265 @@
+"""A model cut in depth: stages that hold some of its blocks, the first with what makes the stream of tokens, the last
+with what makes scores of it.
+
+    tokens -> enter -> x -> through block 0 -> ... | ... -> through block L-1 -> x -> leave -> logits -> loss
+              \\_________ stage 0 _____________/     \\____________ stage 1 ___________________/
+
+What can be cut offers those pieces (`Cuttable`): the decoder does, `HuggingFaceLM` does by its own list of layers,
+and a model of one's own may. Which parameters `enter` and `leave` use is found out by running them. A stage holds its
+own parameters alone, under the names that they have in the whole model, so checkpoints, fragments and initialisation
+need no other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from isles.models.cuts import Piece, PieceCosts, pieces
+from isles.models.decoder import Decoder, next_token_loss
+from isles.models.hf import HuggingFaceLM
+from isles.models.hf_pieces import in_pieces
+from isles.models.own import next_token_scores
+from isles.models.sizes import Shape
+from isles.models.twins import sharing
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A model whose forward pass comes in pieces. B sequences of T tokens, width D, V token ids."""
+
+    blocks: nn.ModuleList
+
+    def enter(self, tokens_BT: Tensor) -> Tensor:
+        """Tokens (B, T), int64, to the stream (B, T, D)."""
+        ...
+
+    def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
+        """The stream after one of `blocks`."""
+        ...
+
+    def leave(self, x_BTD: Tensor) -> Tensor:
+        """The stream to logits (B, T, V)."""
+        ...
+
+
+class Stage(nn.Module):
+    """The blocks of one piece of a model, with what enters or leaves it. Call it, so that hooks, compilation and
+    autocast see what it does.
+    """
+
+    def __init__(self, whole: nn.Module, piece: Piece) -> None:
+        super().__init__()
+        self.piece = piece
+        part = cuttable(sharing(whole))
+        self.width = _width(part)
+        """Of the stream, D."""
+        own = _parameters_of(part, piece)
+        held = _Numbered({number: part.blocks[number] for number in piece.blocks})
+        _replace(part, part.blocks, held)
+        _leave_out(part, own)
+        self._whole: tuple[Cuttable, ...] = (part,)  # in a tuple: its modules are this module's own
+        tree = cast(nn.Module, part)
+        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """Those of its piece, in their order."""
+        return self._whole[0].blocks
+
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        enter: bool = False,
+        through: bool = True,
+        leave: bool = False,
+    ) -> Tensor:
+        """The stream (B, T, D) after this stage. enter: `x` are tokens (B, T); through: False leaves the blocks out;
+        leave: instead of the stream the mean loss over `targets` (B, T), nats.
+        """
+        whole = self._whole[0]
+        x = whole.enter(x) if enter else x
+        if through:
+            for block in whole.blocks:
+                x = whole.through(block, x)
+        if not leave:
+            return x
+        assert targets is not None
+        return next_token_loss(whole.leave(x), targets)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Scores (B, T, V) of the stream after the last block, at the stage that leaves."""
+        return self._whole[0].leave(x_BTD)
+
+
+def cuttable(model: nn.Module) -> Cuttable:
+    """`model` with its forward pass in pieces. ValueError, with the mend, for one that does not come in pieces."""
+    found: Any = in_pieces(model) if type(model) is HuggingFaceLM else model
+    if not isinstance(found, Cuttable):
+        raise ValueError(
+            f"a {type(model).__name__} cannot be cut into stages: give it `blocks` (an nn.ModuleList), "
+            "`enter(tokens)`, `through(block, x)` and `leave(x)`, see docs/pipelines.md; or train with "
+            "pipeline.stages = 1"
+        )
+    return found
+
+
+def decoder_stage(
+    shape: Shape, piece: Piece, *, seed: int, device: torch.device, dtype: torch.dtype | None = None
+) -> Stage:
+    """A piece of the decoder of `shape`, allocated and drawn alone: its parameters are those of the whole decoder."""
+    whole = Decoder(shape, device="meta", dtype=dtype)
+    stage = Stage(whole, piece)
+    if device.type != "meta":
+        cast(Decoder, stage._whole[0]).allocate(device, seed)
+    return stage
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether what makes the stream and what makes the scores share a parameter: then both belong to one stage."""
+    found = cuttable(sharing(model))
+    return bool(_used_by_enter(found) & _used_by_leave(found))
+
+
+def costs_of(model: nn.Module) -> PieceCosts:
+    """Of any model in pieces: two FLOPs a parameter, which is all of a product's work but not attention's."""
+    found = cuttable(sharing(model))
+    leaving = _used_by_leave(found)
+    head = sum(parameter.numel() for parameter in model.parameters() if id(parameter) in leaving)
+    blocks = tuple(2.0 * sum(parameter.numel() for parameter in block.parameters()) for block in found.blocks)
+    return PieceCosts(blocks=blocks, head=2.0 * head)
+
+
+def check_stages(whole: nn.Module, cuts: Sequence[int], tokens: Tensor) -> None:
+    """Hold the stages of `whole` in turn against it on `tokens` (B, T), int64. ValueError where one bit differs: then
+    its pieces are not its forward pass (a model that adds positions in its forward pass, say). On the meta device only
+    shapes are compared.
+    """
+    mode = whole.training
+    whole.eval()
+    try:
+        with torch.no_grad():
+            expected = next_token_scores(whole, tokens)
+            layers = len(cuttable(sharing(whole)).blocks)
+            parts = pieces(cuts, layers, loss_at_origin=False)
+            x = tokens
+            for piece in parts:
+                stage = Stage(whole, piece)
+                x = stage(x, enter=piece.enters)
+                if piece.leaves:
+                    x = stage.logits(x)
+    finally:
+        whole.train(mode)
+    same = x.shape == expected.shape and (x.is_meta or torch.equal(x, expected))
+    if not same:
+        how = "" if x.shape != expected.shape else f" by up to {float((x - expected).abs().max()):.2g}"
+        raise ValueError(
+            f"the stages of this {type(whole).__name__} in turn differ from the whole{how}: it does more in its "
+            "forward "
+            "pass than enter, through its blocks and leave; train it with pipeline.stages = 1"
+        )
+
+
+class _Numbered(nn.ModuleList):
+    """Some of a model's blocks under the numbers that they have in the whole: the names of their parameters stay."""
+
+    def __init__(self, blocks: dict[int, nn.Module] | Iterable[nn.Module] = ()) -> None:
+        super().__init__()
+        items = blocks.items() if isinstance(blocks, dict) else enumerate(blocks)  # a slice makes one of a list
+        for number, block in items:
+            self.add_module(str(number), block)
+
+
+def _replace(root: Cuttable, old: nn.Module, new: nn.Module) -> None:
+    for module in list(cast(nn.Module, root).modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+def _leave_out(module: Any, own: set[int]) -> None:
+    """Take out what holds none of the parameters `own` (by id), though it holds others: nothing runs it here."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in own:
+            module._parameters[name] = None
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        parameters = list(child.parameters())
+        if parameters and not any(id(parameter) in own for parameter in parameters):
+            module._modules[name] = nn.Identity()
+        else:
+            _leave_out(child, own)
+
+
+def _parameters_of(whole: Cuttable, piece: Piece) -> set[int]:
+    """Parameters of `piece`, by id. ValueError where blocks share them with something else, or no piece uses them."""
+    model = cast(nn.Module, whole)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    blocks = [{id(parameter) for parameter in block.parameters()} for block in whole.blocks]
+    entering, leaving = _used_by_enter(whole), _used_by_leave(whole)
+    seen: set[int] = set()
+    for number, inside in enumerate(blocks):
+        shared = inside & (seen | entering | leaving)
+        if shared:
+            raise ValueError(
+                f"block {number} shares {names[shared.pop()]!r} with another part of the model: it cannot be cut into "
+                "stages; choose pipeline.stages = 1"
+            )
+        seen |= inside
+    unused = names.keys() - seen - entering - leaving
+    if unused:
+        raise ValueError(
+            f"{names[unused.pop()]!r} is used by none of the model's pieces: it does more in its forward pass than "
+            "enter, through its blocks and leave; train it with pipeline.stages = 1"
+        )
+    own = {key for number in piece.blocks for key in blocks[number]}
+    if piece.enters:
+        own |= entering
+    if piece.leaves:
+        own |= leaving
+    return own
+
+
+@torch.no_grad()
+def _width(whole: Cuttable) -> int:
+    with torch.random.fork_rng(devices=[]):
+        return whole.enter(torch.zeros(1, 2, dtype=torch.int64, device=_device(whole))).shape[-1]
+
+
+def _used_by_enter(whole: Cuttable) -> set[int]:
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=_device(whole))
+    return _used(whole, lambda: whole.enter(tokens))
+
+
+def _used_by_leave(whole: Cuttable) -> set[int]:
+    def leave() -> Tensor:
+        with torch.no_grad():
+            x = whole.enter(torch.zeros(1, 2, dtype=torch.int64, device=_device(whole)))
+        return whole.leave(x)
+
+    return _used(whole, leave)
+
+
+def _used(whole: Cuttable, run: Callable[[], Tensor]) -> set[int]:
+    """Parameters, frozen ones too, that gradients of what `run` gives reach, by id."""
+    parameters = [p for p in cast(nn.Module, whole).parameters() if p.is_floating_point()]
+    trained = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):  # dropout may draw
+            gradients = torch.autograd.grad(run().sum(), parameters, allow_unused=True)
+    finally:
+        for parameter, before in zip(parameters, trained, strict=True):
+            parameter.requires_grad_(before)
+    return {id(p) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
+
+
+def _device(whole: Cuttable) -> torch.device:
+    return next(cast(nn.Module, whole).parameters()).device

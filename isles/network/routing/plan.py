@@ -1,0 +1,170 @@
+"""A plan as a file: JSON that holds all that a run, the checker and a replay need."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path as File
+from typing import Any
+
+from isles.network.routing.check import broken_rules
+from isles.network.routing.legal import PathRules
+from isles.network.routing.problem import Costs, Paths, Problem, replay_paths, routes_of
+from isles.network.routing.routes import Route
+from isles.tables import typed
+
+FORM = "isles pipeline plan 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Paths for the slots of a problem. links: the `fingerprint` of the network that they are made for. cuts: the first
+    block of every stage but the first; None: as the run cuts by itself.
+    """
+
+    problem: Problem
+    paths: Paths
+    links: str
+    cuts: tuple[int, ...] | None = None
+
+    @property
+    def routes(self) -> list[Route]:
+        """Of a step."""
+        return routes_of(self.paths, self.problem.waves)
+
+    def refuse(
+        self, *, links: str | None = None, workers: int | None = None, cuts: Sequence[int] | None = None
+    ) -> None:
+        """ValueError, one line, where the plan was made for something else; what is None is not compared."""
+        if workers is not None and workers != self.problem.nodes:
+            raise ValueError(f"the plan is for {self.problem.nodes} workers, there are {workers}: plan again")
+        if links is not None and links != self.links:
+            raise ValueError(f"the plan was made for other links ({self.links}, these are {links}): plan again")
+        if cuts is not None and self.cuts is not None and tuple(cuts) != self.cuts:
+            raise ValueError(
+                f"the plan cuts the model before blocks {_listed(self.cuts)}, the run before {_listed(cuts)}: set "
+                "pipeline.cut to the plan's or plan again"
+            )
+
+
+def as_json(plan: Plan) -> str:
+    """The file's text."""
+    problem = plan.problem
+    played = replay_paths(problem, plan.paths)
+    made = {
+        "form": FORM,
+        "links": plan.links,
+        "stages": problem.stages,
+        "cuts": plan.cuts,
+        "path_length": problem.path_length,
+        "memory": problem.memory,
+        "waves": problem.waves,
+        "paths": [{"origin": slot[0], "slot": slot[1], "nodes": path} for slot, path in plan.paths.items()],
+        "expected": {"step_seconds": played.makespan, "busy_seconds": [played.busy[v] for v in sorted(played.busy)]},
+        "costs": asdict(problem.costs),
+        "rules": asdict(problem.rules),
+        "forward_seconds": problem.forward,
+        "delay_seconds": problem.delays,
+    }
+    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in made.items())
+    return f"{{\n{rows}\n}}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Path:
+    origin: int
+    slot: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Expected:
+    step_seconds: float
+    busy_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    form: str
+    links: str
+    stages: tuple[tuple[int, ...], ...]
+    path_length: int
+    memory: int
+    waves: int
+    paths: tuple[_Path, ...]
+    expected: _Expected
+    forward_seconds: tuple[float, ...]
+    delay_seconds: tuple[tuple[float, ...], ...]
+    costs: Costs = field(default_factory=Costs)
+    rules: PathRules = field(default_factory=PathRules)
+    cuts: tuple[int, ...] | None = None
+
+
+def read_plan(path: str | File) -> Plan:
+    """The plan in a file. ValueError, one line that begins with the file's name, for whatever is wrong, and for a plan
+    that breaks a rule or does not take the time that it says.
+    """
+    plan, said = read_unchecked(path)
+    wrong = complaints(plan, said)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more: isles pipeline check)" if len(wrong) > 1 else ""
+        raise ValueError(f"{path}: {wrong[0]}{more}")
+    return plan
+
+
+def read_unchecked(path: str | File) -> tuple[Plan, float]:
+    """What a file says: (plan, seconds that a step should take), whether or not it can be run. ValueError for a file
+    that does not hold a plan.
+    """
+    try:
+        return _plan(_table(File(path)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def complaints(plan: Plan, said: float) -> list[str]:
+    """The rules that a plan breaks, or that a step of it does not take the seconds that the file says."""
+    broken = broken_rules(plan.problem, plan.paths)
+    if broken:
+        return broken
+    takes = replay_paths(plan.problem, plan.paths).makespan
+    if math.isclose(takes, said, rel_tol=1e-9):
+        return []
+    return [f"a step of these paths takes {takes:.6g} s, expected.step_seconds says {said:.6g}: plan again"]
+
+
+def _table(path: File) -> Mapping[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}); name a plan of `isles pipeline plan`") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(table, dict) or table.get("form") != FORM:
+        raise ValueError(f'is no plan: its "form" must be {FORM!r}')
+    return table
+
+
+def _plan(table: Mapping[str, Any]) -> tuple[Plan, float]:
+    written: _Written = typed("plan", _Written, table)
+    problem = Problem(
+        stages=written.stages,
+        delays=written.delay_seconds,
+        forward=written.forward_seconds,
+        path_length=written.path_length,
+        memory=written.memory,
+        waves=written.waves,
+        costs=written.costs,
+        rules=written.rules,
+    )
+    paths = {(one.origin, one.slot): one.nodes for one in written.paths}
+    if len(paths) < len(written.paths):
+        raise ValueError("a slot has two paths: each has one")
+    plan = Plan(problem=problem, paths=paths, links=written.links, cuts=written.cuts)
+    return plan, written.expected.step_seconds
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

@@ -1,0 +1,1 @@
+"""What crosses between two stages, one form a file."""

@@ -1,0 +1,33 @@
+"""A boundary: two differentiable functions around the wire between two stages.
+
+    sender      payload, side = encode(x, tokens)         payload travels forward, and side beside it
+    receiver    x = decode(payload, side, tokens)         a leaf of the receiver's graph
+    backward    the gradient of the receiver's payload travels back and enters the sender's payload
+
+So the backward message has the payload's shape by construction, and whatever the two functions do, autograd does the
+rest on both sides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Boundary(ABC):
+    """Shapes: B sequences of T tokens, the stream's width D; `tokens` (B, T+1) int64, known on both sides."""
+
+    @abstractmethod
+    def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What travels: a payload in the stream's number format, with a gradient; and integers, uint8, without one."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, side: Tensor | None, tokens: Tensor) -> Tensor:
+        """The stream (B, T, D) of what has come."""
+
+    @abstractmethod
+    def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
+        """Shape of the payload and bytes of the side for so many sequences of `length` tokens: every length is known
+        beforehand, so no message needs a header.
+        """

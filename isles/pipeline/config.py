@@ -1,0 +1,67 @@
+"""The `[pipeline]` section: how a replica is cut in depth, and how its microbatches travel. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from isles.network.routing.orders import in_flight
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a replica is cut in depth, and how its microbatches travel."""
+
+    stages: int = 1
+    """Workers in a row that hold a replica's blocks, a part each; 1: every worker holds the whole model."""
+    microbatches: int = 4
+    """Into how many a replica's batch is cut; more keep the stages busier, on smaller products."""
+    routing: Literal["fixed", "random"] = "fixed"
+    """Which way they go: "fixed" through their own replica's stages; "random" at every boundary to a replica drawn for
+    each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step.
+    """
+    loss_at: Literal["auto", "last", "origin"] = "auto"
+    """Where the loss is computed: "last" stage; or "origin", where the text is, which a model needs whose embedding is
+    its head as well; "auto" takes the origin for those.
+    """
+    in_flight: int | str = "auto"
+    """Forward passes that a worker holds for their backward: a number; "1f1b", stages - stage, the least that keeps all
+    busy on a fast network; "auto", two more, for slow ones; "all", as many as there are.
+    """
+    order: Literal["plan", "arrival"] = "plan"
+    """In which order a worker does its tasks: "plan", one list that all know, the same bits on any network; "arrival",
+    whatever has come, which is faster where links vary a lot.
+    """
+    recompute: bool = False
+    """Keep a stage's input alone for the backward pass and run the forward pass again: less memory, a third more
+    work.
+    """
+    cut: tuple[int, ...] = ()
+    """The first block of every stage after the first, such as [2, 4]; empty: where the slowest stage is fastest."""
+    clip: Literal["model", "stage"] = "model"
+    """Whose gradient inner.max_norm bounds: the whole replica's, as unsplit, for one small message between stages a
+    step; or each stage's own.
+    """
+    together: bool = True
+    """Virtual only: a replica's stages reach each other over world.inner_links; false: over world.links."""
+
+    def __post_init__(self) -> None:
+        for key in ("stages", "microbatches"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        in_flight(self.in_flight, 1, self.stages)  # refuses what it does not know
+        if self.stages == 1:
+            self._refuse_idle_settings()
+        if self.cut and len(self.cut) != self.stages - 1:
+            raise ValueError(
+                f"cut = {list(self.cut)}: {self.stages} stages begin at {self.stages - 1} blocks after the first; name "
+                "as many, or leave it out"
+            )
+
+    def _refuse_idle_settings(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "stages" and value != field.default:
+                raise ValueError(
+                    f"{field.name} = {value!r} acts on several stages only: set pipeline.stages, or leave it out"
+                )

@@ -1,0 +1,258 @@
+"""One worker's share of a pipelined step, whatever the routes are.
+
+    F   tokens, or the payload that has come -> decode -> stage -> encode -> the next visit
+    L   the stream come home -> loss and its gradient -> back to the last visit            loss at the origin only
+    B   gradient of what F sent -> backward through the stage -> gradient of what F got -> the visit before
+
+Guarantee. With `order = "plan"` the gradients are the same bits on any network and any backend: tasks run in the order
+of one list that all workers compute from the routes alone. A peer that is lost or late raises PeerLost or
+DeadlinePassed with its name out of `step`; the step's gradients are then worthless and nothing else has happened.
+Between steps nothing is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from isles.comm.collectives.basic import all_done
+from isles.comm.group import Group
+from isles.comm.transport import Work
+from isles.models.stages import Stage
+from isles.network.routing.orders import orders
+from isles.network.routing.replay import TaskSeconds
+from isles.network.routing.routes import Route, Task
+from isles.pipeline.inbox import Inbox, arrived, planned
+from isles.pipeline.routers.base import Router
+from isles.pipeline.wire import Form, phase
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """How a step runs.
+
+    room:      forwards that each position holds at most; positions without a number: as many as there are.
+    order:     "plan", or "arrival": whatever has come, which is not the same bits on a real network.
+    recompute: keep a stage's input alone from forward to backward, and run its forward pass again.
+    shares:    the share of an inner step's computation in each kind of task, by position; None: nothing is charged.
+    """
+
+    room: Mapping[int, int] = field(default_factory=dict)
+    order: Literal["plan", "arrival"] = "plan"
+    recompute: bool = False
+    shares: TaskSeconds | None = None
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a worker keeps of a forward: the payload that came (a leaf, None at the origin) and what the backward pass
+    begins at: the payload that left, or the loss.
+    """
+
+    arrived: Tensor | None
+    left: Tensor
+
+
+class Executor:
+    """Runs this worker's tasks of each step through `stage`.
+
+    group: mesh.pipeline, whose positions the routes name. microbatches: of one replica's batch, which the loss is a
+    mean over. quiet: entered around every backward pass but the step's last (`optimizer.no_sync`). autocast: entered
+    around every forward pass.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        group: Group,
+        router: Router,
+        form: Form,
+        microbatches: int,
+        ways: Ways,
+        *,
+        quiet: Context = nullcontext,
+        autocast: Context = nullcontext,
+    ) -> None:
+        self.stage, self.group, self.router, self.form = stage, group, router, form
+        self.microbatches, self.ways = microbatches, ways
+        self.quiet, self.autocast = quiet, autocast
+        self.device = next(stage.parameters()).device
+        self.most_held = 0
+        """Forwards held at once at the most, in all steps so far."""
+
+    def step(self, number: int, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Forward and backward of inner step `number`, counted from 1: `.grad` of the stage becomes the mean over
+        `microbatches` of what came by. tokens: (B, T+1) int64 of each microbatch whose origin this worker is, by its
+        number in the step. Returns the mean loss of each microbatch that came by, nats.
+
+        PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
+        """
+        routes = tuple(self.router.routes(number))
+        tasks = _orders(routes, tuple(sorted(self.ways.room.items()))).get(self.group.rank, [])
+        share = _Share(self, {route.microbatch: route for route in routes}, tokens, (number - 1) * len(routes))
+        share.run(tasks)
+        self.most_held = max(self.most_held, share.most_held)
+        return share.losses
+
+
+class _Share:
+    """One step of one worker."""
+
+    def __init__(self, executor: Executor, routes: dict[int, Route], tokens: Mapping[int, Tensor], first: int) -> None:
+        self.executor, self.routes = executor, routes
+        self.group, self.form, self.stage = executor.group, executor.form, executor.stage
+        self.inbox = Inbox(self.group, self.form, routes, first)
+        self.tokens = dict(tokens)
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.local: dict[Task, Tensor] = {}
+        """Messages of a worker to itself."""
+        self.sends: list[Work] = []
+        self.losses: dict[int, Tensor] = {}
+        self.most_held = 0
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Do `tasks`, then wait until what they sent is gone."""
+        backwards = sum(task.kind != "F" for task in tasks)
+        for task in self._in_order(tasks):
+            if task.kind == "F":
+                self._forward(task)
+                self.most_held = max(self.most_held, len(self.held))
+                continue
+            backwards -= 1
+            with self.executor.quiet() if backwards else nullcontext():
+                self._loss(task) if task.kind == "L" else self._backward(task)
+        if self.sends:
+            self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
+
+    def _in_order(self, tasks: Sequence[Task]) -> Iterator[Task]:
+        if self.executor.ways.order == "plan":
+            return planned(tasks, self.inbox)
+        limit = self.executor.ways.room.get(self.group.rank)
+        return arrived(tasks, self.inbox, self._is_local, lambda: limit is None or len(self.held) < limit)
+
+    def _is_local(self, task: Task) -> bool:
+        """Whether what `task` begins with is here without a message."""
+        route = self.routes[task.microbatch]
+        if task in self.local:
+            return True
+        if task.kind == "F":
+            return task.hop == 0 and (route.after is None or route.after not in self._unfinished())
+        return task.kind == "B" and task.hop == route.last and not route.home and task[1:] in self.held
+
+    def _unfinished(self) -> set[int]:
+        return {microbatch for microbatch, hop in self.held if hop == 0}
+
+    def _forward(self, task: Task) -> None:
+        route = self.routes[task.microbatch]
+        leaf, x = self._begins(task)
+        tokens = self.tokens[task.microbatch].to(self.executor.device)
+        ends = task.hop == route.last and not route.home
+        out = self._through(x, tokens[:, 1:] if ends else None, enter=task.hop == 0)
+        if ends:
+            self.losses[task.microbatch] = out.detach()
+            self.held[task[1:]] = _Held(leaf, out / self.executor.microbatches)
+            self._charge(task)
+            return
+        payload, side = self.form.boundary.encode(out, tokens)
+        self.held[task[1:]] = _Held(leaf, payload)
+        self._charge(task)
+        following = route.following(task)
+        assert following is not None
+        self._send(following, self.form.pack(payload, side, tokens if following.kind == "F" else None))
+
+    def _loss(self, task: Task) -> None:
+        """The loss at the origin."""
+        tokens = self.tokens[task.microbatch].to(self.executor.device)
+        leaf, x = self._arrived(task)
+        with self.executor.autocast():
+            loss = self.stage(x, tokens[:, 1:], through=False, leave=True)
+        (loss / self.executor.microbatches).backward()
+        self.losses[task.microbatch] = loss.detach()
+        self._charge(task)
+        self._send_back(task, leaf)
+
+    def _backward(self, task: Task) -> None:
+        held = self.held.pop(task[1:])
+        route = self.routes[task.microbatch]
+        if task.hop == route.last and not route.home:
+            held.left.backward()
+        else:
+            gradient, loss = self.form.unpack_back(self._message(task), self.executor.device)
+            self.losses[task.microbatch] = loss
+            held.left.backward(gradient)
+        self._charge(task)
+        if task.hop:
+            self._send_back(task, held.arrived)
+
+    def _through(self, x: Tensor, targets: Tensor | None, *, enter: bool) -> Tensor:
+        """The stage's forward pass; with targets, the loss."""
+
+        def forward(x: Tensor) -> Tensor:
+            with self.executor.autocast():
+                return self.stage(x, targets, enter=enter, leave=targets is not None)
+
+        if self.executor.ways.recompute:
+            return checkpoint(forward, x, use_reentrant=False)
+        return forward(x)
+
+    def _begins(self, task: Task) -> tuple[Tensor | None, Tensor]:
+        """What a forward reads: the tokens at the origin, else what has come; and the leaf that its gradient is of."""
+        if task.hop == 0:
+            return None, self.tokens[task.microbatch][:, :-1].to(self.executor.device)
+        return self._arrived(task)
+
+    def _arrived(self, task: Task) -> tuple[Tensor, Tensor]:
+        """The payload that `task` begins with as a leaf, and the stream that it stands for."""
+        payload, side, tokens = self.form.unpack(self._message(task), self.executor.device)
+        if tokens is not None:
+            self.tokens[task.microbatch] = tokens
+        leaf = payload.requires_grad_()
+        return leaf, self.form.boundary.decode(leaf, side, self.tokens[task.microbatch])
+
+    def _message(self, task: Task) -> Tensor:
+        if task in self.local:
+            return self.local.pop(task)
+        self.inbox.post(task)
+        return self.inbox.take(task)
+
+    def _send_back(self, task: Task, leaf: Tensor | None) -> None:
+        """The gradient of what `task` began with, to whoever sent that."""
+        following = self.routes[task.microbatch].following(task)
+        assert following is not None and leaf is not None and leaf.grad is not None
+        self._send(following, self.form.pack_back(leaf.grad, self.losses[task.microbatch]))
+
+    def _send(self, following: Task, wire: Tensor) -> None:
+        """What `following` begins with, to its worker."""
+        target = self.routes[following.microbatch].worker(following)
+        if target == self.group.rank:
+            self.local[following] = wire
+            return
+        number, _ = self.inbox.address(following)
+        self.sends = [work for work in self.sends if not work.done() or work.error is not None]
+        self.sends.append(self.group.call("pipeline", round=number).send(target, wire, phase(following)))
+
+    def _charge(self, task: Task) -> None:
+        shares = self.executor.ways.shares
+        if shares is None:
+            return
+        here, route = self.group.rank, self.routes[task.microbatch]
+        if task.kind == "F":
+            ends = task.hop == route.last and not route.home
+            share = shares.forward[here] + (shares.loss[here] if ends else 0.0)
+        else:
+            share = shares.loss[here] if task.kind == "L" else shares.backward[here]
+        transport = self.group.transport
+        transport.compute(share * transport.step_seconds)
+
+
+@lru_cache(maxsize=16)  # workers of one process ask for the same
+def _orders(routes: tuple[Route, ...], room: tuple[tuple[int, int], ...]) -> dict[int, list[Task]]:
+    return orders(routes, dict(room))

@@ -1,0 +1,108 @@
+"""Messages that a worker waits for in a step: receives posted ahead, and the two orders in which tasks are done.
+
+`planned`   in the order of a list that every worker knows: the same sums on any network.
+`arrived`   whatever has come, backwards and losses first, then by the moment of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.basic import all_done
+from isles.comm.group import Group
+from isles.comm.transport import AnyOf, Steps, Work
+from isles.network.routing.routes import Route, Task
+from isles.pipeline.wire import Form, phase, sender
+
+_AHEAD = 8
+"""Receives posted before their task's turn: enough to hide a message behind the tasks before it, few enough to hold."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """The messages of one step for one worker of `group`. first: what is added to a microbatch's number in the step to
+    make it one of the run, which no two messages share.
+    """
+
+    group: Group
+    form: Form
+    routes: dict[int, Route]
+    first: int
+    posted: dict[Task, tuple[Work, Tensor]] = field(default_factory=dict)
+
+    def address(self, task: Task) -> tuple[int, int]:
+        """Round and phase of the message that `task` begins with."""
+        return self.first + task.microbatch, phase(task)
+
+    def post(self, task: Task) -> None:
+        """Take what `task` begins with from its sender, if it comes over the wire."""
+        source = sender(self.routes[task.microbatch], task)
+        if source is None or task in self.posted:
+            return
+        number, step_phase = self.address(task)
+        buffer = torch.empty(self.form.nbytes(task), dtype=torch.uint8)
+        self.posted[task] = self.group.call("pipeline", round=number).recv(source, buffer, step_phase), buffer
+
+    def is_here(self, task: Task) -> bool:
+        """Whether what `task` begins with has come over the wire."""
+        return task in self.posted and self.posted[task][0].done()
+
+    def take(self, task: Task) -> Tensor:
+        """The bytes, waited for."""
+        work, buffer = self.posted.pop(task)
+        if not work.done() or work.error is not None:
+            self.group.start(all_done([work]), "pipeline", nbytes=buffer.numel()).wait()
+        return buffer
+
+    def wait_for_any(self) -> None:
+        """Until something that was posted has come."""
+        works = [work for work, _ in self.posted.values() if not work.done()]
+        self.group.start(_any(works), "pipeline", nbytes=max(b.numel() for _, b in self.posted.values())).wait()
+
+
+def planned(tasks: Sequence[Task], inbox: Inbox) -> Iterator[Task]:
+    """`tasks` in their order, with the receives of the next few posted."""
+    for task in tasks[:_AHEAD]:
+        inbox.post(task)
+    for number, task in enumerate(tasks):
+        if number + _AHEAD < len(tasks):
+            inbox.post(tasks[number + _AHEAD])
+        yield task
+
+
+def arrived(
+    tasks: Sequence[Task], inbox: Inbox, is_local: Callable[[Task], bool], has_room: Callable[[], bool]
+) -> Iterator[Task]:
+    """`tasks` as what they begin with comes. is_local: it is at this worker already; has_room: one more forward may be
+    held.
+    """
+    left = dict.fromkeys(tasks)
+    while left:
+        for task in _window(left):
+            inbox.post(task)
+        ready = [task for task in left if inbox.is_here(task) or is_local(task)]
+        ready = [task for task in ready if task.kind != "F" or has_room()]
+        if not ready:
+            inbox.wait_for_any()
+            continue
+        task = min(ready, key=lambda task: (task.kind == "F", _came(inbox, task), task.microbatch, task.hop))
+        del left[task]
+        yield task
+
+
+def _window(left: dict[Task, None]) -> list[Task]:
+    """The next forwards, and all that comes back: what is held must never wait for a receive that nobody posted."""
+    forwards = [task for task in left if task.kind == "F"][:_AHEAD]
+    return forwards + [task for task in left if task.kind != "F"]
+
+
+def _came(inbox: Inbox, task: Task) -> float:
+    return inbox.posted[task][0].at if task in inbox.posted else 0.0
+
+
+def _any(works: Sequence[Work]) -> Steps[None]:
+    yield AnyOf(works)

@@ -1,0 +1,170 @@
+"""`Pipeline`: a model cut into stages over the workers of a replica, for a loop of one's own.
+
+    world = isles.mesh(stage=2)                                         # replicas x 2 stages
+    pipeline = isles.Pipeline(model, world, batch_size=16, context=128)
+    inner = isles.Plain(pipeline.stage, adamw, peers=world.stage, charged=True)
+    optimizer = isles.DiLoCo(pipeline.stage, inner, world.outer, sync_every=50)
+    loss = pipeline.step(batch)                                         # instead of model(batch).loss.backward()
+    optimizer.step()
+
+Stage 0 of each replica has the text; the others give None for it. `model` may be on the meta device at workers that
+load weights afterwards; else it is the same model everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.mesh import Mesh
+from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
+from isles.models.stages import Stage, costs_of, is_tied
+from isles.network.routing.orders import in_flight
+from isles.network.routing.replay import TaskSeconds
+from isles.pipeline.assemble import assembled
+from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.config import PipelineConfig
+from isles.pipeline.evaluation import Judge
+from isles.pipeline.executor import Context, Executor, Ways
+from isles.pipeline.routers.base import Router
+from isles.pipeline.routers.fixed import FixedRouter
+from isles.pipeline.routers.random import RandomRouter
+from isles.pipeline.wire import Form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a model is cut. home: the loss is computed at the origin."""
+
+    pieces: tuple[Piece, ...]
+    home: bool
+    costs: PieceCosts
+
+    def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
+        """The share of an inner step's computation in each task of each position: a backward pass costs two forward
+        ones, and one more where that is run again; the loss comes with its gradient.
+        """
+        whole = 3 * self.costs.total * microbatches
+        forward = [sum(self.costs.blocks[number] for number in piece.blocks) / whole for piece in self.pieces]
+        loss = [3 * self.costs.head / whole if piece.leaves else 0.0 for piece in self.pieces]
+        backward = [(3 if recompute else 2) * share for share in forward]
+        return TaskSeconds(forward=forward * replicas, loss=loss * replicas, backward=backward * replicas)
+
+
+def cut_of(
+    model: nn.Module,
+    stages: int,
+    *,
+    costs: PieceCosts | None = None,
+    cut: Sequence[int] = (),
+    loss_at: Literal["auto", "last", "origin"] = "auto",
+) -> Cut:
+    """Where `model` (numbers are not needed) is cut. costs: of its blocks, where they are known better than by their
+    parameters. ValueError: it does not come in pieces, has fewer blocks than stages, or its embedding is its head while
+    the loss is asked for at the last stage.
+    """
+    tied = is_tied(model)
+    if tied and loss_at == "last":
+        raise ValueError(
+            'pipeline.loss_at = "last": the embedding of this model is its head as well, and both lie at the first '
+            'stage; choose "origin", or model.tie_embeddings = false'
+        )
+    home = tied if loss_at == "auto" else loss_at == "origin"
+    known = costs_of(model) if costs is None else costs
+    cuts = cut or cut_points(known.to_cut(loss_at_origin=home), stages)
+    return Cut(pieces=tuple(pieces(cuts, len(known.blocks), loss_at_origin=home)), home=home, costs=known)
+
+
+class Pipeline:
+    """One worker's stage of a model, and its share of every step.
+
+    model: the whole, of which this worker's stage is taken; or a stage, with the `cut` that it comes from. batch_size:
+    sequences of a replica's batch, of `context` targets each. vocab: token ids (None: not known, so they travel in 4
+    bytes each). config: the settings of [pipeline]; `stages` is the mesh's. quiet: `lambda: optimizer.no_sync()` where
+    workers inside a stage share its gradients. autocast: entered around forward passes. seed: of random routes.
+
+    ValueError for a model that cannot be cut, or a batch that does not divide.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: Mesh,
+        *,
+        batch_size: int,
+        context: int,
+        vocab: int | None = None,
+        cut: Cut | None = None,
+        quiet: Context = nullcontext,
+        autocast: Context = nullcontext,
+        seed: int = 0,
+        config: PipelineConfig | None = None,
+    ) -> None:
+        stages, replicas = world.stage.size, world.outer.size
+        self.config = config or PipelineConfig(stages=stages)
+        if batch_size % self.config.microbatches:
+            raise ValueError(
+                f"a batch of {batch_size} sequences does not divide into {self.config.microbatches} microbatches: "
+                "choose a divisor as microbatches"
+            )
+        self.world = world
+        self.cut = cut or cut_of(model, stages, cut=self.config.cut, loss_at=self.config.loss_at)
+        here = world.layout.coordinates[world.rank]
+        self.stage = model if isinstance(model, Stage) else Stage(model, self.cut.pieces[here.stage])
+        self.reads = here.stage == 0
+        """Whether this worker wants text."""
+        self._replica, self._steps = here.replica, 0
+        form = Form(
+            sequences=batch_size // self.config.microbatches,
+            length=context,
+            vocab=vocab or 1 << 31,
+            dtype=next(self.stage.parameters()).dtype,
+            boundary=FullStream(self.stage.width),
+        )
+        ways = Ways(
+            room=in_flight(self.config.in_flight, replicas, stages),
+            order=self.config.order,
+            recompute=self.config.recompute,
+            shares=self.cut.shares(self.config.microbatches, replicas, recompute=self.config.recompute),
+        )
+        router = _router(self.config, replicas, stages, home=self.cut.home, seed=seed)
+        self.executor = Executor(
+            self.stage, world.pipeline, router, form, self.config.microbatches, ways, quiet=quiet, autocast=autocast
+        )
+        self._judge = Judge(self.stage, world.stage, form, home=self.cut.home, autocast=autocast)
+
+    def step(self, batch: Tensor | None, number: int | None = None) -> Tensor:
+        """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that
+        of the mean loss over a replica's batch. batch: (batch_size, context + 1) int64 where this worker reads. number:
+        of the step, from 1; None: one more than the last. Returns the mean loss of what came by, nats.
+
+        PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
+        """
+        self._steps = self._steps + 1 if number is None else number
+        parts = () if batch is None else batch.split(self.executor.form.sequences)
+        text = {u * self.world.outer.size + self._replica: part for u, part in enumerate(parts)}
+        losses = self.executor.step(self._steps, text)
+        return torch.stack([losses[microbatch] for microbatch in sorted(losses)]).mean()
+
+    def judge(self, batches: Iterable[Tensor]) -> float:
+        """Mean loss in nats over the rows of `batches` (b, context + 1), which stage 0 gives; the same at all stages.
+        All stages of the replica must ask together.
+        """
+        return self._judge.loss(batches)
+
+    def assembled(self, whole: nn.Module) -> nn.Module | None:
+        """`whole` filled with the weights of all stages, at stage 0; None at the others, where `whole` may be on the
+        meta device. All stages of the replica must ask together.
+        """
+        return assembled(self.stage, self.world.stage, whole, self.cut.pieces)
+
+
+def _router(config: PipelineConfig, replicas: int, stages: int, *, home: bool, seed: int) -> Router:
+    if config.routing == "random":
+        return RandomRouter(replicas, stages, config.microbatches, home, seed)
+    return FixedRouter(replicas, stages, config.microbatches, home)

@@ -1,0 +1,1 @@
+"""Which way each microbatch goes, one router a file."""

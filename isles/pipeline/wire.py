@@ -1,0 +1,109 @@
+"""What one message between stages holds, how long it is, and its address.
+
+    F, L    [payload | side | ids]     ids: the microbatch's tokens (B, T+1), 1, 2 or 4 bytes each; not on the way home
+    B       [gradient of the payload | loss]
+
+A message bears the task that begins with it. Both ends know every length beforehand, so there is no header.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from isles.comm.codecs.base import as_bytes
+from isles.network.routing.routes import MOST_VISITS, Route, Task
+from isles.pipeline.boundaries.base import Boundary
+
+_KINDS = {"F": 0, "L": 1, "B": 2}
+_IDS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Messages about `sequences` of `length` tokens of `vocab` ids each, whose stream is in `dtype`."""
+
+    sequences: int
+    length: int
+    vocab: int
+    dtype: torch.dtype
+    boundary: Boundary
+
+    @property
+    def payload_shape(self) -> tuple[int, ...]:
+        """Of what the boundary makes of the stream."""
+        return self.boundary.sizes(self.sequences, self.length)[0]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of the payload, and of its gradient."""
+        return prod(self.payload_shape) * self.dtype.itemsize
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """In which a loss travels home: float32, or float64 where the stream is."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def ids_dtype(self) -> torch.dtype:
+        """The smallest integers that hold every token id."""
+        return next(dtype for most, dtype in _IDS if self.vocab <= most)
+
+    def nbytes(self, task: Task) -> int:
+        """Bytes of the message that `task` begins with."""
+        if task.kind == "B":
+            return self.payload_bytes + self.loss_dtype.itemsize
+        side = self.boundary.sizes(self.sequences, self.length)[1]
+        ids = self.sequences * (self.length + 1) * self.ids_dtype.itemsize if task.kind == "F" else 0
+        return self.payload_bytes + side + ids
+
+    def pack(self, payload: Tensor, side: Tensor | None, tokens: Tensor | None) -> Tensor:
+        """The bytes of a message forward, on the CPU; tokens: None on the way home."""
+        parts = [as_bytes(payload.detach().to(device="cpu", dtype=self.dtype).contiguous())]
+        if side is not None:
+            parts.append(as_bytes(side.to("cpu").contiguous()))
+        if tokens is not None:
+            parts.append(as_bytes(tokens.to(device="cpu", dtype=self.ids_dtype).contiguous()))
+        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+    def unpack(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Payload, side and tokens of a message forward; the tokens are None on the way home."""
+        payload = wire[: self.payload_bytes].view(self.dtype).view(self.payload_shape).to(device)
+        behind = self.payload_bytes + self.boundary.sizes(self.sequences, self.length)[1]
+        side = wire[self.payload_bytes : behind].to(device) if behind > self.payload_bytes else None
+        if behind == wire.numel():
+            return payload, side, None
+        ids = wire[behind:].clone().view(self.ids_dtype)  # a copy, for what stands behind may be unaligned
+        return payload, side, ids.view(self.sequences, self.length + 1).to(device=device, dtype=torch.int64)
+
+    def pack_back(self, gradient: Tensor, loss: Tensor) -> Tensor:
+        """The bytes of a message backward."""
+        parts = (gradient.to(device="cpu", dtype=self.dtype), loss.reshape(1).to(device="cpu", dtype=self.loss_dtype))
+        return torch.cat([as_bytes(part.contiguous()) for part in parts])
+
+    def unpack_back(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Gradient of the payload, and the microbatch's mean loss (a scalar)."""
+        gradient = wire[: self.payload_bytes].view(self.dtype).view(self.payload_shape).to(device)
+        return gradient, wire[self.payload_bytes :].clone().view(self.loss_dtype).reshape(()).to(device)
+
+
+def phase(task: Task) -> int:
+    """The phase of a message's address: its kind and hop."""
+    return MOST_VISITS * _KINDS[task.kind] + task.hop
+
+
+def sender(route: Route, task: Task) -> int | None:
+    """The position whose message `task` begins with; None where it begins with what its own worker has."""
+    here = route.worker(task)
+    if task.kind == "F":
+        there = route.visits[task.hop - 1] if task.hop else here
+    elif task.kind == "L":
+        there = route.visits[-1]
+    elif task.hop < route.last:
+        there = route.visits[task.hop + 1]
+    else:
+        there = route.visits[0] if route.home else here
+    return None if there == here else there

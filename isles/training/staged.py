@@ -1,0 +1,111 @@
+"""A run whose model lies in stages: which piece this worker holds, and the `Step` that runs it.
+
+batch of a replica -> microbatches at its origin -> executor -> losses at every stage
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.group import Group
+from isles.comm.mesh import Mesh
+from isles.models import build, choose_device, limits, sketch
+from isles.models.config import ModelConfig
+from isles.models.cuts import decoder_costs
+from isles.models.factory import DTYPES
+from isles.models.stages import Stage, check_stages, decoder_stage
+from isles.pipeline.executor import Context
+from isles.pipeline.pipeline import Cut, Pipeline, cut_of
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.sections import Config
+
+
+def planned_cut(config: Config) -> Cut:
+    """Where the model of `config` is cut; ValueError as `cut_of`."""
+    costs = decoder_costs(config.model.shape()) if config.model.own is None else None
+    pipeline = config.pipeline
+    return cut_of(sketch(config.model), pipeline.stages, costs=costs, cut=pipeline.cut, loss_at=pipeline.loss_at)
+
+
+def build_stage(config: Config, cut: Cut, stage: int, rank: int) -> Stage:
+    """Stage `stage`, for worker `rank` of its machine, on its device; the decoder's is allocated and drawn alone."""
+    device, piece = choose_device(config.model, rank), cut.pieces[stage]
+    if config.model.own is None:
+        dtype = DTYPES[config.model.dtype]
+        made = decoder_stage(config.model.shape(), piece, seed=config.run.seed, device=device, dtype=dtype)
+    else:
+        made = Stage(_on_host(config.model, config.run.seed), piece).to(device)
+    if config.model.compile:
+        made.compile()
+    return made
+
+
+def hold_against_whole(config: Config, cut: Cut) -> str | None:
+    """Run the stages in turn and the whole model on one sequence and compare, on the CPU; on shapes alone where the
+    whole does not fit, and then say so. ValueError where they differ.
+    """
+    context, vocab = limits(config.model)
+    whole = sketch(config.model)
+    too_large = sum(parameter.nbytes for parameter in whole.parameters()) > _free_bytes() / 2
+    if not too_large:
+        whole = _on_host(config.model, config.run.seed)
+    tokens = torch.arange(context, device=next(whole.parameters()).device).remainder(vocab or 2)[None]
+    check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
+    return "the whole model does not fit here: its stages were compared with it by shape alone" if too_large else None
+
+
+class Staged:
+    """One worker's stage of a pipelined run, as a `Step`."""
+
+    def __init__(self, config: Config, world: Mesh, cut: Cut, optimizer: ReplicaSync, autocast: Context) -> None:
+        context, vocab = limits(config.model)
+        self._config, self._world, self._optimizer = config, world, optimizer
+        self._pipeline = Pipeline(
+            cast(Stage, optimizer.model),
+            world,
+            batch_size=config.data.batch_size_per_worker(world.reader[1]),
+            context=context,
+            vocab=vocab,
+            cut=cut,
+            quiet=optimizer.no_sync,
+            autocast=autocast,
+            seed=config.run.seed,
+            config=config.pipeline,
+        )
+        self.reads = self._pipeline.reads
+
+    def run(self, batches: Iterable[Tensor]) -> Tensor:
+        return self._pipeline.step(next(iter(batches), None), self._optimizer.steps + 1)
+
+    def judge(self, batches: Iterable[Tensor]) -> float | None:
+        loss = self._pipeline.judge(batches)
+        return loss if self.reads else None
+
+    def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
+        optimizer.consolidate()
+        if self._world.outer.rank or self._world.inner.rank:
+            return None  # the first replica's first workers put it together
+        model, seed = self._config.model, self._config.run.seed
+        return self._pipeline.assembled(_on_host(model, seed) if self.reads else sketch(model))
+
+
+def told_by_first(stages: Group, answer: bool) -> bool:
+    """What the first stage answers, known to all of a replica's stages."""
+    told = torch.tensor([answer])
+    if stages.size > 1:
+        stages.broadcast(told, channel="control")
+    return bool(told)
+
+
+def _on_host(config: ModelConfig, seed: int) -> nn.Module:
+    return build(replace(config, device="cpu", compile=False, autocast="none"), seed=seed)
+
+
+def _free_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

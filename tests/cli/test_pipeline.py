@@ -1,0 +1,116 @@
+"""`isles pipeline plan` and `check`: what they print and write, what they refuse, and that they need no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from isles import cli
+from isles.network.routing.plan import read_plan
+
+LINKS = """
+bandwidth = [["0", 8e6, 2e6, 4e6, 8e6, 1e6], [8e6, "0", 4e6, 4e6, 2e6, 8e6], [2e6, 4e6, "0", 8e6, 8e6, 8e6],
+             [4e6, 4e6, 8e6, "0", 4e6, 2e6], [8e6, 2e6, 8e6, 4e6, "0", 4e6], [1e6, 8e6, 8e6, 2e6, 4e6, "0"]]
+latency = "50ms"
+"""
+ASKED = ["--stages", "0,1/2,3/4,5", "--path-length", "2", "--forward", "200ms", "--bytes", "100k"]
+ASKED += ["--memory", "2", "--time-budget-s", "0.5"]
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """pipeline(*arguments): (exit code, stdout, stderr) of the command, in this process and in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "links.toml").write_text(LINKS)
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", "pipeline", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capsys.readouterr()
+
+    return ask
+
+
+def test_a_plan_is_written_drawn_and_checked(pipeline, tmp_path):
+    code, out, err = pipeline("plan", "links.toml", *ASKED, "--cut", "2,4", "--out", "plan.json", "--seed", "3")
+    assert (code, err) == (0, "")
+    names = [line.split()[0] for line in out.splitlines() if line.startswith(("full", "random", "with"))]
+    assert names == ["full", "random", "without", "with"]
+    assert "No plan takes less than" in out and "33 % fewer stages alone" in out and "wait for each other" in out
+    plan = read_plan("plan.json")
+    assert plan.problem.microbatches == 8 and plan.cuts == (2, 4) and len(plan.paths) == 4
+    with Image.open(tmp_path / "plan.png") as picture:
+        picture.verify()
+    for name in ("steps", "ways"):
+        drawn = ElementTree.parse(tmp_path / f"plan.{name}.svg").getroot()
+        assert drawn.tag == "{http://www.w3.org/2000/svg}svg" and len(list(drawn.iter())) > 30
+    code, out, err = pipeline("check", "plan.json", "--links", "links.toml")
+    assert code == 0 and out.startswith("plan.json: legal; a step takes")
+    code, out, err = pipeline("check", "plan.json", "--links", "lan")
+    assert code == 2 and "made for other links" in err and err.count("\n") == 1
+
+
+def test_json_says_what_the_table_says(pipeline):
+    code, out, _ = pipeline("plan", "links.toml", *ASKED, "--out", "plan.json", "--json")
+    told = json.loads(out)
+    assert code == 0 and [one["name"] for one in told["strategies"]] == ["full", "random", "without", "with"]
+    plan = read_plan("plan.json")
+    assert told["strategies"][3]["step_seconds"] >= max(told["lower_bounds_seconds"].values())
+    # There and back, 8 microbatches of two stages with the loss at home: each hop twice.
+    assert sum(told["strategies"][3]["bytes_sent_by_node"]) == 8 * 4 * 100_000
+    assert len(told["strategies"][3]["bubble_by_node"]) == plan.problem.nodes
+
+
+def test_nodes_are_assigned_where_only_sizes_are_given(pipeline):
+    asked = [*ASKED[2:], "--out", "plan.json"]
+    assert pipeline("plan", "links.toml", "--stages", "2,2,2", *asked)[0] == 0
+    assert [len(stage) for stage in read_plan("plan.json").problem.stages] == [2, 2, 2]
+
+
+def test_every_broken_rule_is_said(pipeline, tmp_path):
+    assert pipeline("plan", "links.toml", *ASKED, "--out", "plan.json")[0] == 0
+    table = json.loads((tmp_path / "plan.json").read_text())
+    for one in table["paths"]:
+        one["nodes"] = [one["origin"], 4]
+    (tmp_path / "bad.json").write_text(json.dumps(table))
+    code, _, err = pipeline("check", "bad.json")
+    assert code == 2 and err == "isles: bad.json: node 4 is on the paths of 4 slots: it holds 2\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--stages", "0,1/2,3/4"], "latency must be|bandwidth must be a matrix of 5 x 5"),
+        (["--stages", "0,1/2,2/4,5"], "stages must name the nodes 0, 1, 2 ... once each"),
+        (["--stages", "two"], "--stages two: write whole numbers"),
+        (["--stages", "1,1,1,1,1,1,0"], "--stages 1,1,1,1,1,1,0: write whole numbers from 1"),
+        (["--path-length", "4"], "path_length = 4: there are 3 stages, choose 1 to 3"),
+        (["--skip-ratio", "0.3"], "--path-length and --skip-ratio say the same"),
+        (["--memory", "0"], "memory = 0: choose 1 or more"),
+        (["--forward", "1,2"], "--forward has 2 values: give one, or one for each of 6 nodes"),
+        (["--forward", "fast"], "--forward = 'fast': write a number and a unit"),
+        (["--bytes", "0"], "--bytes = 0: choose a number above 0"),
+        (["--time-budget-s", "0"], "time_budget_s"),
+        (["--cut", "4,2"], "--cut 4,2: give 2 growing numbers"),
+        (["--out", "nowhere/plan.json"], "nowhere is no directory"),
+    ],
+)
+def test_mistakes_are_one_line(pipeline, change, told):
+    code, _out, err = pipeline("plan", "links.toml", *ASKED, "--out", "plan.json", *change)
+    assert code == 2 and err.count("\n") == 1 and err.startswith("isles: ")
+    assert any(part in err for part in told.split("|"))
+
+
+def test_torch_is_not_loaded(tmp_path):
+    (tmp_path / "links.toml").write_text(LINKS)
+    asked = ["isles", "pipeline", "plan", "links.toml", *ASKED, "--out", "plan.json"]
+    code = f"import sys; sys.argv = {asked!r}\nfrom isles import cli\ntry: cli.main()\nexcept SystemExit as end:\n"
+    code += " assert not end.code, end.code\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=90)

@@ -1,0 +1,230 @@
+"""The transport over real sessions on loopback: all through the lighthouse, and directly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import isles
+from isles.comm import credentials
+from isles.comm.elastic.mail import CHUNK, EARLY
+from isles.comm.elastic.session import Mode, open_session
+from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.errors import PeerLost
+from isles.comm.tags import Tag
+from isles.comm.transport import Transport
+from tests.comm.elastic.sessions import free_port, router, run_elastic, settled, workers
+from tests.replicas.workers import RUNS, train_all
+
+pytest.importorskip("zenoh", reason="the extra 'elastic' is not installed")
+
+TAKEN = [name for name, (method, _) in RUNS.items() if method in ("localsgd", "diloco", "noloco", "fedavg", "slowmo")]
+MODES: tuple[Mode, ...] = ("client", "peer")
+
+
+def within(seconds: float, true: Callable[[], bool]) -> bool:
+    """Whether it becomes true in that time."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true()
+
+
+def random_bytes(size: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pairs_of_all_sizes_at_once(tmp_path: Path, mode: Mode) -> None:
+    """Both ways at the same time, receives posted before and after; nothing is sent twice on a whole line."""
+    sizes = [0, 1, CHUNK, 3 * CHUNK + 5]
+    with workers(tmp_path, 2, mode) as pair:
+        works, checks = [], []
+        for number, size in enumerate(sizes):
+            for me, other in ((0, 1), (1, 0)):
+                sent, got = random_bytes(size, 10 * number + me), torch.zeros(size, dtype=torch.uint8)
+                tag = Tag("outer", 1, number)
+                if number % 2:
+                    works.append(pair[other].recv(me, got, tag))
+                works.append(pair[me].send(other, sent, tag))
+                if not number % 2:
+                    works.append(pair[other].recv(me, got, tag))
+                checks.append((sent, got))
+        settled(*works)
+        assert [work.error for work in works] == [None] * len(works)
+        assert all(torch.equal(sent, got) for sent, got in checks)
+        links = 1 if mode == "peer" else 0
+        assert within(10.0, lambda: pair[0]._session.direct_links() == links)  # it comes soon after the first messages
+
+
+def test_the_same_bits_and_bytes_as_on_the_virtual_clock(tmp_path: Path) -> None:
+    names = ["diloco, int8", "noloco", "noloco, single vector"]
+    real = run_elastic(tmp_path, train_all, 3, names, 8)
+    assert real == isles.run_virtual(train_all, 3, args=(names, 8))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_method_that_is_taken_gives_the_same_bits(tmp_path: Path, size: int) -> None:
+    real = run_elastic(tmp_path, train_all, size, TAKEN, 11, mode="peer")
+    virtual = isles.run_virtual(train_all, size, args=(TAKEN, 11))
+    for rank in range(size):
+        for name in TAKEN:
+            assert real[rank][name] == virtual[rank][name], (rank, name)
+
+
+def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path) -> None:
+    with workers(tmp_path, 2) as (one, two):
+        sent = [random_bytes(2 * CHUNK, seed) for seed in range(12)]
+        works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
+        assert within(10.0, lambda: two._inbox.held() == EARLY)
+        time.sleep(0.3)
+        assert two._inbox.held() == EARLY and sum(work.done() for work in works) == EARLY // (2 * CHUNK)
+        got = [torch.zeros_like(data) for data in sent]
+        settled(*works, *(two.recv(0, out, Tag("outer", 1, number)) for number, out in enumerate(got)))
+        assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+        assert set(two.refused) == {(0, "more than is kept of what nobody asked for")}
+
+
+def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:
+    with workers(tmp_path, 2) as (one, two):
+        out = torch.zeros(5, dtype=torch.uint8)
+        receive = two.recv(0, out, Tag("outer", 1))
+        wrong = one.send(1, random_bytes(6, 0), Tag("outer", 1))
+        settled(wrong)
+        assert isinstance(wrong.error, PeerLost) and "refused" in str(wrong.error) and not receive.done()
+        assert two.refused == {(0, "another length than was asked for"): 1}
+        right = random_bytes(5, 1)
+        settled(one.send(1, right, Tag("outer", 1)), receive)
+        assert torch.equal(out, right)
+
+
+def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
+    with workers(tmp_path, 3) as (one, two, three):
+        gone: list[int] = []
+        one._gone = gone.append
+        out = torch.zeros(5, dtype=torch.uint8)
+        receive, other = one.recv(2, out, Tag("outer", 1)), one.recv(1, out, Tag("outer", 2))
+        send = one.send(2, random_bytes(EARLY + CHUNK, 0), Tag("outer", 3))
+        began = time.monotonic()
+        three._session.close()
+        settled(receive, send)
+        assert time.monotonic() - began < 2.0
+        assert isinstance(receive.error, PeerLost) and receive.error.rank == 2 and isinstance(send.error, PeerLost)
+        assert gone == [2] and 2 in one.lost
+        late = one.send(2, out, Tag("outer", 4)), one.recv(2, out, Tag("outer", 4))
+        assert all(isinstance(work.error, PeerLost) for work in late)
+        assert not other.done()
+        settled(two.send(0, random_bytes(5, 1), Tag("outer", 2)), other)
+        assert other.error is None
+
+
+def test_direct_links_outlive_the_lighthouse(tmp_path: Path) -> None:
+    mine = credentials.found(tmp_path / "credentials")
+    address = f"127.0.0.1:{free_port()}"
+    lighthouse = open_session("router", mine, listen=address)
+    sessions = [open_session("peer", mine, listen="127.0.0.1:0", connect=address) for _ in range(2)]
+    pair = [ElasticTransport(session, seat, 2) for seat, session in enumerate(sessions)]
+    try:
+        for round in range(1, 4):
+            if round == 2:
+                lighthouse.close()
+            sent, got = random_bytes(3 * CHUNK, round), torch.zeros(3 * CHUNK, dtype=torch.uint8)
+            settled(pair[0].send(1, sent, Tag("outer", round)), pair[1].recv(0, got, Tag("outer", round)))
+            assert torch.equal(sent, got) and not pair[0].lost
+    finally:
+        for transport, session in zip(pair, sessions, strict=True):
+            transport.close()
+            session.close()
+        lighthouse.close()
+
+
+def test_strangers_get_no_session(tmp_path: Path) -> None:
+    """Another run's certificate, another secret, a port that is taken, a worker that has no key to listen with."""
+    with router(tmp_path) as (mine, address, _):
+        other = credentials.found(tmp_path / "other")
+        with pytest.raises(OSError, match="no session"):
+            open_session("client", other, connect=address, patience=1.5)
+        joined = credentials.fetch(*_host_port(address), mine.token, tmp_path / "joined")
+        credentials.write_private(tmp_path / "joined" / "secret", b"0" * 32)
+        with pytest.raises(OSError, match="no session"):
+            open_session("client", credentials.read(tmp_path / "joined"), connect=address, patience=1.5)
+        with pytest.raises(ValueError, match="the port is taken"):
+            open_session("router", mine, listen=address)
+        with pytest.raises(ValueError, match="needs the run's key"):
+            open_session("peer", joined, listen="127.0.0.1:0", connect=address)
+        credentials.write_private(tmp_path / "joined" / "secret", mine.token.secret.encode())
+        open_session("client", credentials.read(tmp_path / "joined"), connect=address).close()
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def test_it_is_a_transport_and_ends_its_threads(tmp_path: Path) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with workers(tmp_path, 2) as (one, two):
+        transport: Transport = one
+        assert transport.rank == 0 and transport.size == 2
+        with pytest.raises(ValueError, match="name the seat"):
+            two.recv(None, torch.zeros(1, dtype=torch.uint8), Tag("outer", 1))
+        settled(one.send(1, random_bytes(3, 0), Tag("outer", 1)))
+    assert within(5.0, lambda: {t.name for t in threading.enumerate() if t.name.startswith("isles")} <= before)
+
+
+STANDING = """
+import sys, time
+from pathlib import Path
+from isles.comm import credentials
+from isles.comm.elastic.session import open_session
+from isles.comm.elastic.transport import ElasticTransport
+session = open_session("client", credentials.read(Path(sys.argv[1])), connect=sys.argv[2], lease=3.0)
+transport = ElasticTransport(session, 1, 2)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "longest"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.5)])
+def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signals, longest: float) -> None:
+    """A killed process within a second, a stopped one within the lease of 3 s + 1.5 s; it is back when it goes on."""
+    with router(tmp_path) as (mine, address, _):
+        told: list[tuple[str, float]] = []
+        session = open_session("client", mine, connect=address)
+        began = time.monotonic()
+        transport = ElasticTransport(
+            session,
+            0,
+            2,
+            gone=lambda seat: told.append(("gone", time.monotonic() - began)),
+            back=lambda seat: told.append(("back", time.monotonic() - began)),
+        )
+        folder = str(mine.certificate.parent)
+        child = subprocess.Popen([sys.executable, "-c", STANDING, folder, address], stdout=subprocess.PIPE, text=True)
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "here\n"
+            time.sleep(1.0)
+            began = time.monotonic()
+            os.kill(child.pid, how)
+            receive = transport.recv(1, torch.zeros(1, dtype=torch.uint8), Tag("outer", 1))
+            settled(receive, seconds=10.0)
+            assert isinstance(receive.error, PeerLost) and told[-1][0] == "gone" and told[-1][1] <= longest
+            if how == signal.SIGSTOP:
+                os.kill(child.pid, signal.SIGCONT)
+                assert within(10.0, lambda: told[-1][0] == "back" and 1 not in transport.lost)
+        finally:
+            child.kill()
+            child.wait()
+            transport.close()
+            session.close()

@@ -1,0 +1,168 @@
+"""Tokens, certificates and files of a run: real TLS on loopback, and what strangers get."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from isles.comm import credentials
+from isles.comm.credentials import Credentials, Token
+
+
+@contextmanager
+def answering(context: ssl.SSLContext | None, says: bytes = b"hello") -> Iterator[int]:
+    """A port of loopback where something answers, in TLS or (None) in plain bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    continue
+                connection.settimeout(5.0)
+                try:
+                    with connection if context is None else context.wrap_socket(connection, server_side=True) as line:
+                        line.sendall(says)
+                        line.recv(1)
+                except OSError:
+                    connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return credentials.found(tmp_path_factory.mktemp("run") / "credentials")
+
+
+def test_a_run_is_read_as_it_was_made(run: Credentials) -> None:
+    assert credentials.read(run.certificate.parent) == run
+    assert credentials.parse_token(str(run.token)) == run.token
+    assert len(str(run.token)) == 64
+    for path in (run.certificate, run.key, run.certificate.parent / "secret"):
+        assert path is not None and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.certificate.parent.stat().st_mode) == 0o700
+    assert run.token.secret not in repr(run)
+    with pytest.raises(ValueError, match="holds the credentials of a run already"):
+        credentials.found(run.certificate.parent)
+
+
+def test_two_runs_differ(run: Credentials, tmp_path: Path) -> None:
+    other = credentials.found(tmp_path / "other").token
+    assert other.fingerprint != run.token.fingerprint and other.secret != run.token.secret
+
+
+def test_a_joiner_trusts_the_certificate_of_its_token_and_nothing_else(run: Credentials, tmp_path: Path) -> None:
+    with answering(credentials.server_context(run)) as port:
+        joined = credentials.fetch("127.0.0.1", port, run.token, tmp_path / "joined")
+        assert joined.token == run.token and joined.key is None
+        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+            with credentials.client_context(joined).wrap_socket(connection) as line:
+                assert line.version() == "TLSv1.3" and line.recv(5) == b"hello"
+    with pytest.raises(ValueError, match="holds no key"):
+        credentials.server_context(joined)
+
+
+def test_another_runs_machine_is_refused_before_and_after(run: Credentials, tmp_path: Path) -> None:
+    impostor = credentials.found(tmp_path / "impostor")
+    with answering(credentials.server_context(impostor)) as port:
+        with pytest.raises(ValueError, match=f"at 127.0.0.1:{port} is not the machine of this token"):
+            credentials.fetch("127.0.0.1", port, run.token, tmp_path / "joined")
+        assert not (tmp_path / "joined").exists()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+            with pytest.raises(ssl.SSLCertVerificationError):
+                credentials.client_context(run).wrap_socket(connection)
+
+
+def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
+    old = credentials.found(tmp_path / "old", now=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+    with answering(credentials.server_context(old)) as port:
+        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+            with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+                credentials.client_context(old).wrap_socket(connection)
+
+
+def test_what_speaks_no_tls_or_nothing_at_all(run: Credentials, tmp_path: Path) -> None:
+    with answering(None, b"SSH-2.0-OpenSSH_9.2\r\n") as port:
+        with pytest.raises(OSError):
+            credentials.fetch("127.0.0.1", port, run.token, tmp_path / "joined", seconds=2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
+        with pytest.raises(TimeoutError):
+            credentials.fetch("127.0.0.1", silent.getsockname()[1], run.token, tmp_path / "joined", seconds=0.3)
+    with pytest.raises(OSError):
+        credentials.fetch("127.0.0.1", 1, run.token, tmp_path / "joined", seconds=2.0)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "g" * 64, "0" * 63, "0" * 65, "é" * 64, "@"])
+def test_what_is_no_token_is_not_shown(text: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        credentials.parse_token(text)
+    assert "\n" not in str(refused.value) and (not text or text == "@" or text not in str(refused.value))
+
+
+def test_a_token_from_a_file(run: Credentials, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"  {str(run.token).upper()}\n")
+    assert credentials.parse_token(f"@{tmp_path / 'token'}") == run.token
+    with pytest.raises(ValueError, match="nowhere cannot be read"):
+        credentials.parse_token("@nowhere")
+    assert str(Token("a" * 32, "b" * 32)) == "a" * 32 + "b" * 32
+
+
+def test_damaged_open_or_missing_credentials_are_one_line(run: Credentials, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    with pytest.raises(ValueError, match="holds no credentials"):
+        credentials.read(folder)
+    credentials.found(folder)
+    (folder / "secret").chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        credentials.read(folder)
+    credentials.write_private(folder / "secret", b"short")
+    with pytest.raises(ValueError, match="damaged"):
+        credentials.read(folder)
+    credentials.write_private(folder / "secret", b"0" * 32)
+    credentials.write_private(folder / "certificate.pem", b"-----BEGIN")
+    with pytest.raises(ValueError, match="damaged"):
+        credentials.read(folder)
+
+
+def test_a_proof_is_of_this_token_speaker_and_connection(run: Credentials) -> None:
+    mine, theirs = credentials.challenge(), credentials.challenge()
+    said = credentials.proof(run.token, "node", mine, theirs)
+    assert len(said) == 32 and credentials.proved(said, run.token, "node", mine, theirs)
+    wrong = Token(run.token.fingerprint, "0" * 32)
+    assert not credentials.proved(said, wrong, "node", mine, theirs)
+    assert not credentials.proved(said, run.token, "lighthouse", mine, theirs)  # sent back as it came
+    assert not credentials.proved(said, run.token, "node", theirs, mine)
+    assert not credentials.proved(said, run.token, "node", credentials.challenge(), theirs)  # said again later
+    assert not credentials.proved(b"", run.token, "node", mine, theirs)
+
+
+def test_a_private_file_is_never_open_to_others(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = tmp_path / "file"
+        path.write_bytes(b"old")
+        path.chmod(0o666)
+        credentials.write_private(path, b"new")
+    finally:
+        os.umask(umask)
+    assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,90 @@
+"""`isles.run_local` on processes that stay: one pool a test process, for all tests whose workers come to a good end.
+
+Every call is a world of its own (store, process group, transport, counters); only the processes are the same. After a
+failure they are killed, and the next call starts new ones. Tests of how processes start and end use `run_local`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from isles.comm import mesh
+from isles.comm.transport import Deadlines
+from isles.launch.nodes import NodeGroup
+from isles.launch.processes import PipeHandle
+from isles.launch.worker import attend
+from isles.launch.workers import Workers, raise_first, worker_specs
+
+_handles: list[PipeHandle] = []
+
+
+def run_gloo(
+    worker: Callable[..., Any],
+    workers: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    threads: int = 1,
+    deadlines: Deadlines | None = None,
+) -> list[Any]:
+    """As `isles.run_local`, without `return_errors`."""
+    while len(_handles) < workers:
+        _handles.append(_started(len(_handles)))
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    specs = worker_specs(NodeGroup(), workers, store.port, threads=threads, deadlines=deadlines, logs=None)
+    well = False
+    try:
+        for handle, spec in zip(_handles, specs, strict=False):
+            handle.pipe.send((spec, worker, tuple(args)))
+        pool = Workers(workers, _handles[:workers], lambda patience: None)
+        results = pool.join()
+        raise_first(results, pool.failures)
+        well = True
+    finally:
+        if not well:
+            close()
+    return results
+
+
+def close() -> None:
+    """End the processes."""
+    for handle in _handles:
+        assert handle.process is not None
+        handle.process.kill()
+        handle.process.join()
+        handle.pipe.close()
+    _handles.clear()
+
+
+def _started(rank: int) -> PipeHandle:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["isles.launch.workers", "torch._dynamo"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_live, args=(theirs,), name=f"gloo-{rank}", daemon=True)
+    process.start()
+    theirs.close()
+    return PipeHandle(rank, ours, process)
+
+
+def _live(launcher: Connection) -> None:
+    """One world after the other, until the test process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            spec, worker, args = launcher.recv()
+        except EOFError:
+            return
+
+        def store(port: int = spec.port) -> dist.Store:
+            return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(minutes=5))
+
+        if not attend(spec, launcher, store, worker, args):
+            os._exit(1)
+        mesh.leave()

@@ -1,0 +1,132 @@
+"""Runs whose model lies in stages, from CONFIG to summary: both backends alike, gone on with, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isles.training.config.reading import read_config
+from isles.training.running.run import launch
+from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+
+REAL = "world.backend=distributed"
+STAGES = ["model.layers=2", "pipeline.stages=2", "pipeline.microbatches=2", "run.validate_every=4"]
+UNTIED = "model.tie_embeddings=false"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["diloco", "noloco", "ddp"])
+def test_a_run_in_stages_ends_with_the_model_of_the_unsplit_run(text: Path, tmp_path: Path, method: str) -> None:
+    more = ["model.layers=2", UNTIED, "inner.max_norm=0"]
+    by_microbatch = ["data.batch_size=1", "inner.accumulation=2"]
+    run(tiny(text, *more, *by_microbatch, method=method, workers=2, steps=9), tmp_path / "whole")
+    run(tiny(text, *more, *STAGES, method=method, workers=4, steps=9), tmp_path / "split")
+    whole, split = weights(tmp_path / "whole"), weights(tmp_path / "split")
+    assert whole.keys() == split.keys()
+    assert all(torch.equal(whole[name], split[name]) for name in whole)
+    one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "split"))
+    assert two["stages"] == 2 and 0 < two["pipeline_bubble"] < 1 and "stages" not in one
+    assert two["tokens"] == one["tokens"] and two["parameters"] == one["parameters"]
+    assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-6)
+    assert two["val_loss_replicas"] == pytest.approx(one["val_loss_replicas"], abs=1e-6)
+    assert two["replica_std"] == pytest.approx(one["replica_std"], rel=1e-4, abs=1e-9)
+
+
+def test_real_processes_end_with_the_same_bits(text: Path, tmp_path: Path) -> None:
+    more = [*STAGES, "pipeline.routing=random", "model.tie_embeddings=true"]
+    for name, backend in (("virtual", []), ("real", [REAL])):
+        run(tiny(text, *more, *backend, method="noloco", workers=4, steps=7), tmp_path / name)
+    virtual, real = weights(tmp_path / "virtual"), weights(tmp_path / "real")
+    assert all(torch.equal(virtual[name], real[name]) for name in virtual)
+    losses = [
+        sorted((line["step"], line["worker"], line["loss"]) for line in lines_of(tmp_path / name))
+        for name in ("virtual", "real")
+    ]
+    assert losses[0] == losses[1]
+    sent = [
+        json.loads((tmp_path / name / "summary.json").read_text())["bytes_sent_per_worker"]
+        for name in ("virtual", "real")
+    ]
+    assert sent[0] == sent[1]
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [line for line in metrics(folder) if "loss" in line]
+
+
+@pytest.mark.parametrize(("method", "stop"), [("eager", 4), ("noloco", 5)])
+def test_a_checkpoint_in_stages_goes_on_with_the_same_bits(text: Path, tmp_path: Path, method: str, stop: int) -> None:
+    more = [*STAGES, f"run.checkpoint_every={stop}", "run.log_every=1"]
+    config = tiny(text, *more, method=method, workers=4, steps=8)
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    run(config, whole)
+    shutil.copytree(whole, copy)
+    (copy / "summary.json").unlink()
+    again = Told()
+    launch(config, copy, again.lines.append, again.notices.append, resume=stop)
+    lines = [sorted(str(without_clocks(line)) for line in metrics(folder)) for folder in (whole, copy)]
+    assert lines[0] == lines[1]
+    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_islands_inside_a_stage_train_on_the_islands_batch(text: Path, tmp_path: Path) -> None:
+    """2 replicas of 2 stages of 2 data-parallel workers: the same text and means as without stages."""
+    more = ["model.layers=2", UNTIED, "inner.max_norm=0", "world.inner=2"]
+    run(tiny(text, *more, method="diloco", workers=4, steps=6), tmp_path / "whole")
+    run(tiny(text, *more, *STAGES, method="diloco", workers=8, steps=6), tmp_path / "split")
+    whole, split = weights(tmp_path / "whole"), weights(tmp_path / "split")
+    assert max(float((whole[name] - split[name]).abs().max()) for name in whole) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "line"),
+    [
+        (["pipeline.stages=3"], 3, "the model has 2 blocks, so choose 1 to 2"),
+        (["pipeline.stages=2"], 3, "choose a multiple of 2 as world.workers"),
+        (["pipeline.stages=2", "pipeline.microbatches=3"], 4, "does not divide a replica's batch of 2"),
+        (["pipeline.routing=random"], 4, "acts on several stages only"),
+        (["pipeline.stages=2", "pipeline.in_flight=0"], 4, "must hold at least 1 forward"),
+        (["pipeline.stages=2", "pipeline.in_flight=some"], 4, "in_flight"),
+        (["pipeline.stages=2", "pipeline.cut=[1, 1]"], 4, "begin at 1 blocks after the first"),
+        (["pipeline.stages=2", "pipeline.cut=[2]"], 4, "rising numbers of blocks between 1 and 1"),
+        (["pipeline.stages=2", "inner.accumulation=2"], 4, "inner.accumulation = 2: with stages"),
+        (["pipeline.stages=2", "world.inner=2", "world.inside=fsdp"], 4, 'inside a stage choose "ddp"'),
+        (["pipeline.stages=2", "pipeline.loss_at=last", "model.tie_embeddings=true"], 4, 'choose "origin"'),
+        (["pipeline.stages=2", "replicas.on_peer_failure=solo"], 4, 'choose "raise"'),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(
+    text: Path, tmp_path: Path, words: list[str], workers: int, line: str
+) -> None:
+    with pytest.raises(ValueError, match=line.replace("(", r"\(")) as refusal:
+        pipeline = [] if any("microbatches" in word for word in words) else ["pipeline.microbatches=2"]
+        if not any("stages" in word for word in words):
+            pipeline = []
+        config = tiny(text, "model.layers=2", *pipeline, *words, method="noloco", workers=workers, steps=4)
+        run(config, tmp_path / "run")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("method", "line"), [("ist", "without stages"), ("fsdp", "without stages")])
+def test_methods_that_need_the_whole_model_are_refused(text: Path, tmp_path: Path, method: str, line: str) -> None:
+    backend = [REAL] if method == "fsdp" else []
+    with pytest.raises(ValueError, match=line):
+        run(tiny(text, *STAGES, *backend, method=method, workers=4, steps=4), tmp_path / "run")
+
+
+def test_the_section_is_written_and_read_back(text: Path) -> None:
+    config = read_config(None, {"world.workers": 4}, ["pipeline.stages=2", "pipeline.routing=random"])
+    assert config.pipeline.stages == 2 and config.replicas_in_all == 2
