@@ -129,8 +129,12 @@ class Summary:
     """Of the simulated clock; None where there is none."""
     seed: int
     corpus_sha256: str
+    memory: Mapping[str, Any] | None = None
+    """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
+    out.
+    """
 
     def record(self) -> dict[str, Any]:
         """What stands in the file."""
-        absent = ("stages", "pipeline_bubble", "islands", "bytes_across_per_worker")
+        absent = ("stages", "pipeline_bubble", "islands", "bytes_across_per_worker", "memory")
         return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}

@@ -16,6 +16,7 @@ from isles.cli import (
     experts,
     export,
     generate,
+    memory,
     methods,
     pipeline,
     plan,
@@ -45,6 +46,7 @@ app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 app.add_typer(experts.app, name="experts")
+app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it

@@ -1,5 +1,5 @@
-"""Amounts as people write them: rates "200Mbit/s", "1.5 Gbps", times "40ms", counts "1.3B", "500k"; plain numbers are
-bits per second, seconds, pieces.
+"""Amounts as people write them: rates "200Mbit/s", "1.5 Gbps", times "40ms", counts "1.3B", "500k", memory "12GiB",
+"24GB", memory's rates "22GB/s"; plain numbers are bits per second, seconds, pieces, bytes, bytes per second.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATES = {f"{prefix}{form}": size for prefix, size in _PREFIXES.items() for form in ("bit/s", "bps", "bits/s")}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_BYTES = {f"{prefix}b": size for prefix, size in _PREFIXES.items()} | {
+    f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", start=1)
+}
+_BYTE_RATES = {f"{unit}/s": size for unit, size in _BYTES.items()}
 
 
 def parse_rate(name: str, given: float | str) -> float:
@@ -36,6 +40,27 @@ def parse_count(name: str, given: float | str) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{name} = {given}: choose a number above 0, such as 1.3B")
     return value
+
+
+def parse_bytes(name: str, given: float | str) -> float:
+    """Bytes, 0 or more: GB is 10^9, GiB 2^30; ValueError that begins with `name`."""
+    value = _parse(name, given, _BYTES, "12GiB")
+    if not value >= 0:
+        raise ValueError(f"{name} = {given}: memory is 0 bytes or more, such as 12GiB")
+    return value
+
+
+def parse_byte_rate(name: str, given: float | str) -> float:
+    """Bytes per second, 0 or more, `inf` too; ValueError that begins with `name`."""
+    value = _parse(name, given, _BYTE_RATES, "22GB/s")
+    if not value >= 0:
+        raise ValueError(f"{name} = {given}: a rate is 0 bytes per second or more, such as 22GB/s")
+    return value
+
+
+def parse_amount(name: str, given: float | str) -> float:
+    """A number with k, M, B or G, T for its thousands; ValueError that begins with `name`."""
+    return _parse(name, given, _COUNTS | {"g": 1e9}, "165T")
 
 
 def _parse(name: str, given: float | str, units: dict[str, float], example: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from torch import nn
@@ -17,11 +18,16 @@ from isles.training.config.sections import Config
 
 
 def wrapped(
-    config: Config, model: nn.Module, group: Group, island: Group | None = None, peers: Group | None = None
+    config: Config,
+    model: nn.Module,
+    group: Group,
+    island: Group | None = None,
+    peers: Group | None = None,
+    manage: Callable[[nn.Module, Optimizer], Optimizer] = lambda model, inner: inner,
 ) -> tuple[ReplicaSync, list[str]]:
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
-    `group` is then across them. peers: the stages of its replica, where `model` is one of several. ValueError, with the
-    key, where the run cannot mean what they say.
+    `group` is then across them. peers: the stages of its replica, where `model` is one of several. manage: what is put
+    around the inner optimizer of a model. ValueError, with the key, where the run cannot mean what they say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     try:
@@ -31,7 +37,7 @@ def wrapped(
             )
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
-            inner = _stepped(config, part, kind, peers)
+            inner = _stepped(config, part, kind, peers, manage)
         else:
             if not kind.spans_islands:
                 raise ValueError(
@@ -40,7 +46,7 @@ def wrapped(
                 )
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
-            inner = inside(part, _stepped(config, part, kind, peers), island, max_norm=max_norm)
+            inner = inside(part, _stepped(config, part, kind, peers, manage), island, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
@@ -54,9 +60,15 @@ def wrapped(
         raise ValueError(in_section("replicas", str(error), keys)) from error
 
 
-def _stepped(config: Config, part: nn.Module, kind: type[ReplicaSync], peers: Group | None) -> Optimizer | Plain:
+def _stepped(
+    config: Config,
+    part: nn.Module,
+    kind: type[ReplicaSync],
+    peers: Group | None,
+    manage: Callable[[nn.Module, Optimizer], Optimizer],
+) -> Optimizer | Plain:
     """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
-    inner = inner_optimizer(part, config.inner, kind.usual_inner)
+    inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
     if peers is None or peers.size == 1:
         return inner
     over = "peers" if config.pipeline.clip == "model" else "own"

@@ -36,6 +36,7 @@ from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
+from isles.training.memory import PlannedMemory
 from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
@@ -59,9 +60,11 @@ class Trainer:
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         model = self._whole_model() if cut is None else self._stage(cut)
         peers = None if cut is None else world.stage
-        self.optimizer, notices = wrapped(config, model, world.outer, world.inner, peers)  # refuses what cannot work
+        self.memory = PlannedMemory(config)
+        manage = self.memory.manage
+        self.optimizer, notices = wrapped(config, model, world.outer, world.inner, peers, manage)  # or refuses
         self.model = self.optimizer.model
-        self.device = next(self.model.parameters()).device
+        self.device = self.memory.device(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
@@ -280,6 +283,7 @@ class Trainer:
             "virtual_seconds": clock,
             "pipeline_seconds": waited,
             "corpus_sha256": "" if self.text is None else self.text.corpus.sha256,
+            "memory": self.memory.told(computing / self.config.run.steps),
         }
 
     def _judge(self) -> float | None:
@@ -322,4 +326,7 @@ def train_worker(
     if resume is not None:
         assert out is not None
         trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
-    return trainer.run(out)
+    try:
+        return trainer.run(out)
+    finally:
+        trainer.memory.close()

@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass a section, each beside its owner.
 
 [model] isles.models.config    [data] isles.data.config    [inner] inner.py    [replicas] the method's own Config
-[world] [run] here
+[memory] isles.memory.config    [world] [run] here
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
+from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
@@ -210,6 +211,7 @@ class Config:
     """That method's settings."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from isles.comm.errors import WorkerFailed
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
+from isles.training.memory import prepared
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
 from isles.training.records.rundir import SUMMARY, run_directory
@@ -60,6 +61,8 @@ def launch(
     far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
     ends them at once.
     """
+    if config.memory.method != "none":
+        prepared(config)  # refuses what cannot be before anything is made
     require(config.run.loggers)
     started = time.perf_counter()
     start = start_workers or starter(config.world.backend).train
@@ -152,4 +155,5 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
         virtual_seconds=max(result["virtual_seconds"] for result in results) if world.is_simulated else None,
         seed=config.run.seed,
         corpus_sha256=first["corpus_sha256"],
+        memory=first["memory"],
     ).record()

@@ -14,6 +14,7 @@ from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
 from isles.launch.nodes import NodeGroup
 from isles.training.config.sections import Config
+from isles.training.memory import step_seconds
 from isles.training.running.starting import deadlines, warnings_told
 from isles.training.trainer import train_worker
 
@@ -34,7 +35,7 @@ class VirtualWorkers:
             inner=world.inner * (config.pipeline.stages if config.pipeline.together else 1),
             inner_links=world.inner_links,
             threads=world.threads,
-            step_seconds=world.step_seconds,
+            step_seconds=step_seconds(config),
             speeds=replace(world, workers=workers).factors,
             compute_jitter=world.step_jitter,
             pauses=world.pauses,

@@ -1,0 +1,191 @@
+"""`isles memory`: whether a model fits a machine, by which plan, and what that costs; before anything runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.memory.costs import Profile
+    from isles.memory.plan import Plan
+    from isles.network.machines import Machine
+
+app = typer.Typer(help="Models larger than the device: plans.", pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _memory() -> None:
+    """Models larger than the device: plans."""
+
+
+@app.command("plan")
+def plan(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help="A known machine, or a .toml file of one.")] = None,
+    device_budget: Annotated[str | None, typer.Option(help="Memory of the device, such as 12GiB.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Memory of the host, such as 64GiB.")] = None,
+    method: Annotated[str | None, typer.Option(help="auto, autohete, karma or checkpoint.")] = None,
+    update: Annotated[str | None, typer.Option(help="exact, or early (without clipping).")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also every method, and simple plans.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for memory.plan.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Also write the lanes of some steps for chrome://tracing.")] = None,
+) -> None:
+    """The fastest plan that fits, unit by unit: bytes, lanes, peak and seconds of a step."""
+    from isles.training.config.reading import gather, resolve
+    from isles.training.memory import machine_of, planned, profile_of, refusals
+
+    flags = {
+        "memory.machine": machine,
+        "memory.device_budget": device_budget,
+        "memory.host_budget": host_budget,
+        "memory.update": update,
+        "memory.method": method,
+    }
+    tables = gather(config, {}, [])
+    tables = gather(config, flags | ({} if _says_method(tables, method) else {"memory.method": "auto"}), set_ or [])
+    asked = resolve(tables)
+    refusals(asked)
+    with _quiet():
+        here = machine_of(asked)
+        made = profile_of(asked)
+        found = planned(asked, made, here)
+        others = _others(asked, made, here) if compare else {}
+    if trace is not None:
+        _write_trace(trace, found, made, here)
+    if as_json:
+        print(found.to_json())
+        return
+    print("\n".join(_head(found, made, here)), end="\n\n")
+    _table(found, made)
+    print()
+    print("\n".join(_lanes(found)))
+    if compare:
+        print()
+        print("\n".join(_compared(found, others)))
+
+
+def _says_method(tables: dict[str, dict[str, Any]], flag: str | None) -> bool:
+    return flag is not None or tables.get("memory", {}).get("method", "none") != "none"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """HiGHS prints lines of its own to the process's output: to stderr with them, so that JSON stays JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _others(asked: Any, made: Profile, here: Machine) -> dict[str, Plan | None]:
+    from isles.memory.plan import InfeasibleBudget
+    from isles.memory.search import METHODS
+    from isles.training.memory import planned
+
+    found: dict[str, Plan | None] = {}
+    for name in METHODS:
+        try:
+            found[name] = planned(replace(asked, memory=replace(asked.memory, method=name, plan="")), made, here)
+        except InfeasibleBudget:
+            found[name] = None
+    return found
+
+
+def _head(plan: Plan, made: Profile, here: Machine) -> list[str]:
+    from isles.report.units import format_bytes, format_count, format_percent, format_seconds
+
+    return [
+        f"model    {made.model}: {format_count(made.params)} parameters, {len(made.units)} blocks; batch {made.batch} "
+        f"x {made.tokens} tokens{'' if made.autocast == 'none' else ', ' + made.autocast}",
+        f"machine  {here.name}: {format_bytes(here.device_bytes)} on the device, {format_bytes(here.host_bytes)} on "
+        "the host",
+        f"plan     {plan.method}, {plan.update} updates: {plan.short}",
+        f"peak     {format_bytes(plan.peak)} of {format_bytes(plan.budget)}; host {format_bytes(plan.host_bytes)}"
+        + (f"; disk {format_bytes(plan.disk_bytes)}" if plan.disk_bytes else ""),
+        f"step     {format_seconds(plan.step)} simulated; no plan is below {format_seconds(plan.bound)} (gap "
+        f"{format_percent(plan.gap)})",
+    ]
+
+
+def _table(plan: Plan, made: Profile) -> None:
+    from isles.cli.table import print_table
+    from isles.memory.plan import table
+    from isles.report.panels import Table
+    from isles.report.units import format_bytes
+
+    rows: list[tuple[str, ...]] = []
+    first = last = ""
+    groups: list[tuple[str, str, dict[str, Any]]] = []
+    for row in table(plan, made):
+        same = groups and {**groups[-1][2], "unit": ""} == {**row, "unit": ""}
+        first = groups[-1][0] if same else row["unit"]
+        last = row["unit"]
+        groups[-1 if same else len(groups) :] = [(first, last, row)]
+    for first, last, row in groups:
+        name = first if first == last else f"{first} .. {last.rpartition('.')[2]}"
+        sizes = (format_bytes(row[key]) for key in ("device", "kept", "up", "down", "host"))
+        rows.append((name, f"{row['place']}{row['activations']}", row["why"], *sizes))
+    heads = ("unit", "plan", "what", "stays", "activations", "up a step", "down a step", "host")
+    print_table(Table(heads=heads, rows=rows, names=3))
+
+
+def _lanes(plan: Plan) -> list[str]:
+    from isles.report.units import format_percent, format_seconds
+
+    words = [
+        f"{name} {format_seconds(seconds)} ({format_percent(seconds / plan.step)})"
+        for name, seconds in plan.busy.items()
+        if seconds
+    ]
+    return [f"lanes busy in a step: {', '.join(words)}"]
+
+
+def _compared(plan: Plan, others: dict[str, Plan | None]) -> list[str]:
+    from isles.report.units import format_bytes, format_seconds
+
+    lines = ["method        a step      peak      plan"]
+    for name, other in others.items():
+        if other is None:
+            lines.append(f"{name:<12}  does not fit")
+        else:
+            seconds, peak = format_seconds(other.step), format_bytes(other.peak)
+            lines.append(f"{name:<12}  {seconds:<10}  {peak:<8}  {other.short}")
+    lines += ["", "simple plan                 a step"]
+    for name, seconds in plan.floors.items():
+        lines.append(f"{name:<26}  {'does not fit' if seconds is None else format_seconds(seconds)}")
+    return lines
+
+
+def _write_trace(path: Path, plan: Plan, made: Profile, here: Machine) -> None:
+    from isles.memory.lanes import simulate
+    from isles.memory.plan import trace
+
+    timeline = simulate(
+        made,
+        plan.placements,
+        here,
+        budget=plan.peak,
+        update=plan.update,
+        accumulation=plan.accumulation,
+        spans=True,
+    )
+    try:
+        path.write_text(trace(timeline), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--trace {path}: cannot be written ({error.strerror}); name another file") from error

@@ -1,0 +1,128 @@
+"""What a unit's forward pass saves for the backward pass: swapped to the host and back, or made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isles.memory.meter import MemoryMeter
+from isles.memory.units import is_cast
+
+
+@dataclass
+class _Saved:
+    """One storage: on the device, on the host, and how many saved tensors still read it."""
+
+    device: Tensor | None
+    host: Tensor | None = None
+    readers: int = 0
+
+
+class _Ticket(NamedTuple):
+    """What autograd keeps in place of a saved tensor."""
+
+    key: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Swapped:
+    """The saved tensors of one unit and pass, by storage: each moves once, however many views of it were saved.
+
+    Left where they are: the storages in `others` (parameters, buffers, what other units are given too), and casts that
+    autocast makes of weights. A storage is given back when the last that saved it has read it.
+    """
+
+    def __init__(self, others: Iterable[Tensor], meter: MemoryMeter | None = None) -> None:
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+        self._store: dict[int, _Saved] = {}
+        self.meter = meter
+
+    @property
+    def nbytes(self) -> int:
+        """Of what moves."""
+        both = (one.device if one.device is not None else one.host for one in self._store.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in both if tensor is not None)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """For `torch.autograd.graph.saved_tensors_hooks`."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._others or not tensor.numel() or is_cast(tensor):
+            return tensor
+        if key not in self._store:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._store[key] = _Saved(whole)
+        self._store[key].readers += 1
+        return _Ticket(key, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Any) -> Tensor:
+        """For `torch.autograd.graph.saved_tensors_hooks`."""
+        if isinstance(kept, Tensor):
+            return kept
+        entry = self._store[kept.key]
+        whole = entry.device
+        if whole is None:
+            raise RuntimeError("memory: a swapped activation is read before its block's backward pass has begun")
+        entry.readers -= 1
+        if not entry.readers:
+            entry.device = None
+        storage = whole.untyped_storage()
+        return torch.empty(0, dtype=kept.dtype, device=whole.device).set_(storage, kept.offset, kept.size, kept.stride)
+
+    def to_host(self) -> None:
+        """Move all; on a lane, after the forward pass."""
+        for entry in self._store.values():
+            assert entry.device is not None
+            entry.host = entry.device.to("cpu", copy=True)
+            entry.device = None
+
+    def to_device(self, device: torch.device) -> None:
+        """Bring all back; on a lane, before the backward pass."""
+        for entry in self._store.values():
+            assert entry.host is not None
+            entry.device = entry.host.to(device, copy=True)
+            entry.host = None
+            if self.meter is not None:
+                self.meter.track(entry.device)
+
+
+class Repeatable:
+    """A unit's forward that may run twice in one step: what its modules count (a BatchNorm's running statistics) moves
+    the first time only. In the second run they write to copies.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.module, self.forward = module, forward
+        self._moved: list[tuple[dict[str, Any], str]] | None = None
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        buffers = [
+            (module._buffers, name, buffer)
+            for module in self.module.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        if self._moved is None:
+            before = [buffer._version for _, _, buffer in buffers]
+            made = self.forward(*args, **named)
+            self._moved = [
+                (table, name)
+                for (table, name, buffer), version in zip(buffers, before, strict=True)
+                if buffer._version != version
+            ]
+            return made
+        kept = [(table, name, table[name]) for table, name in self._moved]
+        try:
+            for table, name, buffer in kept:
+                table[name] = buffer.clone()
+            return self.forward(*args, **named)
+        finally:
+            for table, name, buffer in kept:
+                table[name] = buffer

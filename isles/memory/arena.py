@@ -1,0 +1,49 @@
+"""The bytes of the device, granted strictly in the order in which they are asked for.
+
+What is asked for first never waits for what comes later: fetching ahead cannot block what runs before it, and a plan
+that fits without fetching ahead cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class Arena:
+    """`budget` bytes, of which `used` are taken; peak: the most that ever were. Safe among threads."""
+
+    def __init__(self, budget: float, used: float = 0) -> None:
+        self.budget, self.used, self.peak = budget, used, used
+        self._asked: deque[tuple[float, Callable[[], None]]] = deque()
+        self._lock = threading.RLock()
+
+    def want(self, nbytes: float, then: Callable[[], None]) -> None:
+        """Call `then` once the bytes are granted: at once, or from the thread that frees what it waits for."""
+        with self._lock:
+            self._asked.append((nbytes, then))
+        self._grant()
+
+    def free(self, nbytes: float) -> None:
+        """Give bytes back."""
+        if nbytes:
+            with self._lock:
+                self.used -= nbytes
+            self._grant()
+
+    @property
+    def waiting(self) -> int:
+        """How many were asked for and are not granted."""
+        return len(self._asked)
+
+    def _grant(self) -> None:
+        granted = []
+        with self._lock:
+            while self._asked and self.used + self._asked[0][0] <= self.budget:
+                nbytes, then = self._asked.popleft()
+                self.used += nbytes
+                self.peak = max(self.peak, self.used)
+                granted.append(then)
+        for then in granted:
+            then()

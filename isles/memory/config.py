@@ -1,0 +1,62 @@
+"""The `[memory]` section: whether what does not fit the device is kept elsewhere, and by which plan. Importable without
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from isles.memory.lanes import Update
+from isles.network.units import parse_bytes
+
+MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Whether a worker keeps to a plan of memory, and which."""
+
+    method: MemoryMethod = "none"
+    """none: all of the model stays on the device. auto: whatever is fastest for every block: its weights and optimizer
+    states on the device or on the host; its activations kept, swapped to the host, or made again in the backward pass.
+    autohete: without swapping. karma: activations alone, kept, swapped or made again. checkpoint: activations alone,
+    kept or made again.
+    """
+    device_budget: str = ""
+    """Memory of the device that the run may take, such as "12GiB"; "": all that the machine has."""
+    host_budget: str = ""
+    """Memory of the host beside it; "": all that the machine has."""
+    machine: str = ""
+    """A name of `isles.network.machines`, or the path of a .toml file of your own; its rates decide which plan is
+    fastest. "": what is here. On the virtual backend the plan's step for a named machine is that of the clock.
+    """
+    update: Update = "exact"
+    """exact: every update waits until all gradients are there, as clipping needs it. early: a block is updated as soon
+    as its gradients are there, which needs inner.max_norm = 0.
+    """
+    plan: str = ""
+    """A plan that `isles memory plan --json` wrote, instead of a search."""
+    emulate: bool = False
+    """On a CPU: take a part of the RAM for the device, with copies between the two as on the machine; for trying out
+    plans, it saves no memory.
+    """
+
+    def __post_init__(self) -> None:
+        for key, choices in (("method", MemoryMethod), ("update", Update)):
+            value = getattr(self, key)
+            if value not in get_args(choices):
+                raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
+        for key in ("device_budget", "host_budget"):
+            given = getattr(self, key)
+            if given and given.strip().replace(".", "").isdigit():
+                raise ValueError(f'{key} = {given!r}: write its unit too, such as "{given.strip()}GiB"')
+            if given and parse_bytes(key, given) <= 0:
+                raise ValueError(f'{key} = {given!r}: choose memory above 0, such as "12GiB", or leave it out')
+        if self.method == "none":
+            for key in ("device_budget", "host_budget", "machine", "plan"):
+                if getattr(self, key):
+                    raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
+            if self.update != "exact" or self.emulate:
+                key = "emulate" if self.emulate else "update"
+                raise ValueError(f'{key} is of a plan: set memory.method = "auto" too, or take it out')

@@ -1,0 +1,281 @@
+"""What a model's blocks take, and what each choice for a block puts on the device, on the host and on every lane.
+
+Choices for a block's parameters and optimizer states (`UnitPlace`):
+
+    device     D    all of it stays on the device, which updates it
+    optimizer  O    the device keeps a copy of the weights; the host holds the masters and the states and updates them
+    host       H    as O, and the copy comes up for each pass and goes again
+    disk       N    as H, and the states wait in a file
+
+and for what its forward pass saves for the backward pass (`Activations`): keep K, swap S to the host, recompute R.
+
+How the bytes of one block move through a step (`stream`: the tensor between two blocks, counted once for all):
+
+    forward    asks   saved + forward's transients (R: its input + transients); gives the transients back (S: the rest
+                      too, once it is on the host)
+    backward   asks   S: saved, R: what is made again; backward's transients; its gradients
+               gives  all of that but the gradients; O, H, N: these too, once they are on the host; D: these too where
+                      they were added to those of another batch of the step
+    step       gives  the gradients of D
+
+Units: bytes and seconds; parameters are counted in numbers. The same amounts drive the simulation (`lanes`) and the
+executor (`managed`), so a plan cannot promise what the run does not do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from isles.network.machines import Machine
+
+UnitPlace = Literal["device", "optimizer", "host", "disk"]
+Activations = Literal["keep", "swap", "recompute"]
+PLACES: tuple[UnitPlace, ...] = get_args(UnitPlace)
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+LETTERS = {"device": "D", "optimizer": "O", "host": "H", "disk": "N", "keep": "K", "swap": "S", "recompute": "R"}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What is chosen for one unit."""
+
+    place: UnitPlace
+    activations: Activations
+
+    @property
+    def short(self) -> str:
+        """Two letters, such as DK."""
+        return LETTERS[self.place] + LETTERS[self.activations]
+
+
+class Transient(NamedTuple):
+    """Bytes on top of what stays, while a unit's forward or backward pass runs."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """What a unit's forward and backward pass take on the device, in bytes.
+
+    saved: kept by forward for backward, by storage, its input among it, but no parameters, casts, or what other blocks
+    are given too. casts: copies that autocast makes of float32 weights; they stay until the forward pass of the whole
+    model is over, and with what is saved until the unit's backward pass. kept, recomputed: transients where the
+    activations are kept (or swapped), and where they are made again, the remade ones among them.
+    """
+
+    saved: int
+    casts: int
+    kept: Transient
+    recomputed: Transient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitProfile:
+    """One block (`isles.memory.profile` measures it).
+
+    params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
+    weights' bytes. moved: of the weights as O, H and N bring them up, which are
+    bfloat16 matrices under bfloat16 autocast; so are their gradients. boundary: of its input. resident, brought: its
+    passes on the weights themselves (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward
+    counts twice that. forward, backward: measured seconds; 0: from flops.
+    """
+
+    name: str
+    params: int
+    weights: int
+    states: int
+    moved: int
+    boundary: int
+    resident: Passes
+    brought: Passes
+    flops: float
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """The rest of the model, always on the device: what runs before the first block (embedding) and after the last one
+    (norm, head, loss).
+
+    weights, states, buffers: bytes. before: what stays from before the first block until the end of the backward pass.
+    top, bottom: transients after the last block, forward and backward, and in the backward pass before the first.
+    top_gradients, bottom_gradients: bytes that the two leave on the parameters. carried: what waits from the top to the
+    bottom, as the head's part of a tied matrix's gradient does. flops: forward, of both.
+    """
+
+    params: int
+    weights: int
+    states: int
+    buffers: int
+    before: int
+    top: int
+    bottom: int
+    top_gradients: int
+    bottom_gradients: int
+    carried: int
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model at one batch: its units in the order of the forward pass.
+
+    stream: bytes of the largest tensor between units. batch, tokens: sequences and tokens of each; autocast: "none" or
+    "bf16". model: what it is, for a person.
+    """
+
+    model: str
+    units: tuple[UnitProfile, ...]
+    ends: Ends
+    stream: int
+    batch: int
+    tokens: int
+    autocast: str
+
+    @property
+    def params(self) -> int:
+        """All parameters, in numbers."""
+        return self.ends.params + sum(unit.params for unit in self.units)
+
+    @property
+    def base(self) -> int:
+        """Bytes on the device that no plan moves."""
+        return self.ends.weights + self.ends.states + self.ends.buffers + self.ends.before + self.stream
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """One unit under one choice, in bytes and in the words of the module."""
+
+    resident: int  # weights and states that stay
+    slot: int  # the copy that comes up for a pass; 0: none does
+    forward: int
+    forward_end: int
+    casts_end: int  # of forward: what goes when the forward pass of the whole model is over
+    swap: int  # to the host after forward, and back before backward
+    backward: int  # without swap and gradients
+    backward_end: int
+    gradients: int  # made by a backward pass
+    on_device: bool  # is updated there, so its gradients stay until the step
+    refreshed: int  # up after an update on the host
+    host: int
+    disk: int
+
+
+@lru_cache(maxsize=65536)
+def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
+    """What the choice costs."""
+    place, recompute = placement.place, placement.activations == "recompute"
+    device, stays = place == "device", place == "optimizer"
+    passes = unit.resident if device else unit.brought
+    transient = passes.recomputed if recompute else passes.kept
+    held = unit.boundary if recompute else passes.saved
+    swap = passes.saved if placement.activations == "swap" else 0
+    gone = passes.casts if recompute else 0
+    gradients = unit.weights if device else unit.moved
+    return UnitCost(
+        resident=unit.weights + unit.states if device else unit.moved if stays else 0,
+        slot=0 if device or stays else unit.moved,
+        forward=held + passes.casts + transient.forward,
+        forward_end=transient.forward,
+        casts_end=gone,
+        swap=swap,
+        backward=transient.backward,
+        backward_end=transient.backward + held + passes.casts - gone,
+        gradients=gradients,
+        on_device=device,
+        refreshed=unit.moved if stays else 0,
+        host=swap + (0 if device else 2 * unit.weights + (0 if place == "disk" else unit.states)),
+        disk=unit.states if place == "disk" else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """One unit under one choice, in seconds of each lane; transfers while the other direction rests."""
+
+    forward: float
+    backward: float  # with what is made again
+    update: float  # on the device
+    slot: float
+    swap_up: float
+    swap_down: float
+    gradients: float
+    refresh: float
+    host: float
+    read: float
+    write: float
+
+
+@lru_cache(maxsize=65536)
+def unit_time(unit: UnitProfile, placement: Placement, machine: Machine) -> UnitTime:
+    """What the choice takes on the machine; infinite where its link or disk has no rate."""
+    cost = unit_cost(unit, placement)
+    forward = unit.forward or machine.seconds(unit.flops)
+    backward = unit.backward or 2 * machine.seconds(unit.flops)
+    touched = 2 * unit.weights + unit.weights + 2 * unit.states  # weights and states read and written, gradients read
+    return UnitTime(
+        forward=forward,
+        backward=backward + (forward if placement.activations == "recompute" else 0.0),
+        update=touched / machine.device_rate if cost.on_device else 0.0,
+        slot=_over(cost.slot, machine.up),
+        swap_up=_over(cost.swap, machine.up),
+        swap_down=_over(cost.swap, machine.down),
+        gradients=0.0 if cost.on_device else _over(cost.gradients, machine.down),
+        refresh=_over(cost.refreshed, machine.up),
+        host=0.0 if cost.on_device else unit.params / machine.host_update,
+        read=_over(cost.disk, machine.disk_read),
+        write=_over(cost.disk, machine.disk_write),
+    )
+
+
+def _over(nbytes: int, rate: float) -> float:
+    return nbytes / rate if nbytes and rate else math.inf if nbytes else 0.0
+
+
+def ends_seconds(profile: Profile, machine: Machine) -> float:
+    """Head, loss and embedding, forward and backward, of one batch."""
+    return 3 * machine.seconds(profile.ends.flops)
+
+
+def ends_update(profile: Profile, machine: Machine) -> float:
+    """The update of what no plan moves, on the device."""
+    return (3 * profile.ends.weights + 2 * profile.ends.states) / machine.device_rate
+
+
+def host_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
+    """Memory of the host that a plan takes."""
+    return sum(unit_cost(unit, one).host for unit, one in zip(profile.units, placements, strict=True))
+
+
+def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
+    """Room in the file that a plan takes."""
+    return sum(unit_cost(unit, one).disk for unit, one in zip(profile.units, placements, strict=True))
+
+
+def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: int = 1) -> int:
+    """Bytes on the device at the peak of a step in which nothing is fetched ahead: what must fit for a plan to run."""
+    costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+    ends = profile.ends
+    used = peak = profile.base + sum(cost.resident for cost in costs)
+    for batch in range(min(accumulation, 2)):
+        for cost in costs:
+            peak = max(peak, used + cost.slot + cost.forward)
+            used += cost.forward - cost.forward_end - cost.swap
+        peak = max(peak, used + ends.top + ends.top_gradients + ends.carried)
+        used += ends.carried + (0 if batch else ends.top_gradients) - sum(cost.casts_end for cost in costs)
+        for cost in reversed(costs):
+            peak = max(peak, used + cost.slot + cost.swap + cost.backward + cost.gradients)
+            used += cost.swap + cost.backward - cost.backward_end
+            if cost.on_device and not batch:
+                used += cost.gradients
+        peak = max(peak, used + ends.bottom + ends.bottom_gradients)
+        used += (0 if batch else ends.bottom_gradients) - ends.carried
+    return peak

@@ -1,0 +1,1 @@
+"""Who moves bytes and updates parameters beside the computation: `paced` threads (CPU), or nobody (`inline`)."""

@@ -1,0 +1,100 @@
+"""What the executor asks of an engine: work on serial lanes, events between them, and an end."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+EngineLane = Literal["up", "down", "host", "read", "write"]
+LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
+Urgency = tuple[int, ...]
+_DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
+
+
+class LaneFailed(RuntimeError):
+    """Work beside the computation failed; its error is the cause."""
+
+
+class LaneEvent:
+    """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
+
+    __slots__ = ("_engine", "_waiting", "happened")
+
+    def __init__(self, engine: Engine, happened: bool = False) -> None:
+        self._engine, self.happened = engine, happened
+        self._waiting: list[Callable[[], None]] = []
+
+    def then(self, run: Callable[[], None]) -> None:
+        """Run it once this has happened."""
+        with self._engine.changed:
+            if not self.happened:
+                self._waiting.append(run)
+                return
+        run()
+
+    def fire(self) -> None:
+        """It happens."""
+        with self._engine.changed:
+            self.happened = True
+            waiting, self._waiting = self._waiting, []
+            self._engine.changed.notify_all()
+        for run in waiting:
+            run()
+
+    def wait(self, what: str) -> None:
+        """Return once it has happened. LaneFailed as soon as any lane has failed; TimeoutError after ten minutes."""
+        if not self.happened:
+            self._engine.wait_for(self, what)
+
+
+class Engine(ABC):
+    """Serial lanes. Whatever fails on one of them is raised where the computation next waits or submits.
+
+    first_come: gradients and updates are served as they arise, not as they are needed; for comparison.
+    """
+
+    first_come = False
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.failed: tuple[str, BaseException] | None = None
+
+    def event(self, happened: bool = False) -> LaneEvent:
+        """A new one."""
+        return LaneEvent(self, happened)
+
+    @abstractmethod
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        """Do `work` on the lane, the most urgent (least) first, then `done`. seconds: what it takes on the machine of
+        the plan.
+        """
+
+    def computed(self, began: float, seconds: float) -> None:  # noqa: B027
+        """The device has computed since `began` (host seconds), for what takes `seconds` on the machine of the plan."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop; what has not begun is dropped. No thread is left."""
+
+    def fail(self, lane: str, error: BaseException) -> None:
+        """Wake whoever waits."""
+        with self.changed:
+            self.failed = self.failed or (lane, error)
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """LaneFailed where a lane has failed."""
+        if self.failed is not None:
+            lane, error = self.failed
+            raise LaneFailed(f"memory: the {lane} lane failed: {type(error).__name__}: {error}") from error
+
+    def wait_for(self, event: LaneEvent, what: str) -> None:
+        """See LaneEvent.wait."""
+        with self.changed:
+            come = self.changed.wait_for(lambda: event.happened or self.failed is not None, _DEADLINE)
+        self.check()
+        if not come:
+            raise TimeoutError(f"memory: {what} did not come within {_DEADLINE:.0f} s")

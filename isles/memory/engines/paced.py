@@ -1,0 +1,103 @@
+"""A thread a lane. Copies are real; with `pace` each takes at least the seconds that it takes on the plan's machine, so
+that a CPU shows the order and the waits of a device with a link.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from isles.memory.engines.base import LANES, Engine, EngineLane, Urgency
+
+
+class _Job(NamedTuple):
+    urgency: Urgency
+    number: int
+    seconds: float
+    work: Callable[[], None]
+    done: Callable[[], None]
+
+
+class LaneSpan(NamedTuple):
+    """What a lane did: its name, host seconds when it began, seconds it took."""
+
+    lane: str
+    start: float
+    seconds: float
+
+
+class Paced(Engine):
+    """Threads. first_come: lanes down and host serve in the order of submission, for comparison. pace: see the module.
+    log: a list that gets a LaneSpan for every job.
+    """
+
+    def __init__(self, *, pace: bool = False, first_come: bool = False, log: list[LaneSpan] | None = None) -> None:
+        super().__init__()
+        self.pace, self.first_come, self.log = pace, first_come, log
+        self._queues: dict[EngineLane, list[_Job]] = {lane: [] for lane in LANES}
+        self._number, self._closing = 0, False
+        self._threads: dict[EngineLane, threading.Thread] = {}
+
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        """Queue it. LaneFailed where a lane has failed."""
+        if threading.current_thread() not in self._threads.values():
+            self.check()
+        with self.changed:
+            if self._closing:
+                return
+            self._number += 1
+            order = (self._number,) if self.first_come and lane in ("down", "host") else urgency
+            heapq.heappush(self._queues[lane], _Job(order, self._number, seconds, work, done))
+            if lane not in self._threads:  # a lane that the plan does not use has no thread
+                thread = threading.Thread(target=self._serve, args=(lane,), name=f"memory {lane}", daemon=True)
+                self._threads[lane] = thread
+                thread.start()
+            self.changed.notify_all()
+
+    def computed(self, began: float, seconds: float) -> None:
+        """Wait for the rest of them, with `pace`."""
+        left = began + seconds - time.perf_counter() if self.pace else 0.0
+        if left > 0:
+            time.sleep(left)
+        if self.log is not None:
+            self.log.append(LaneSpan("device", began, time.perf_counter() - began))
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has."""
+        with self.changed:
+            self._closing = True
+            self.changed.notify_all()
+        for thread in self._threads.values():
+            thread.join()
+
+    def _serve(self, lane: EngineLane) -> None:
+        torch.set_num_threads(1)  # of this lane alone: more would change the last bits of no update, but take its cores
+        queue = self._queues[lane]
+        try:
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: queue or self._closing)
+                    if self._closing:
+                        return
+                    job = heapq.heappop(queue)
+                began = time.perf_counter()
+                with torch.no_grad():
+                    job.work()
+                left = began + job.seconds - time.perf_counter() if self.pace else 0.0
+                if left > 0:
+                    time.sleep(left)
+                if self.log is not None:
+                    self.log.append(LaneSpan(lane, began, time.perf_counter() - began))
+                done = job.done
+                del job  # and with it what its work holds
+                done()
+                del done
+        except BaseException as error:
+            self.fail(lane, error)

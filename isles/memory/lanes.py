@@ -1,0 +1,360 @@
+"""A step of one worker, played through: serial lanes for the device, the link up and down, the host's updates, and the
+disk's reads and writes.
+
+    pass        forward of every unit, top (head and loss), backward of every unit from the last on, bottom (embedding)
+    step        as many passes as batches are accumulated; then the update on the device
+
+Every pass asks for all its bytes when it starts, in the order in which it needs them, and the arena grants them in that
+order. Transfers and host updates are served by priority: what is needed first goes first, so the first blocks of the
+next forward pass come before the rest ("first come" serves them in the order in which they arise, as a plain queue
+does). With exact updates, all gradients of the step are on the host before the first update, for clipping needs the
+norm of all; with early ones, each unit is updated as soon as its gradients are there.
+
+This is the only replay of lanes; `network.planner.replay` plays exchanges between workers, not what one worker does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from isles.memory.arena import Arena
+from isles.memory.costs import Placement, Profile, ends_seconds, ends_update, least_peak, unit_cost, unit_time
+from isles.memory.serial import LANES, LaneName, SerialLane, SimulatedEvent
+from isles.network.machines import Machine
+
+Update = Literal["exact", "early"]
+_STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
+
+
+class SimulatedSpan(NamedTuple):
+    """What a lane did: seconds since the beginning, seconds it took, and for whom."""
+
+    lane: LaneName
+    start: float
+    seconds: float
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneTimeline:
+    """step: seconds of one, in the long run. peak: bytes. busy: seconds of a step that each lane works. spans: of all
+    steps, where they were asked for.
+    """
+
+    step: float
+    peak: float
+    busy: dict[LaneName, float]
+    spans: list[SimulatedSpan] = field(default_factory=list)
+
+
+class Deadlock(RuntimeError):
+    """A plan that cannot go on within its budget."""
+
+
+def simulate(
+    profile: Profile,
+    placements: Sequence[Placement],
+    machine: Machine,
+    *,
+    budget: float | None = None,
+    update: Update = "exact",
+    accumulation: int = 1,
+    first_come: bool = False,
+    steps: int = _STEPS,
+    spans: bool = False,
+) -> LaneTimeline:
+    """Play `steps` steps of the plan. budget: bytes of the device, None for the machine's. Deadlock where the plan
+    needs more than that even without fetching ahead.
+    """
+    least = least_peak(profile, placements, accumulation)
+    limit = machine.device_bytes if budget is None else budget
+    if least > limit:
+        raise Deadlock(f"the plan needs {least} bytes of the device, there are {limit:.0f}")
+    return _Run(profile, placements, machine, limit, update, accumulation, first_come, steps, spans).play()
+
+
+class _Task(NamedTuple):
+    step: int
+    batch: int
+    kind: Literal["forward", "top", "backward", "bottom", "update"]
+    unit: int
+
+
+class _Run:
+    """One simulation."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        placements: Sequence[Placement],
+        machine: Machine,
+        budget: float,
+        update: Update,
+        accumulation: int,
+        first_come: bool,
+        steps: int,
+        spans: bool,
+    ) -> None:
+        units = list(zip(profile.units, placements, strict=True))
+        self.costs = [unit_cost(unit, one) for unit, one in units]
+        self.times = [unit_time(unit, one, machine) for unit, one in units]
+        self.ends, self.count = profile.ends, len(units)
+        self.top_seconds = ends_seconds(profile, machine)
+        self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
+        self.update, self.accumulation, self.steps = update, accumulation, steps
+        self.first_come = first_come
+        self.arena = Arena(budget, profile.base + sum(cost.resident for cost in self.costs))
+        up, down = _slowed(machine.up, machine.up_both), _slowed(machine.down, machine.down_both)
+        self.lanes: dict[str, SerialLane] = {
+            "up": SerialLane(self, "up", False, up),
+            "down": SerialLane(self, "down", first_come, down),
+            "host": SerialLane(self, "host", first_come),
+            "read": SerialLane(self, "read", first_come),
+            "write": SerialLane(self, "write", first_come),
+        }
+        self.lanes["up"].opposite, self.lanes["down"].opposite = self.lanes["down"], self.lanes["up"]
+        self.now, self._number, self._heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
+        self.device_busy, self.working = 0.0, False
+        self.spans: list[SimulatedSpan] | None = [] if spans else None
+        self.tasks = list(self._program())
+        self.at, self.asked = 0, 0
+        self.needs: dict[int, list[SimulatedEvent]] = {}
+        self.events: dict[tuple[object, ...], SimulatedEvent] = {}
+        self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
+        self.kept: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
+        self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are on the host
+        self.hosted = sum(not cost.on_device for cost in self.costs)
+        self.marks: list[float] = []
+
+    def play(self) -> LaneTimeline:
+        self._go_on()
+        while self._heap:
+            self.now, _, run = heapq.heappop(self._heap)
+            run()
+        if self.at < len(self.tasks):
+            raise Deadlock(
+                f"stuck at {self.tasks[self.at]}: {self.arena.used:.0f} of {self.arena.budget:.0f} bytes used"
+            )
+        laps = max(len(self.marks) - 1, 1)
+        first = self.marks[0] if len(self.marks) > 1 else 0.0
+        busy: dict[LaneName, float] = {name: self.lanes[name].busy / self.steps for name in LANES[1:]}
+        return LaneTimeline(
+            step=(self.marks[-1] - first) / laps,
+            peak=self.arena.peak,
+            busy={"device": self.device_busy / self.steps, **busy},
+            spans=self.spans or [],
+        )
+
+    # What lanes need of the run
+
+    def number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def after(self, seconds: float, run: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + seconds, self.number(), run))
+
+    def note(self, lane: LaneName, seconds: float, what: str) -> None:
+        if self.spans is not None and seconds:
+            self.spans.append(SimulatedSpan(lane, self.now, seconds, what))
+
+    # The program
+
+    def _program(self) -> Iterator[_Task]:
+        for step in range(self.steps):
+            for batch in range(self.accumulation):
+                for unit in range(self.count):
+                    yield _Task(step, batch, "forward", unit)
+                yield _Task(step, batch, "top", 0)
+                for unit in reversed(range(self.count)):
+                    yield _Task(step, batch, "backward", unit)
+                yield _Task(step, batch, "bottom", 0)
+            yield _Task(step, 0, "update", 0)
+
+    def _go_on(self) -> None:
+        """Start the task that is next, if what it needs is there; a pass asks for its bytes when it starts."""
+        if self.working or self.at >= len(self.tasks):
+            return
+        while self.asked <= self.at:
+            self._ask_for_a_pass()
+        for need in self.needs[self.at]:
+            if not need.happened:
+                need.then(self._go_on)
+                return
+        task = self.tasks[self.at]
+        del self.needs[self.at]
+        if task.kind == "update" and self.update == "exact":
+            landed = self.landed.pop(task.step, [])
+            for unit in landed if self.first_come else sorted(landed):
+                self._update(task.step, unit)
+        seconds = self._seconds(task)
+        self.working = True
+        self.device_busy += seconds
+        self.note("device", seconds, f"{task.kind} {task.unit}" if task.kind in ("forward", "backward") else task.kind)
+        self.after(seconds, self._end)
+
+    def _ask_for_a_pass(self) -> None:
+        while True:
+            task = self.tasks[self.asked]
+            self.needs[self.asked] = self._needs(task)
+            self.asked += 1
+            if task.kind in ("bottom", "update"):
+                return
+
+    def _seconds(self, task: _Task) -> float:
+        if task.kind == "forward":
+            return self.times[task.unit].forward
+        if task.kind == "backward":
+            return self.times[task.unit].backward
+        return {"top": self.top_seconds, "bottom": 0.0, "update": self.update_seconds}[task.kind]
+
+    def _needs(self, task: _Task) -> list[SimulatedEvent]:
+        step, batch, kind, unit = task
+        if kind == "update":
+            return [self._event("landed", step, happened=not self.hosted)]
+        if kind == "top":
+            return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
+        if kind == "bottom":
+            return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
+        cost, times, needs = self.costs[unit], self.times[unit], []
+        urgency = self._urgency(task)
+        if cost.slot:
+            there = SimulatedEvent()
+            needs.append(there)
+
+            def slot_granted(before: tuple[int, ...] | None = self._use_before(task)) -> None:
+                if before is not None and before not in self.over:
+                    self.kept[before] = there  # still there from the use before: it stays
+                    return
+                fetch = lambda: self.lanes["up"].submit(urgency, times.slot, there.fire, f"weights {unit}")  # noqa: E731
+                self._event("valid", step, unit, happened=step == 0).then(fetch)
+
+            self.arena.want(cost.slot, slot_granted)
+        elif cost.refreshed and kind == "forward" and batch == 0:
+            needs.append(self._event("fresh", step, unit, happened=step == 0))
+        if kind == "forward":
+            needs.append(self._granted(cost.forward))
+            return needs
+        if cost.swap:
+            back = SimulatedEvent()
+            needs.append(back)
+
+            def swap_granted() -> None:
+                fetch = lambda: self.lanes["up"].submit(urgency, times.swap_up, back.fire, f"activations {unit}")  # noqa: E731
+                self._event("out", step, batch, unit).then(fetch)
+
+            self.arena.want(cost.swap, swap_granted)
+        needs.append(self._granted(cost.backward + cost.gradients))
+        return needs
+
+    def _granted(self, nbytes: float) -> SimulatedEvent:
+        event = SimulatedEvent()
+        self.arena.want(nbytes, event.fire)
+        return event
+
+    def _urgency(self, task: _Task) -> tuple[int, ...]:
+        return task.step, task.batch, int(task.kind == "backward"), -task.unit if task.kind == "backward" else task.unit
+
+    def _use_before(self, task: _Task) -> tuple[int, ...] | None:
+        """The use of a unit's copy before this one that saw the same weights."""
+        if task.kind == "backward":
+            return task.step, task.batch, 0, task.unit
+        return (task.step, task.batch - 1, 1, task.unit) if task.batch else None
+
+    def _event(self, *key: object, happened: bool = False) -> SimulatedEvent:
+        if key not in self.events:
+            self.events[key] = SimulatedEvent(happened)
+        return self.events[key]
+
+    def _end(self) -> None:
+        task = self.tasks[self.at]
+        self.working = False
+        self.at += 1
+        freed = getattr(self, f"_end_{task.kind}")(task)
+        self.arena.free(freed)
+        self._go_on()
+
+    def _end_forward(self, task: _Task) -> float:
+        step, batch, _, unit = task
+        cost = self.costs[unit]
+        if cost.slot:
+            self._slot_used((step, batch, 0, unit))
+        if cost.swap:
+
+            def out() -> None:
+                self.arena.free(cost.swap)
+                self._event("out", step, batch, unit).fire()
+
+            self.lanes["down"].submit(self._urgency(task), self.times[unit].swap_down, out, f"activations {unit}")
+        return cost.forward_end + cost.slot
+
+    def _end_top(self, task: _Task) -> float:
+        kept = 0 if task.batch else self.ends.top_gradients
+        return self.ends.top + self.ends.top_gradients - kept + sum(cost.casts_end for cost in self.costs)
+
+    def _end_backward(self, task: _Task) -> float:
+        step, batch, _, unit = task
+        cost = self.costs[unit]
+        if cost.slot:
+            self._slot_used((step, batch, 1, unit))
+        if cost.on_device:
+            return cost.backward_end + (cost.gradients if batch else 0)
+
+        def landed() -> None:
+            self.arena.free(cost.gradients)
+            if batch < self.accumulation - 1:
+                return
+            self.landed.setdefault(step, []).append(unit)
+            if self.update == "early":
+                self._update(step, unit)
+            if len(self.landed[step]) == self.hosted:
+                self._event("landed", step).fire()
+
+        urgency = (step, batch, 2, unit)
+        self.lanes["down"].submit(urgency, self.times[unit].gradients, landed, f"gradients {unit}")
+        return cost.backward_end + cost.slot
+
+    def _end_bottom(self, task: _Task) -> float:
+        return self.ends.bottom + self.ends.carried + (self.ends.bottom_gradients if task.batch else 0)
+
+    def _end_update(self, task: _Task) -> float:
+        self.marks.append(self.now)
+        held = sum(cost.gradients for cost in self.costs if cost.on_device)
+        return held + self.ends.top_gradients + self.ends.bottom_gradients
+
+    def _slot_used(self, use: tuple[int, ...]) -> None:
+        self.over.add(use)
+        if use in self.kept:
+            self.kept.pop(use).fire()
+
+    def _update(self, step: int, unit: int) -> None:
+        """On the host, with its states from and to the disk; then the device's copy follows."""
+        cost, times = self.costs[unit], self.times[unit]
+        urgency = (step + 1, 0, 0, unit)
+
+        def updated() -> None:
+            self._event("valid", step + 1, unit).fire()
+            if cost.refreshed:
+                fresh = self._event("fresh", step + 1, unit)
+                self.lanes["up"].submit(urgency, times.refresh, fresh.fire, f"weights {unit}")
+            if cost.disk:
+                stored = self._event("stored", step + 1, unit)
+                self.lanes["write"].submit(urgency, times.write, stored.fire, f"states {unit}")
+
+        def update() -> None:
+            self.lanes["host"].submit(urgency, times.host, updated, f"update {unit}")
+
+        def read() -> None:
+            self.lanes["read"].submit(urgency, times.read, update, f"states {unit}")
+
+        if cost.disk:
+            self._event("stored", step, unit, happened=step == 0).then(read)
+        else:
+            update()
+
+
+def _slowed(alone: float, both: float) -> float:
+    return alone / both if both else 1.0

@@ -1,0 +1,290 @@
+"""A plan at work: an optimizer around the model's own that keeps each unit's weights and states where the plan says.
+
+    managed = manage(plan, model, inner, profile=..., machine=...)
+    for batch in batches:
+        model(batch).loss.backward()
+        managed.gradients()                      # all gradients are on their parameters: before clipping
+        clip_grad_norm_(model.parameters(), 1.0)
+        managed.step()                           # updates of the device's units; those of the host begin
+        managed.zero_grad()
+    managed.catch_up()                           # all updates have landed: before weights or states are read
+
+A `ReplicaSync` around it calls `gradients` and `catch_up` where they are due (`isles.wrapping`). What is kept bit for
+bit: losses, weights, optimizer states. What differs is when and where the bytes move.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from isles.memory.costs import Profile, ends_update
+from isles.memory.engines.base import Engine
+from isles.memory.engines.paced import Paced
+from isles.memory.meter import MemoryMeter
+from isles.memory.plan import Plan
+from isles.memory.runner import Runner
+from isles.memory.units import units_of
+from isles.memory.updates import PartialOptimizer, Settings, settings_of
+from isles.network.machines import Machine
+from isles.wrapping import Wrapping
+
+
+def manage(
+    plan: Plan,
+    model: nn.Module,
+    inner: Optimizer,
+    *,
+    profile: Profile,
+    machine: Machine,
+    device: torch.device | None = None,
+    engine: Engine | None = None,
+    meter: MemoryMeter | None = None,
+) -> Managed:
+    """Run `model` and `inner`, which updates all its parameters, by the plan. device: where it computes; None for where
+    the model is. engine: None for threads of its own. PlanMismatch where model or batch are others than the plan's.
+    """
+    plan.check(profile)
+    return Managed(
+        plan,
+        model,
+        inner,
+        profile=profile,
+        machine=machine,
+        device=next(model.parameters()).device if device is None else device,
+        engine=Paced() if engine is None else engine,
+        meter=meter,
+    )
+
+
+class Managed(Wrapping):
+    """See the module. `param_groups` and `state` are those of `inner`; `device` is where the model computes.
+
+    runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end
+    its threads.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        inner: Optimizer,
+        *,
+        profile: Profile,
+        machine: Machine,
+        device: torch.device,
+        engine: Engine,
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        self.plan, self.model, self.device, self.engine = plan, model, device, engine
+        units = units_of(model)
+        self.runner = Runner(
+            units,
+            plan.placements,
+            profile,
+            machine,
+            engine,
+            budget=plan.peak,
+            device=device,
+            buffers=list(model.buffers()),
+            accumulation=plan.accumulation,
+            arrived=self._arrived,
+            meter=meter,
+        )
+        hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
+        self._parts = {index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()}
+        self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
+        self._rest_part = PartialOptimizer(inner, self.rest)
+        self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
+        self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
+        self._clean = True  # gradients of the last step are gone
+        self._hooks = _read_hooks(model, weakref.ref(self))
+        self._finalizer = weakref.finalize(self, engine.close)
+
+    # The step
+
+    def gradients(self) -> None:
+        """All gradients of the passes so far are on their parameters."""
+        self.runner.gradients()
+
+    def _arrived(self, unit: int) -> None:
+        """A unit's gradients of the step are all there; with early updates its update begins."""
+        if self.plan.update == "early":
+            if self._early is None:
+                self._early = settings_of(self.inner), set()
+            self._early[1].add(unit)
+            self._queue(unit, self._early[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the device's units; begin the updates of the host's, the first units' first. RuntimeError where early
+        updates were made with other settings than these.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.gradients()
+        settings = settings_of(self.inner)
+        done: set[int] = set()
+        if self._early is not None:
+            began_with, done = self._early
+            if not _same(began_with, settings):
+                raise RuntimeError(
+                    'memory.update = "early": a setting of the optimizer, such as its learning rate, was changed '
+                    'between the backward pass and step(); change it before the forward pass, or use "exact"'
+                )
+        self._early = None
+        began = time.perf_counter()
+        for index in (
+            reversed(self._parts) if self.engine.first_come else self._parts
+        ):  # as gradients came, or as needed
+            if index not in done:
+                self._queue(index, settings)
+        self._rest_part.step(settings)
+        self.engine.computed(began, self._update_seconds)
+        self.runner.end_step()
+        self._clean = not any(parameter.grad is not None for parameter in self.rest)
+        return loss
+
+    def _queue(self, index: int, settings: Settings) -> None:
+        """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
+        runner, part = self.runner, self._parts[index]
+        brought, cost, times = runner.brought[index], runner.costs[index], runner.times[index]
+        gradients = [parameter.grad for parameter in brought.host]
+        for parameter in brought.host:  # theirs from here on: whoever calls zero_grad() does not reach them
+            parameter.grad = None
+        updated, refreshed = self.engine.event(), self.engine.event()
+        runner.updated[index], runner.refreshed[index] = updated, refreshed
+        urgency = (runner.steps + 1, 0, 0, index)
+
+        def work() -> None:
+            for parameter, gradient in zip(brought.host, gradients, strict=True):
+                parameter.grad = gradient
+            part.step(settings)
+            for parameter in brought.host:
+                parameter.grad = None
+            gradients.clear()
+
+        def done() -> None:
+            updated.fire()
+            if brought.stays:
+                runner.moved["up"] += cost.refreshed
+                runner.submit("up", urgency, times.refresh, brought.refresh, refreshed.fire)
+            else:
+                refreshed.fire()
+
+        runner.submit("host", urgency, times.host, work, done)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
+        `step`, what the passes since the last one have brought is thrown away.
+        """
+        if self.runner.batches:
+            self.gradients()
+            self.runner.discard()
+            for brought in self.runner.brought.values():
+                for parameter in brought.host:
+                    parameter.grad = None
+        for parameter in self.rest:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def catch_up(self) -> None:
+        """All updates that `step` began have landed: before anything reads or writes weights or states."""
+        for index in self._parts:
+            name = self.runner.units[index].name
+            self.runner.updated[index].wait(f"the update of {name}")
+            self.runner.refreshed[index].wait(f"the weights of {name}")
+        self.engine.check()
+
+    # State
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's, shared; all updates have landed."""
+        if hasattr(self, "_parts"):
+            self.catch_up()
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state:
+            self.inner.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's: it says nothing of the plan, so a run goes on under another one, or under none."""
+        self.catch_up()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the inner optimizer."""
+        self.catch_up()
+        self.inner.load_state_dict(state_dict)
+
+    # The end
+
+    def close(self) -> None:
+        """Let updates land, end all threads, and give the model its own forward back. After a failure nothing is waited
+        for.
+        """
+        try:
+            if self.engine.failed is None and self._finalizer.alive:
+                self.catch_up()
+        finally:
+            self._finalizer()
+            self.runner.detach()
+            for hook in self._hooks:
+                hook.remove()
+
+    def __enter__(self) -> Managed:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.close()
+        else:  # what is under way will not be used
+            self._finalizer()
+            self.runner.detach()
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """For a meter: what is made within is the host's."""
+        return self.runner.elsewhere()
+
+
+def _same(one: Settings, other: Settings) -> bool:
+    return all(
+        a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return one == other
+
+
+def _read_hooks(model: nn.Module, managed: weakref.ref[Managed]) -> list[Any]:
+    """Whoever reads or loads the model's weights past the optimizer waits for the updates, too."""
+
+    def wait(*_: Any) -> None:
+        there = managed()
+        if there is not None and there.engine.failed is None:
+            there.catch_up()
+
+    hooks = list[Any]()
+    for module in model.modules():
+        hooks.append(module.register_state_dict_pre_hook(partial(wait)))
+        hooks.append(module.register_load_state_dict_pre_hook(partial(wait)))
+    return hooks

@@ -1,0 +1,400 @@
+"""What a model's units take, in bytes, without the memory that a run would need.
+
+One step runs on fake CPU tensors, which have shapes and formats but no numbers; every storage that its operations make
+and drop is counted, so the bytes are those of the real step. (On the meta device attention is taken apart and its T x T
+scores are counted; real CPU and GPU kernels do not make them.) It runs as it is and with every unit recomputed, and
+under bfloat16 autocast also with the units' matrices in bfloat16, as they travel.
+
+Operations are counted in closed form for Isles' own decoder, else with attention taken apart, for torch does not count
+the CPU's attention kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from isles.memory.costs import Ends, Passes, Profile, Transient, UnitProfile
+from isles.memory.meter import MemoryMeter, nbytes
+from isles.memory.units import ModelUnit, edge, forwards, is_cast, tensors_in, travels_as, units_of
+from isles.models.blocks import blocks_of
+from isles.models.decoder import Decoder
+from isles.models.sizes import flops_per_token
+
+SCALARS = 4096  # bytes: what a training loop keeps of a loss beside the step that is profiled
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Kept = Literal["keep", "recompute"]
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Of the models of `isles.models`: the mean loss that the forward pass gives."""
+    return model(batch).loss
+
+
+def adamw_bytes(parameter: Tensor) -> int:
+    """AdamW's state of a parameter: two moments and a step count."""
+    return 2 * parameter.nbytes + 4
+
+
+@dataclass
+class UnitTrace:
+    """Bytes of one unit in one step: of its input and output, live when a pass begins, and at that pass's peak."""
+
+    input: int = 0
+    output: int = 0
+    saved: int = 0
+    casts: int = 0
+    forward_begin: int = 0
+    forward_peak: int = 0
+    forward_end: int = 0
+    backward_begin: int = 0
+    backward_peak: int = 0
+    backward_end: int = 0
+
+
+@dataclass
+class Trace:
+    """Bytes of one step. static: parameters and buffers. top, bottom: peaks after the last unit and, in the backward
+    pass, before the first; top_gradients: on parameters when the last unit's backward pass begins.
+    """
+
+    units: list[UnitTrace] = field(default_factory=list)
+    static: int = 0
+    peak: int = 0
+    top: int = 0
+    bottom: int = 0
+    top_gradients: int = 0
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss = own_loss,
+    autocast: str = "none",
+    state_bytes: Callable[[Tensor], int] = adamw_bytes,
+    name: str = "",
+) -> Profile:
+    """The model's profile at a batch. Nothing of either is changed, and neither needs numbers: both may be on the meta
+    device. batch: tensors, in any nest, that `loss(model, batch)` takes; their first axis is the sequences, the second,
+    if there is one, the tokens. state_bytes: of the optimizer's state of a parameter. ValueError as in `units_of`.
+    """
+    units = units_of(model)
+    runs = {
+        "resident": [_fake_trace(model, units, batch, loss, autocast, kept, False) for kept in ("keep", "recompute")]
+    }
+    runs["brought"] = runs["resident"]
+    if autocast == "bf16":
+        runs["brought"] = [
+            _fake_trace(model, units, batch, loss, autocast, kept, True) for kept in ("keep", "recompute")
+        ]
+    flops, whole = _flops(model, units, batch, loss)
+    stream = max(max(trace.input, trace.output) for trace in runs["resident"][0].units)
+    first = tensors_in(batch)[0]
+    inside = {id(parameter) for unit in units for parameter in unit.parameters}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    keep = runs["resident"][0]
+    begin, end = keep.units[0], keep.units[-1]
+    carried = max(end.backward_begin - end.forward_end - keep.top_gradients, 0)
+    ends = Ends(
+        params=sum(parameter.numel() for parameter in rest),
+        weights=sum(parameter.nbytes for parameter in rest),
+        states=sum(state_bytes(parameter) for parameter in rest if parameter.requires_grad),
+        buffers=nbytes(model.buffers()),
+        before=max(begin.forward_begin - keep.static - begin.input, 0) + SCALARS,
+        top=max(keep.top - end.forward_end - keep.top_gradients - carried - (stream - end.output), 0),
+        bottom=max(keep.bottom - begin.backward_end - _bottom_gradients(rest, keep) - (stream - begin.input), 0),
+        top_gradients=keep.top_gradients,
+        bottom_gradients=_bottom_gradients(rest, keep),
+        carried=carried,
+        flops=whole - sum(flops),
+    )
+    made = []
+    for index, unit in enumerate(units):
+        parameters = unit.parameters
+        made.append(
+            UnitProfile(
+                name=unit.name,
+                params=sum(parameter.numel() for parameter in parameters),
+                weights=sum(parameter.nbytes for parameter in parameters),
+                states=sum(state_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+                moved=sum(slot.parameter.numel() * travels_as(slot, autocast).itemsize for slot in unit.slots),
+                boundary=keep.units[index].input,
+                resident=_passes(runs["resident"], index, sum(p.nbytes for p in parameters if p.requires_grad), stream),
+                brought=_passes(
+                    runs["brought"],
+                    index,
+                    sum(s.parameter.numel() * travels_as(s, autocast).itemsize for s in unit.slots),
+                    stream,
+                ),
+                flops=flops[index],
+            )
+        )
+    return Profile(
+        model=name or type(model).__name__,
+        units=tuple(made),
+        ends=ends,
+        stream=stream,
+        batch=first.shape[0],
+        tokens=first.shape[1] if first.ndim > 1 else 1,
+        autocast=autocast,
+    )
+
+
+def _bottom_gradients(rest: list[nn.Parameter], trace: Trace) -> int:
+    return sum(parameter.nbytes for parameter in rest if parameter.requires_grad) - trace.top_gradients
+
+
+def _passes(runs: list[Trace], index: int, gradients: int, stream: int) -> Passes:
+    """Transients are what a pass takes beyond what stays; the stream is counted once, whatever its size here."""
+    keep, remake = runs[0].units[index], runs[1].units[index]
+    made = keep.forward_peak - keep.forward_begin
+    return Passes(
+        saved=keep.saved,
+        casts=keep.casts,
+        kept=Transient(
+            forward=max(keep.input + made - keep.saved - keep.casts - stream, 0),
+            backward=_backward(keep, gradients, stream),
+        ),
+        recomputed=Transient(
+            forward=max(remake.forward_peak - remake.forward_begin - keep.casts - stream, 0),
+            backward=_backward(remake, gradients, stream),
+        ),
+    )
+
+
+def _backward(trace: UnitTrace, gradients: int, stream: int) -> int:
+    return max(trace.backward_peak - trace.backward_begin - gradients - (stream - trace.output), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One step under the meter
+
+
+def trace_step(
+    model: nn.Module,
+    units: list[ModelUnit],
+    batch: Any,
+    *,
+    loss: Loss = own_loss,
+    autocast: str = "none",
+    kept: Kept = "keep",
+) -> Trace:
+    """Run one forward and backward pass and count. Gradients are left on the parameters."""
+    meter, trace = MemoryMeter(), Trace(units=[UnitTrace() for _ in units])
+    meter.track(*model.parameters(), *model.buffers())
+    trace.static = meter.live
+    highest = [0]
+
+    def mark() -> int:
+        """The peak since the last mark."""
+        peak = meter.peak
+        highest[0] = max(highest[0], peak)
+        meter.peak = meter.live
+        return peak
+
+    def around(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        one, parameters = trace.units[index], {p.untyped_storage()._cdata for p in units[index].parameters}
+        others = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+
+        def backward_begins() -> None:
+            peak = mark()
+            one.backward_begin = meter.live
+            if index == len(units) - 1:
+                trace.top = peak
+                trace.top_gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+        def backward_ends() -> None:
+            one.backward_peak, one.backward_end = mark(), meter.live
+
+        def run(*args: Any, **named: Any) -> Any:
+            given = tensors_in((args, named))
+            one.input = nbytes(tensor for tensor in given if tensor.requires_grad)
+            shared = {tensor.untyped_storage()._cdata for tensor in given if not tensor.requires_grad}
+            mark()
+            one.forward_begin = meter.live
+            args, named = edge(backward_ends, (args, named), always=True)
+            saved, casts = dict[int, int](), dict[int, int]()
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in parameters | others | shared and tensor.numel():
+                    (casts if is_cast(tensor) else saved)[storage._cdata] = storage.nbytes()
+                return tensor
+
+            if kept == "recompute":
+                made = checkpoint(forward, *args, use_reentrant=False, **named)
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    made = forward(*args, **named)
+            del args, named
+            one.saved, one.casts = sum(saved.values()), sum(casts.values())
+            one.output = nbytes(tensors_in(made))
+            made = edge(backward_begins, made)
+            one.forward_peak, one.forward_end = mark(), meter.live
+            return made
+
+        return run
+
+    cast: AbstractContextManager[Any] = (
+        torch.autocast("cpu", dtype=torch.bfloat16) if autocast == "bf16" else nullcontext()
+    )
+    with forwards(units, around), meter:
+        with cast:
+            value = loss(model, batch)
+        value.backward()
+        trace.bottom = mark()
+    trace.peak = highest[0]
+    return trace
+
+
+def _fake_trace(
+    model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss, autocast: str, kept: str, brought: bool
+) -> Trace:
+    dtypes = {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if brought else {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds:
+        short = units_of(model)
+        trace = trace_step(model, short, _like(batch, "cpu"), loss=loss, autocast=autocast, kept=kept)  # type: ignore[arg-type]
+    return replace(trace, units=[trace.units[kind] for kind in kinds])
+
+
+@contextmanager
+def _shortened(model: nn.Module, units: list[ModelUnit]) -> Iterator[list[int]]:
+    """The model with three blocks, for a while, where all are alike; for each of the whole model's, which one it is."""
+    every = range(len(units))
+    alike = len({repr(unit.module) + repr([p.shape for p in unit.parameters]) for unit in units}) == 1
+    if not alike or len(units) <= 3:
+        yield list(every)
+        return
+    blocks = model.get_submodule(blocks_of(model)[0])
+    before = dict(blocks._modules)
+    try:
+        blocks._modules = {str(number): before[str(index)] for number, index in enumerate((0, 1, len(units) - 1))}
+        yield [0 if index == 0 else 2 if index == len(units) - 1 else 1 for index in every]
+    finally:
+        blocks._modules = before
+
+
+@contextmanager
+def _without_numbers(model: nn.Module, device: str, dtypes: dict[Any, torch.dtype]) -> Iterator[None]:
+    """The model's tensors replaced by empty ones on `device`, for a while."""
+    made, before = dict[int, Tensor](), list[tuple[dict[str, Any], str, Tensor]]()
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=dtypes.get(tensor, tensor.dtype), device=device)
+                    parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                before.append((tensors, name, tensor))
+    training = model.training
+    model.train()
+    try:
+        for tensors, name, tensor in before:
+            tensors[name] = made[id(tensor)]
+        yield
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
+        model.train(training)
+
+
+def _like(batch: Any, device: str) -> Any:
+    """The batch's shapes, all zeros."""
+    return tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x, batch)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operations and seconds
+
+
+def _flops(model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss) -> tuple[list[float], float]:
+    """Of every unit's forward pass, and of the whole one."""
+    if isinstance(model, Decoder):
+        sequences, tokens = batch.shape[0], batch.shape[1] - 1
+        whole = flops_per_token(model.shape, backward=False, sequence=tokens) * sequences * tokens
+        head = 2 * model.shape.vocab * model.shape.d_model * sequences * tokens
+        return [(whole - head) / len(units)] * len(units), whole
+    counted = [0.0] * len(units)
+    counter = FlopCounterMode(display=False)
+
+    def around(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            before = counter.get_total_flops()
+            made = forward(*args, **named)
+            counted[index] += counter.get_total_flops() - before
+            return made
+
+        return run
+
+    whole = sdpa_kernel(SDPBackend.MATH)  # taken apart, so that its products are counted
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _without_numbers(model, "cpu", {}), forwards(units, around), whole, counter, torch.no_grad():
+        loss(model, _like(batch, "cpu"))
+    return counted, float(counter.get_total_flops())
+
+
+def measured(made: Profile, model: nn.Module, batch: Any, *, loss: Loss = own_loss, laps: int = 3) -> Profile:
+    """The profile with measured seconds of its units: steps of a model with numbers, where it is; the least of `laps`.
+    Units that are alike get the mean of theirs. The bytes stay those of the profile.
+    """
+    units = units_of(model)
+    device = next(model.parameters()).device
+    forward, backward = [float("inf")] * len(units), [float("inf")] * len(units)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def around(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        began = [0.0]
+
+        def begins() -> None:
+            began[0] = now()
+
+        def ends() -> None:
+            backward[index] = min(backward[index], now() - began[0])
+
+        def timed(*args: Any, **named: Any) -> Any:
+            args, named = edge(ends, (args, named), always=True)
+            start = now()
+            value = run(*args, **named)
+            forward[index] = min(forward[index], now() - start)
+            return edge(begins, value)
+
+        return timed
+
+    cast: AbstractContextManager[Any] = (
+        torch.autocast(device.type, dtype=torch.bfloat16) if made.autocast == "bf16" else nullcontext()
+    )
+    with forwards(units, around):
+        for _ in range(laps):
+            with cast:
+                value = loss(model, batch)
+            value.backward()
+            model.zero_grad()
+    alike: dict[UnitProfile, list[int]] = {}
+    for index, unit in enumerate(made.units):
+        alike.setdefault(replace(unit, name=""), []).append(index)
+    timed_units = list(made.units)
+    for members in alike.values():
+        seconds = [sum(times[index] for index in members) / len(members) for times in (forward, backward)]
+        for index in members:
+            timed_units[index] = replace(made.units[index], forward=seconds[0], backward=seconds[1])
+    return replace(made, units=tuple(timed_units))

@@ -1,0 +1,398 @@
+"""Forward and backward passes under a plan: bytes are asked for, blocks' weights brought, activations swapped or made
+again, and gradients sent to the host, in the order and the amounts of `isles.memory.lanes`.
+
+    when a pass starts    all its bytes are asked for, in the order of need
+    forward of a unit     wait for them and for its weights; run; hand on
+    backward of a unit    begins at the edge behind it, ends at the edge before it (`units.edge`); its gradients go down
+
+A pass that does not go through all units in order, forward and then back, is refused in one line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isles.memory.activations import Repeatable, Swapped
+from isles.memory.arena import Arena
+from isles.memory.costs import Placement, Profile, ends_seconds, unit_cost, unit_time
+from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
+from isles.memory.meter import MemoryMeter
+from isles.memory.parameters import Brought
+from isles.memory.units import ModelUnit, edge, tensors_in
+from isles.network.machines import Machine
+
+TaskKind = Literal["forward", "top", "backward", "bottom"]
+
+
+class _Task(NamedTuple):
+    kind: TaskKind
+    unit: int
+
+
+class _Landed(NamedTuple):
+    """Gradients of a unit that are on the host, for the parameters that have one."""
+
+    unit: int
+    last: bool
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]
+
+
+class Runner:
+    """What happens around the units of one model. See the module.
+
+    updated, refreshed: of every unit, the events of its latest update on the host, and of its device copy after that.
+    arrived: called with a unit whose gradients of the step's last batch are on its parameters. moved: bytes by lane.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ModelUnit],
+        placements: Sequence[Placement],
+        profile: Profile,
+        machine: Machine,
+        engine: Engine,
+        *,
+        budget: float,
+        device: torch.device,
+        buffers: Sequence[Tensor],
+        accumulation: int,
+        arrived: Callable[[int], None],
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        self.units, self.placements, self.engine, self.device = units, placements, engine, device
+        self.costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+        self.times = [unit_time(unit, one, machine) for unit, one in zip(profile.units, placements, strict=True)]
+        self.ends, self.buffers, self.meter = profile.ends, list(buffers), meter
+        self.accumulation, self.arrived = accumulation, arrived
+        self.arena = Arena(budget, profile.base + sum(cost.resident for cost in self.costs))
+        self.brought = {
+            index: Brought(unit, device, profile.autocast, stays=not self.costs[index].slot, meter=meter)
+            for index, unit in enumerate(units)
+            if not self.costs[index].on_device
+        }
+        self.updated = [engine.event(True) for _ in units]
+        self.refreshed = [engine.event(True) for _ in units]
+        self.moved = {"up": 0, "down": 0, "read": 0, "write": 0}
+        self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
+        self.passes = 0  # since the beginning
+        self.batches = 0  # since the last step
+        self.steps = 0
+        self._expected: deque[_Task] = deque()  # what is left of the pass
+        self._needs: dict[_Task, list[LaneEvent]] = {}
+        self._uses: dict[tuple[int, str, int], LaneEvent | None] = {}  # of slots; an event: it stays for a next use
+        self._swapped: dict[int, Swapped] = {}  # of the pass
+        self._out: list[LaneEvent] = []  # of every unit: its activations are on the host
+        self._landed: deque[_Landed] = deque()
+        self._on_the_way: dict[int, list[LaneEvent]] = {}
+        self._bottom = 0  # bytes of the bottom's transients, until the pass is over
+        for index, unit in enumerate(units):
+            unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Give the units their own forward back."""
+        for unit in self.units:
+            unit.module.__dict__.pop("forward", None)
+        for brought in self.brought.values():
+            brought.show(False)
+
+    # One unit
+
+    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._judge(index, forward, args, named)
+        if index == 0:
+            self._begin_pass()
+        number = self.passes
+        self._begin(_Task("forward", index), number)
+        brought, activations = self.brought.get(index), self.placements[index].activations
+        if brought is not None and brought.stays and brought.stale:
+            brought.refresh()
+        shared = [tensor for tensor in tensors_in((args, named)) if not tensor.requires_grad]
+        args, named = edge(partial(self._backward_ends, index, number), (args, named), always=True)
+        if activations == "recompute":
+            repeatable = Repeatable(self.units[index].module, forward)
+            made = checkpoint(repeatable, *args, use_reentrant=False, **named)
+        elif activations == "swap":
+            own = self.units[index].parameters if brought is None else brought.device
+            swapped = self._swapped[index] = Swapped([*own, *self.buffers, *shared], self.meter)
+            with torch.autograd.graph.saved_tensors_hooks(swapped.pack, swapped.unpack):
+                made = forward(*args, **named)
+        else:
+            made = forward(*args, **named)
+        del args, named, shared
+        made = edge(partial(self._backward_begins, index, number), made)
+        self._forward_ends(index, number)
+        return made
+
+    def _judge(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
+        """A pass without gradients: every unit's weights are brought for the moment, nothing is saved."""
+        brought = self.brought.get(index)
+        if brought is None:
+            return forward(*args, **named)
+        self.updated[index].wait(f"the update of {self.units[index].name}")
+        self.refreshed[index].wait(f"the weights of {self.units[index].name}")
+        if not brought.stays:
+            brought.fill()
+        elif brought.stale:
+            brought.refresh()
+        brought.show(True)
+        try:
+            return forward(*args, **named)
+        finally:
+            brought.show(False)
+            if not brought.stays:
+                brought.empty()
+
+    # A pass
+
+    def _begin_pass(self) -> None:
+        self.finish_pass()
+        self.engine.check()
+        self.passes += 1
+        self.batches += 1
+        units = range(len(self.units))
+        tasks = [_Task("forward", index) for index in units]
+        tasks += [_Task("top", 0), *(_Task("backward", index) for index in reversed(units)), _Task("bottom", 0)]
+        self._expected = deque(tasks)
+        self._out = [self.engine.event() for _ in units]
+        for task in tasks:
+            self._needs[task] = self._ask(task)
+
+    def finish_pass(self) -> None:
+        """The backward pass is over. RuntimeError where it has not run."""
+        if self._expected:
+            task = self._expected[0]
+            raise RuntimeError(
+                f"memory: a forward pass was not followed by its backward pass ({task.kind} of "
+                f"{self.units[task.unit].name} is next): run backward() after each forward pass, or use "
+                "torch.no_grad() for one that needs none"
+            )
+        if self._bottom:
+            self.arena.free(self._bottom)
+            self._bottom = 0
+
+    def _begin(self, task: _Task, number: int) -> None:
+        """Wait for what the task of pass `number` needs, and show the unit's weights. RuntimeError where another task
+        is next.
+        """
+        if number != self.passes or not self._expected or self._expected[0] != task:
+            what = self.units[task.unit].name
+            if task.kind == "forward":
+                raise RuntimeError(
+                    f"memory: {what} ran out of its order: blocks must run one after the other, once in each pass, "
+                    "and each forward pass needs its backward pass before the next"
+                )
+            raise RuntimeError(
+                f"memory: the backward pass of {what} ran twice or out of its order: call backward() once for each "
+                "forward pass, and run blocks in the order of the model"
+            )
+        self._expected.popleft()
+        if task.kind == "backward" and task.unit == len(self.units) - 1:
+            self._top_ends()
+        self.deliver()
+        for need in self._needs.pop(task):
+            need.wait(f"memory for {task.kind} of {self.units[task.unit].name}")
+        if task.kind in ("forward", "backward") and task.unit in self.brought:
+            self.brought[task.unit].show(True)
+        self._began = time.perf_counter()
+
+    def _top_ends(self) -> None:
+        self.engine.computed(self._began, self._top_seconds)
+        kept = 0 if self.batches > 1 else self.ends.top_gradients
+        casts = sum(cost.casts_end for cost in self.costs)
+        self.arena.free(self.ends.top + self.ends.top_gradients - kept + casts)
+
+    def _urgency(self, kind: TaskKind | Literal["gradients"], index: int) -> Urgency:
+        order = {"forward": 0, "backward": 1, "gradients": 2}[kind]
+        return self.steps, self.passes, order, -index if kind == "backward" else index
+
+    def _ask(self, task: _Task) -> list[LaneEvent]:
+        if task.kind == "top":
+            return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
+        if task.kind == "bottom":
+            return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
+        index, kind, cost, number = task.unit, task.kind, self.costs[task.unit], self.passes
+        needs = list[LaneEvent]()
+        if cost.slot:
+            there = self.engine.event()
+            needs.append(there)
+            self.arena.want(cost.slot, partial(self._slot_granted, task, number, self._urgency(kind, index), there))
+        elif cost.refreshed and kind == "forward":
+            needs.append(self.refreshed[index])
+        if kind == "forward":
+            return [*needs, self._granted(cost.forward)]
+        if cost.swap:
+            back = self.engine.event()
+            needs.append(back)
+            self.arena.want(
+                cost.swap, partial(self._swap_granted, index, self._out[index], self._urgency(kind, index), back)
+            )
+        needs.append(self._granted(cost.backward + cost.gradients))
+        return needs
+
+    def _granted(self, nbytes: float) -> LaneEvent:
+        event = self.engine.event()
+        self.arena.want(nbytes, event.fire)
+        return event
+
+    # Weights
+
+    def _slot_granted(self, task: _Task, number: int, urgency: Urgency, there: LaneEvent) -> None:
+        index = task.unit
+        if task.kind == "backward":
+            before = (number, "forward", index)
+        else:
+            before = (number - 1, "backward", index) if self.batches > 1 else None
+        with self.engine.changed:
+            self._uses[number, task.kind, index] = None
+            if before in self._uses:  # the use before, of the same weights, has not ended: they stay
+                self._uses[before] = there
+                return
+        brought = self.brought[index]
+
+        def fetch() -> None:
+            self.moved["up"] += self.costs[index].slot
+            self.submit("up", urgency, self.times[index].slot, brought.fill, there.fire)
+
+        self.updated[index].then(fetch)
+
+    def _slot_used(self, number: int, kind: TaskKind, index: int) -> None:
+        with self.engine.changed:  # emptied before the next use can be granted, and so before it is filled again
+            stays = self._uses.pop((number, kind, index))
+            if stays is None:
+                self.brought[index].empty()
+        if stays is not None:
+            stays.fire()
+
+    # Forward and backward
+
+    def _forward_ends(self, index: int, number: int) -> None:
+        cost = self.costs[index]
+        self.engine.computed(self._began, self.times[index].forward)
+        if index in self.brought:
+            self.brought[index].show(False)
+        if cost.slot:
+            self._slot_used(number, "forward", index)
+        if cost.swap:
+            swapped, out = self._swapped[index], self._out[index]
+
+            def gone() -> None:
+                self.arena.free(cost.swap)
+                out.fire()
+
+            self.moved["down"] += swapped.nbytes
+            urgency = self._urgency("forward", index)
+            self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, gone)
+        self.arena.free(cost.forward_end + cost.slot)
+        if index == len(self.units) - 1:
+            self._begin(_Task("top", 0), number)
+
+    def _swap_granted(self, index: int, out: LaneEvent, urgency: Urgency, back: LaneEvent) -> None:
+        def fetch() -> None:
+            swapped = self._swapped[index]
+            self.moved["up"] += swapped.nbytes
+            work = partial(swapped.to_device, self.device)
+            self.submit("up", urgency, self.times[index].swap_up, work, back.fire)
+
+        out.then(fetch)
+
+    def _backward_begins(self, index: int, number: int) -> None:
+        self._begin(_Task("backward", index), number)
+
+    def _backward_ends(self, index: int, number: int) -> None:
+        if number != self.passes or (self._expected and self._expected[0].unit != max(index - 1, 0)):
+            raise RuntimeError(f"memory: the backward pass of {self.units[index].name} ended out of its order")
+        self.engine.computed(self._began, self.times[index].backward)
+        cost, first = self.costs[index], self.batches == 1
+        brought = self.brought.get(index)
+        self._swapped.pop(index, None)
+        freed = cost.backward_end + cost.slot + (cost.gradients if cost.on_device and not first else 0)
+        if brought is not None:
+            brought.show(False)
+            self._send(index, brought, number)
+            if cost.slot:
+                self._slot_used(number, "backward", index)
+        self.arena.free(freed)
+        if index == 0:
+            self._begin(_Task("bottom", 0), number)
+            self._bottom = self.ends.bottom + self.ends.carried + (0 if first else self.ends.bottom_gradients)
+
+    # Gradients
+
+    def _send(self, index: int, brought: Brought, number: int) -> None:
+        """Send a unit's gradients to the host."""
+        box = [brought.take_gradients()]
+        landed = self.engine.event()
+        self._on_the_way.setdefault(number, []).append(landed)
+        last = self.batches == self.accumulation
+
+        def work() -> None:
+            pairs = [(own, made) for own, made in zip(brought.host, box.pop(), strict=True) if made is not None]
+            copies = [made.to(device=own.device, dtype=own.dtype, copy=True) for own, made in pairs]
+            self._landed.append(_Landed(index, last, [own for own, _ in pairs], copies))
+
+        def done() -> None:
+            self.arena.free(self.costs[index].gradients)
+            landed.fire()
+
+        self.moved["down"] += self.costs[index].gradients
+        self.submit("down", self._urgency("gradients", index), self.times[index].gradients, work, done)
+
+    def deliver(self) -> None:
+        """What has come to the host becomes the gradient of its parameters, on this thread, so that their hooks run."""
+        while self._landed:
+            unit, last, parameters, gradients = self._landed.popleft()
+            with self.elsewhere(), torch.enable_grad():
+                torch.autograd.backward(parameters, gradients)
+            if last:
+                self.arrived(unit)
+
+    def gradients(self) -> None:
+        """All gradients of the passes so far are on their parameters."""
+        self.finish_pass()
+        for events in self._on_the_way.values():
+            for event in events:
+                event.wait("a gradient on the host")
+        self._on_the_way.clear()
+        self.deliver()
+
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
+
+        def unmetered() -> None:
+            with self.elsewhere():
+                work()
+
+        self.engine.submit(lane, urgency, seconds, unmetered if self.meter is not None else work, done)
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """What is made within is the host's and not metered."""
+        return nullcontext() if self.meter is None else self.meter.elsewhere()
+
+    def discard(self) -> None:
+        """The gradients of the passes since the last step are thrown away."""
+        self._free_gradients()
+        self.batches = 0
+
+    def end_step(self) -> None:
+        """The device's updates are done, and its gradients go."""
+        self._free_gradients()
+        self.batches = 0
+        self.steps += 1
+
+    def _free_gradients(self) -> None:
+        if self.batches:
+            held = sum(cost.gradients for cost in self.costs if cost.on_device)
+            self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)

@@ -1,0 +1,396 @@
+"""The fastest plan that fits, as far as it can be found.
+
+    equal units      counts of each choice (`counts`), by bound, simulated, then refined
+    unequal units    an integer program (`linear`) with several weights
+    all fits         all of it stays on the device, if that costs 1 % at most
+    few units        families and neighbours of the best plans besides, one unit or pair at a time
+    always           the simple plans that people use (`floors`), so that no plan is slower than one of those
+
+Everything is ranked by the simulation (`lanes`), whose seconds count; bounds only say what need not be simulated.
+Nothing here depends on how fast this machine is: the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from isles.memory.costs import (
+    ACTIVATIONS,
+    Activations,
+    Placement,
+    Profile,
+    UnitPlace,
+    disk_bytes,
+    ends_seconds,
+    ends_update,
+    host_bytes,
+    least_peak,
+)
+from isles.memory.counts import Counts, expand, lane_loads, neighbours, possible, ranked
+from isles.memory.lanes import Deadlock, Update, simulate
+from isles.memory.linear import solve
+from isles.memory.plan import InfeasibleBudget, Plan, choices, digests
+from isles.network.machines import Machine
+
+METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
+    "auto": (("device", "optimizer", "host", "disk"), ACTIVATIONS),
+    "autohete": (("device", "optimizer", "host"), ("keep", "recompute")),
+    "karma": (("device",), ACTIVATIONS),
+    "checkpoint": (("device",), ("keep", "recompute")),
+}
+_FEW = 8  # units whose neighbours are all tried
+_TRIED = 60  # counts that are simulated before refining; of few units, more
+_TRIED_FEW = 150
+_SCANNED = 20_000  # counts that are looked at
+_STARTS = 3
+_CLIMBS = 20
+_CLIMBED, _CLIMBS_OF_MANY = 20, 3  # plans a climb simulates, and how often it climbs, where there are many units
+# Of (device, up, down, host, read, write) in the goal of the integer program: stalls follow from lanes that are full.
+_WEIGHTS = (
+    None,
+    (0.0, 0.1, 0.1, 0.2, 0.0, 0.0),
+    (0.5, 0.0, 0.0, 0.0, 0.0, 0.0),
+    (0.0, 0.5, 0.5, 1.0, 0.0, 0.0),
+    (0.3, 0.3, 0.3, 0.3, 0.0, 0.0),
+)
+_SIMPLER = 1.01  # how much longer a step may take if all of it stays on the device
+_MOST = 2.0**60  # bytes, where a budget is infinite
+_TIGHT = 1.002  # how much longer a step may take on less memory
+
+
+def best(
+    profile: Profile,
+    machine: Machine,
+    *,
+    method: str = "auto",
+    device_budget: float | None = None,
+    host_budget: float | None = None,
+    disk_budget: float | None = None,
+    update: Update = "exact",
+    accumulation: int = 1,
+    replica_bytes: int = 0,
+    first_come: bool = False,
+) -> Plan:
+    """The plan. Budgets in bytes, None for the machine's own; replica_bytes: what the method of `isles.replicas` and
+    others take of the host. InfeasibleBudget names the smallest that works.
+    """
+    search = Search(
+        profile,
+        machine,
+        method=method,
+        budget=machine.device_bytes if device_budget is None else device_budget,
+        host=(machine.host_bytes if host_budget is None else host_budget) - replica_bytes,
+        disk=machine.disk_bytes if disk_budget is None else disk_budget,
+        update=update,
+        accumulation=accumulation,
+        first_come=first_come,
+    )
+    return search.run()
+
+
+class Search:
+    """One question, and all plans that were tried for it."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        machine: Machine,
+        *,
+        method: str = "auto",
+        budget: float,
+        host: float = math.inf,
+        disk: float = 0.0,
+        update: Update = "exact",
+        accumulation: int = 1,
+        first_come: bool = False,
+    ) -> None:
+        self.profile, self.machine, self.method = profile, machine, method
+        self.budget, self.host, self.disk = budget, max(host, 0.0), disk
+        self.update: Update = update
+        self.accumulation, self.first_come = accumulation, first_come
+        places, activations = METHODS[method]
+        self.options = choices([one for one in places if one != "disk" or disk], activations)
+        self.index = {one: number for number, one in enumerate(self.options)}
+        self.loads = lane_loads(profile, self.options, machine, accumulation)
+        device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
+        self.fixed = (device, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self.units = len(profile.units)
+        self.alike = all(replace(unit, name="") == replace(profile.units[0], name="") for unit in profile.units)
+        self.seconds: dict[tuple[Placement, ...], float] = {}
+
+    # One plan
+
+    def fits(self, plan: Sequence[Placement]) -> bool:
+        """Within every budget, without fetching ahead."""
+        return (
+            least_peak(self.profile, plan, self.accumulation) <= self.budget
+            and host_bytes(self.profile, plan) <= self.host
+            and disk_bytes(self.profile, plan) <= self.disk
+        )
+
+    def bound(self, plan: Sequence[Placement]) -> float:
+        """No step is shorter than the load of its busiest lane (slots are taken to come up for every pass)."""
+        rows = self.loads[np.arange(self.units), [self.index[one] for one in plan]]
+        return float((rows.sum(axis=0) + self.fixed).max())
+
+    def time(self, plan: tuple[Placement, ...], budget: float | None = None) -> float:
+        """Seconds of its step."""
+        if budget is None and plan in self.seconds:
+            return self.seconds[plan]
+        try:
+            found = simulate(
+                self.profile,
+                plan,
+                self.machine,
+                budget=self.budget if budget is None else budget,
+                update=self.update,
+                accumulation=self.accumulation,
+                first_come=self.first_come,
+            ).step
+        except Deadlock:
+            found = math.inf
+        if budget is None:
+            self.seconds[plan] = found
+        return found
+
+    def first(self, plans: Iterable[tuple[Placement, ...]], most: int, below: float = math.inf) -> None:
+        """Simulate those that fit, by their bound, until none can be faster than the best, or `most` were."""
+        good = sorted(
+            ((self.bound(plan), number, plan) for number, plan in enumerate(plans) if plan not in self.seconds),
+            key=lambda entry: entry[:2],
+        )
+        fastest, tried = min([below, *self.seconds.values()]), 0
+        for bound, _, plan in good:
+            if bound >= fastest or tried >= most:
+                return
+            if math.isfinite(bound) and self.fits(plan):
+                fastest, tried = min(fastest, self.time(plan)), tried + 1
+
+    # All plans
+
+    def run(self) -> Plan:
+        """Search, and make the plan of what was found."""
+        floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
+        bound = self._bound()
+        whole = (Placement("device", "keep"),) * self.units
+        if self.fits(whole) and self.time(whole) <= bound * _SIMPLER:
+            return self._made(whole, bound, floors)
+        if self.alike:
+            self._by_counts(_TRIED_FEW if self.units <= _FEW else _TRIED)
+        if not self.alike or self.units <= _FEW:
+            bound = max(bound, self._by_program())
+        if self.units <= _FEW:
+            self.first(self._family(), _TRIED_FEW)
+        if not self.alike or self.units <= _FEW:
+            fastest = sorted(self.seconds, key=lambda plan: self.seconds[plan])
+            for plan in fastest[: _STARTS if self.units <= _FEW else 1]:
+                self._climb(plan)
+        finite = {plan: seconds for plan, seconds in self.seconds.items() if math.isfinite(seconds)}
+        if not finite:
+            raise self._infeasible()
+        found = min(finite, key=lambda plan: finite[plan])
+        if finite.get(whole, math.inf) <= finite[found] * _SIMPLER:
+            found = whole  # updates on the host might save the device a moment: not worth a link
+        return self._made(found, bound, floors)
+
+    def exhaustive(self) -> tuple[tuple[Placement, ...], float]:
+        """The optimum over all plans, for tests: options ^ units of them."""
+        self.first(itertools.product(self.options, repeat=self.units), 10**9)
+        found = min(self.seconds, key=lambda plan: self.seconds[plan])
+        return found, self.seconds[found]
+
+    def floors(self) -> dict[str, list[tuple[Placement, ...]]]:
+        """Simple plans that people use, as far as the method has their choices."""
+        units = self.units
+
+        def tail(place: UnitPlace, first: Activations) -> list[tuple[Placement, ...]]:
+            return [
+                (Placement(place, first),) * (units - kept) + (Placement(place, "keep"),) * kept
+                for kept in range(units + 1)
+            ]
+
+        every: dict[str, list[tuple[Placement, ...]]] = {
+            "all on the device": [(Placement("device", "keep"),) * units],
+            "recompute all": [(Placement("device", "recompute"),) * units],
+            "keep the last, recompute": tail("device", "recompute"),
+            "capacity swap": tail("device", "swap"),
+            "optimizer on the host": [(Placement("optimizer", one),) * units for one in ("recompute", "keep")],
+            "all on the host": [(Placement("host", "recompute"),) * units],
+            "all on the host, swap": [(Placement("host", "swap"),) * units],
+            "states on disk": [(Placement("disk", "recompute"),) * units],
+        }
+        known = set(self.options)
+        return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in every.items()}
+
+    def _fastest(self, plans: Sequence[tuple[Placement, ...]]) -> float | None:
+        usable = [plan for plan in plans if math.isfinite(self.bound(plan)) and self.fits(plan)]
+        seconds = [self.time(plan) for plan in usable[-3:]]  # of those with a kept tail, the longest tails that fit
+        return min([one for one in seconds if math.isfinite(one)], default=None)
+
+    def _bound(self) -> float:
+        """Of all plans whatever they take: every unit at its cheapest on each lane; only the device is never idle."""
+        return float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
+
+    def _by_counts(self, most: int) -> None:
+        fastest, tried, best = min(self.seconds.values(), default=math.inf), 0, None
+        counted = ranked(self.profile, self.options, self.loads[0], self.fixed, budget=self.budget, host=self.host)
+        for bound, counts in itertools.islice(counted, _SCANNED):
+            if tried >= most:
+                break
+            plan = expand(self.units, counts)
+            if bound >= fastest or not self.fits(plan):
+                continue
+            seconds = self.time(plan)
+            tried += 1
+            if seconds < fastest:
+                fastest, best = seconds, counts
+        while best is not None:
+            start, best = best, None
+            for counts in neighbours(start):
+                if not possible(self.units, counts):
+                    continue
+                plan = expand(self.units, counts)
+                if plan in self.seconds or not self.index.keys() >= set(plan):
+                    continue
+                if self.bound(plan) < fastest and self.fits(plan) and self.time(plan) < fastest * (1 - 1e-9):
+                    fastest, best = self.seconds[plan], counts
+
+    def _by_program(self) -> float:
+        """Starts of the integer program; the bound of the one without weights."""
+        bound = 0.0
+        for weights in _WEIGHTS if self.units <= _FEW else _WEIGHTS[:3]:
+            plan, dual = solve(
+                self.profile,
+                self.options,
+                self.loads,
+                self.fixed,
+                budget=self.budget,
+                host=self.host,
+                weights=weights,
+            )
+            bound = max(bound, dual)
+            if plan is not None and self.fits(plan):
+                self.time(plan)
+        return bound
+
+    def _family(self) -> Iterator[tuple[Placement, ...]]:
+        """Every count in every order."""
+        places, seen = {one.place for one in self.options}, set()
+        pairs = [(a, b) for a in range(self.units + 1) for b in range(self.units + 1 - a)]
+        for (device, moved), (kept, swapped) in itertools.product(pairs, pairs):
+            for order, mixed, stored in itertools.product(range(3), range(3), {0, moved if "disk" in places else 0}):
+                plan = expand(self.units, Counts(device, moved, stored, order, kept, swapped, mixed))
+                if plan not in seen and self.index.keys() >= set(plan):
+                    seen.add(plan)
+                    yield plan
+
+    def _climb(self, plan: tuple[Placement, ...]) -> None:
+        """To the best neighbour, as long as there is a faster one: another choice for a unit, or two units' swapped."""
+        most, climbs = (10**9, _CLIMBS) if self.units <= _FEW else (_CLIMBED, _CLIMBS_OF_MANY)
+        for _ in range(climbs):
+            before = self.time(plan)
+            near = list(self._near(plan))
+            self.first(near, most, below=before)
+            faster = [(self.seconds[one], number) for number, one in enumerate(near) if one in self.seconds]
+            if not faster or min(faster)[0] >= before * (1 - 1e-9):
+                return
+            plan = near[min(faster)[1]]
+
+    def _near(self, plan: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
+        for unit in range(self.units):
+            for one in self.options:
+                if one != plan[unit]:
+                    yield (*plan[:unit], one, *plan[unit + 1 :])
+        for a, b in itertools.combinations(range(self.units), 2):
+            if plan[a] != plan[b]:
+                near = list(plan)
+                near[a], near[b] = near[b], near[a]
+                yield tuple(near)
+
+    # The answer
+
+    def _made(self, plan: tuple[Placement, ...], bound: float, floors: dict[str, float | None]) -> Plan:
+        peak = self._tightest(plan)
+        timeline = simulate(
+            self.profile,
+            plan,
+            self.machine,
+            budget=peak,
+            update=self.update,
+            accumulation=self.accumulation,
+            first_come=self.first_come,
+        )
+        return Plan(
+            placements=plan,
+            names=tuple(unit.name for unit in self.profile.units),
+            method=self.method,
+            update=self.update,
+            accumulation=self.accumulation,
+            budget=int(min(self.budget, _MOST)),
+            peak=peak,
+            step=timeline.step,
+            bound=min(bound, timeline.step),
+            busy=dict(timeline.busy.items()),
+            host_bytes=host_bytes(self.profile, plan),
+            disk_bytes=disk_bytes(self.profile, plan),
+            floors=floors,
+            made_for=digests(self.profile, self.machine),
+            machine=self.machine.name,
+        )
+
+    def _tightest(self, plan: tuple[Placement, ...]) -> int:
+        """The least memory on which the step is as short: what is fetched ahead of need gains nothing beyond it."""
+        low, high = least_peak(self.profile, plan, self.accumulation), int(min(self.budget, _MOST))
+        allowed = self.seconds[plan] * _TIGHT
+        if self.time(plan, low) <= allowed:
+            return low
+        while high - low > 0.02 * high:
+            middle = (low + high) // 2
+            if self.time(plan, middle) <= allowed:
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _infeasible(self) -> InfeasibleBudget:
+        small = self._smallest()
+        device, host = least_peak(self.profile, small, self.accumulation), host_bytes(self.profile, small)
+        disk = disk_bytes(self.profile, small)
+        parts = []
+        if device > self.budget:
+            beside = "" if self.host > 1e14 else f" beside {self.host / 2**30:.3g}GiB of the host"
+            parts.append(
+                f"memory.device_budget = {self.budget / 2**30:.3g}GiB is too small: the least that works{beside} is "
+                f"{device} bytes ({device / 2**30:.3g}GiB)"
+            )
+        if host > self.host:
+            parts.append(
+                f"memory.host_budget leaves {self.host / 2**30:.3g}GiB: {host} bytes ({host / 2**30:.3g}GiB) are needed"
+            )
+        if disk > self.disk:
+            parts.append(f"{disk} bytes of disk are needed")
+        advice = f"; choose that, a smaller batch, or another method than {self.method!r}"
+        return InfeasibleBudget(" and ".join(parts or ["no plan fits"]) + advice, device_bytes=device, host_bytes=host)
+
+    def _smallest(self) -> tuple[Placement, ...]:
+        """A plan with as small a peak as can be found: from the uniform ones, unit by unit, within host and disk where
+        that is possible.
+        """
+
+        def size(plan: tuple[Placement, ...]) -> tuple[float, float]:
+            over = max(host_bytes(self.profile, plan) - self.host, 0) + max(
+                disk_bytes(self.profile, plan) - self.disk, 0
+            )
+            return over, least_peak(self.profile, plan, self.accumulation)
+
+        usable = [one for one in self.options if math.isfinite(self.bound((one,) * self.units))]
+        plan = min(((one,) * self.units for one in usable), key=size)
+        for unit in range(self.units):
+            near = [(*plan[:unit], one, *plan[unit + 1 :]) for one in usable]
+            plan = min([plan, *near], key=size)
+        return plan

@@ -1,0 +1,49 @@
+"""Parts of one optimizer: each updates some of its parameters, with the whole one's settings and state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+Settings = list[dict[str, Any]]
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    """A copy of all groups' settings (learning rate, betas, ...), as they are now."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+class PartialOptimizer:
+    """The share of `whole` that updates `parameters`. State is the whole one's, made when it first updates."""
+
+    def __init__(self, whole: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        wanted = {id(parameter) for parameter in parameters}
+        self.whole = whole
+        self._groups: list[tuple[int, list[nn.Parameter]]] = []
+        for number, group in enumerate(whole.param_groups):
+            own = [parameter for parameter in group["params"] if id(parameter) in wanted]
+            if own:
+                self._groups.append((number, own))
+        # Its class and attributes without its constructor, whose arguments are not known.
+        self._optimizer: Optimizer = object.__new__(type(whole))
+        attributes: Mapping[str, Any] = whole.__dict__
+        self._optimizer.__dict__.update({key: value for key, value in attributes.items() if key != "step"})
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # those are of the whole step
+            self._optimizer.__dict__[hooks] = OrderedDict()
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has nothing to update."""
+        return not self._groups
+
+    def step(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Update by the parameters' gradients, with these settings of all groups of the whole optimizer."""
+        if self.empty:
+            return
+        self._optimizer.state = self.whole.state
+        self._optimizer.param_groups = [{**settings[number], "params": own} for number, own in self._groups]
+        self._optimizer.step()

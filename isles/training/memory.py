@@ -1,0 +1,237 @@
+"""The plan of memory of a configured run: its machine, its model's profile, the search between them, and the optimizer
+that runs what was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from isles.memory.config import MemoryConfig
+from isles.memory.costs import Profile
+from isles.memory.engines.inline import Inline
+from isles.memory.engines.paced import Paced
+from isles.memory.managed import Managed, manage
+from isles.memory.plan import Plan, from_json
+from isles.memory.profile import adamw_bytes, profile
+from isles.memory.search import best
+from isles.models import choose_device, limits, sketch
+from isles.network.machines import Machine, machine
+from isles.network.units import parse_bytes
+from isles.replicas import method
+from isles.replicas.gradient.bucketed import BucketedSync
+from isles.training.config.inner import inner_kind
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+
+_CPU = "laptop-16"  # the machine of a run on a CPU that names none
+
+
+def machine_of(config: Config) -> Machine:
+    """The machine that the run names, or what is here. ValueError where there is a GPU of no known name."""
+    if config.memory.machine:
+        try:
+            return machine(config.memory.machine)
+        except ValueError as error:
+            raise ValueError(f"memory.machine: {error}") from None
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        return machine(_CPU)
+    name = torch.cuda.get_device_name()
+    for known in ("H200", "H100", "RTX 4090", "RTX 3060"):
+        if known in name:
+            return machine(known)
+    raise ValueError(
+        f"memory.machine: this is a {name}, of which nothing is known; measure it with `isles doctor --memory --write "
+        'my.toml` and set memory.machine = "my.toml"'
+    )
+
+
+def profile_of(config: Config) -> Profile:
+    """The model's profile at one worker's batch, from a sketch without numbers."""
+    model = sketch(config.model)
+    context, _ = limits(config.model)
+    sequences = config.data.batch_size_per_worker(config.world.workers)
+    adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
+    name = config.model.factory or config.model.hf or str(config.model.size)
+    made = profile(
+        model,
+        torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
+        autocast="bf16" if config.model.autocast == "bf16" else "none",
+        state_bytes=adamw_bytes if adamw else lambda parameter: 0,
+        name=name,
+    )
+    return replace(made, tokens=context)  # a window holds one more, the target of its last
+
+
+def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0) -> Plan:
+    """The plan of `config.memory`: that of its file, or the fastest. ValueError, with the key, for what cannot be."""
+    memory = config.memory
+    if memory.plan:
+        return _read(memory.plan, made, here)
+    device = _budget("device_budget", memory, here.device_bytes, here)
+    host = _budget("host_budget", memory, here.host_bytes, here)
+    return best(
+        made,
+        here,
+        method="auto" if memory.method == "none" else memory.method,
+        device_budget=device,
+        host_budget=host,
+        disk_budget=0.0,
+        update=memory.update,
+        accumulation=config.inner.accumulation,
+        replica_bytes=replica_bytes,
+    )
+
+
+def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float:
+    given = getattr(memory, key)
+    if not given:
+        return most
+    asked = parse_bytes(key, given)
+    if asked > most:
+        raise ValueError(
+            f"memory.{key} = {given!r} is more than the {most / 2**30:.3g}GiB of {here.name}: choose less, or another "
+            "memory.machine"
+        )
+    return asked
+
+
+def _read(path: str, made: Profile, here: Machine) -> Plan:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"memory.plan = {path!r}: cannot be read ({error}); name a plan's file") from None
+    plan = from_json(text, f"memory.plan = {path!r}")
+    plan.check(made, here)
+    return plan
+
+
+def refusals(config: Config) -> None:
+    """ValueError, with the key, for what a plan of memory cannot be together with."""
+    memory = config.memory
+    if memory.method == "none":
+        return
+    kind = method(config.method)
+    inside = method(config.world.inside) if config.world.inner > 1 else kind
+    for name, one in ((config.method, kind), (f'world.inside = "{config.world.inside}"', inside)):
+        if one.needs_whole:
+            raise ValueError(
+                f"memory.method: {name} changes or shards the parameters by itself, so a plan cannot place them: set "
+                'memory.method = "none", or choose another method'
+            )
+    if config.model.autocast == "fp16":
+        raise ValueError(
+            'memory.method: a gradient scaler may skip a step after its updates have begun: set model.autocast = "bf16"'
+        )
+    if config.pipeline.stages > 1:
+        raise ValueError(
+            "memory.method: plans are for whole models, not for stages of one: set pipeline.stages = 1, or "
+            'memory.method = "none"'
+        )
+    if config.model.compile:
+        raise ValueError(
+            "memory.method: a compiled model runs its blocks as one, so none can be moved: leave out compile"
+        )
+    if memory.update == "early":
+        if config.inner.max_norm:
+            raise ValueError(
+                'memory.update = "early" updates blocks before the norm of all gradients is known: set inner.max_norm '
+                '= 0, or memory.update = "exact"'
+            )
+        if issubclass(inside, BucketedSync) or kind.level == "optimizer":
+            raise ValueError(
+                f'memory.update = "early" would update blocks before {config.method} has exchanged their gradients: '
+                'set memory.update = "exact"'
+            )
+
+
+def _refuse_here(config: Config) -> None:
+    """ValueError, with the key, for a plan that cannot run on what this worker computes with."""
+    memory, device = config.memory, choose_device(config.model)
+    if device.type != "cpu":
+        if memory.emulate:
+            raise ValueError("memory.emulate is for CPUs; on a GPU, memory.device_budget makes it smaller: take it out")
+        if memory.method != "checkpoint":
+            raise ValueError(
+                f'memory.method = "{memory.method}" moves bytes, which this version does on CPUs only: choose '
+                '"checkpoint" on a GPU'
+            )
+    elif not _stands_for_a_device(config) and machine_of(config).host_bytes:
+        raise ValueError(
+            f"memory.machine = {memory.machine!r} has a device beside its host, and this worker computes on a CPU: set "
+            "memory.emulate = true to try the plan out, or leave machine out"
+        )
+
+
+def _stands_for_a_device(config: Config) -> bool:
+    """Whether part of the RAM plays the device: on the virtual backend, and where that was asked for."""
+    return config.memory.emulate or config.world.backend == "virtual"
+
+
+_PREPARED: dict[str, tuple[Profile, Machine, Plan]] = {}  # by configuration: workers that share a process ask once
+
+
+def prepared(config: Config) -> tuple[Profile, Machine, Plan]:
+    """What a run with a plan needs. ValueError, one line with its key, for whatever cannot be."""
+    refusals(config)
+    _refuse_here(config)
+    key = to_toml(config)
+    if key not in _PREPARED:
+        random = torch.get_rng_state()
+        here, made = machine_of(config), profile_of(config)
+        _PREPARED.clear()
+        _PREPARED[key] = made, here, planned(config, made, here)
+        torch.set_rng_state(random)
+    return _PREPARED[key]
+
+
+def step_seconds(config: Config) -> float:
+    """Of the virtual clock: those of the plan for a named machine, else those of [world]."""
+    if config.memory.method == "none" or not config.memory.machine:
+        return config.world.step_seconds
+    return prepared(config)[2].step
+
+
+class PlannedMemory:
+    """The memory of one worker of a run: nothing special, or a plan at work."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.managed: Managed | None = None
+
+    def manage(self, model: nn.Module, inner: Optimizer) -> Optimizer:
+        """The inner optimizer, under the plan where there is one."""
+        if self.config.memory.method == "none":
+            return inner
+        made, here, plan = prepared(self.config)
+        virtual = self.config.world.backend == "virtual"
+        engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
+        self.managed = manage(plan, model, inner, profile=made, machine=here, engine=engine)
+        return self.managed
+
+    def device(self, model: nn.Module) -> torch.device:
+        """Where the model computes; its parameters may lie elsewhere."""
+        return next(model.parameters()).device if self.managed is None else self.managed.device
+
+    def close(self) -> None:
+        """End the plan's threads and give the model its own forward back."""
+        if self.managed is not None:
+            self.managed.close()
+
+    def told(self, seconds: float) -> dict[str, Any] | None:
+        """For the summary. seconds: of a step, as it was."""
+        if self.managed is None:
+            return None
+        plan = self.managed.plan
+        return {
+            "plan": plan.short,
+            "planned_peak_bytes": plan.peak,
+            "granted_peak_bytes": int(self.managed.runner.arena.peak),
+            "planned_step_seconds": plan.step,
+            "measured_step_seconds": seconds,
+        }

@@ -1,0 +1,75 @@
+"""`isles memory plan`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles import cli
+from isles.memory.plan import from_json
+
+SMALL = ["--machine", "RTX 3060", "--device-budget", "3MB", "--set", "data.batch_size=2"]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """memory(*arguments): (exit code, stdout, stderr) of `isles memory plan`, in this process."""
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", "memory", "plan", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capfd.readouterr()
+
+    return ask
+
+
+def test_a_person_reads_a_table(memory, tmp_path: Path) -> None:
+    code, out, err = memory(*SMALL, "--compare", "--trace", str(tmp_path / "lanes.json"))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("model    0.13M: 123,200 parameters, 2 blocks; batch 2 x 128 tokens")
+    assert "machine  RTX 3060: 12.0 GB on the device" in out
+    assert any(line.startswith("blocks.0") for line in lines)
+    assert "lanes busy in a step: device" in out
+    for name in ("auto", "autohete", "karma", "checkpoint", "recompute all", "optimizer on the host"):
+        assert any(line.startswith(name) for line in lines)
+    assert json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
+
+
+def test_a_program_reads_json(memory, tmp_path: Path) -> None:
+    code, out, err = memory(*SMALL, "--json")
+    assert code == 0, err
+    plan = from_json(out)
+    assert plan.peak <= plan.budget == 3_000_000
+    path = tmp_path / "plan.json"
+    path.write_text(out, encoding="utf-8")
+    code, out, err = memory(*SMALL, "--set", f"memory.plan={path}", "--json")
+    assert from_json(out) == plan
+    code, _, err = memory(*SMALL, "--set", f"memory.plan={path}", "--set", "model.layers=3")
+    assert code == 2
+    assert "was made for another model" in err
+    code, _, err = memory(*SMALL, "--set", f"memory.plan={path}", "--machine", "RTX 4090")
+    assert code == 2
+    assert "was made for another machine" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--machine", "RTX 3060", "--device-budget", "100kB"], "the least that works"),
+        (["--machine", "RTX 3061"], "did you mean 'RTX 3060'?"),
+        (["--machine", "RTX 3060", "--device-budget", "13GB"], "is more than the 11.2GiB of RTX 3060"),
+        (["--machine", "RTX 3060", "--device-budget", "12"], "write its unit too"),
+        (["--machine", "RTX 3060", "--update", "early"], "set inner.max_norm = 0"),
+        (["--machine", "none.toml"], "none.toml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_one_line(memory, arguments: list[str], words: str) -> None:
+    code, out, err = memory(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1

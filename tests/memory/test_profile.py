@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isles.memory.profile import _fake_trace, measured, own_loss, profile, trace_step
+from isles.memory.units import units_of
+from isles.models.decoder import Decoder
+from isles.models.sizes import SIZES, flops_per_token, parameters
+from tests.memory.loops import DECODER, profiled
+from tests.memory.test_exact import TASKS
+
+FORMATS = {
+    "float32": (torch.float32, "none"),
+    "bfloat16": (torch.bfloat16, "none"),
+    "autocast": (torch.float32, "bf16"),
+}
+
+
+@pytest.mark.parametrize("kept", ["keep", "recompute"])
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("size", ["0.13M", *(pytest.param(size, marks=pytest.mark.long) for size in ("2M", "10M"))])
+def test_a_step_without_numbers_takes_the_bytes_of_the_real_one(size: str, how: str, kept: str) -> None:
+    dtype, autocast = FORMATS[how]
+    model = Decoder(SIZES[size], dtype=dtype)
+    units = units_of(model)
+    batch = torch.zeros(2, 65, dtype=torch.int64)
+    fake = _fake_trace(model, units, batch, own_loss, autocast, kept, False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    real = trace_step(model, units, batch.clone(), autocast=autocast, kept=kept)  # type: ignore[arg-type]
+    if len(units) > 3:  # the fake one has run three of them
+        real.static = fake.static
+        differences = [one.forward_peak - one.forward_begin for one in real.units]
+        assert differences == [one.forward_peak - one.forward_begin for one in fake.units]
+        assert [(one.saved, one.casts) for one in real.units] == [(one.saved, one.casts) for one in fake.units]
+        return
+    assert fake == real
+    assert fake.peak > fake.static
+
+
+def test_a_profile_needs_neither_numbers_nor_room() -> None:
+    shape = type(SIZES["1B"])(
+        d_model=5120, layers=40, heads=40, ffn=13824, vocab=32000, context=4096, tie_embeddings=False
+    )
+    made = profile(Decoder(shape, device="meta"), torch.empty(4, 1025, dtype=torch.int64, device="meta"))
+    assert made.params == parameters(shape)
+    whole = sum(unit.flops for unit in made.units) + made.ends.flops
+    assert whole == pytest.approx(4 * 1024 * flops_per_token(shape, backward=False, sequence=1024))
+    stream = 4 * 1024 * 5120 * 4
+    assert made.stream == made.units[0].boundary == stream
+    assert made.units[0].resident.saved > 10 * stream
+    assert len({unit.resident for unit in made.units}) == 1
+
+
+def test_under_autocast_matrices_travel_as_bfloat16() -> None:
+    unit, plain = profiled(DECODER, "bf16").units[0], profiled(DECODER, "none").units[0]
+    vectors = 2 * 64 * 4
+    assert plain.moved == plain.weights
+    assert unit.moved == (unit.weights - vectors) // 2 + vectors
+    assert unit.resident.casts == unit.moved - vectors
+    assert unit.brought.casts == plain.resident.casts == 0
+    assert unit.resident.saved == unit.brought.saved < plain.resident.saved
+
+
+def test_operations_of_other_models_are_counted() -> None:
+    pytest.importorskip("transformers")
+    made = profiled(TASKS["llama"], "none")
+    width, inner, tokens, sequences = 64, 128, 33, 2
+    matrices = 2 * width * width + 2 * width * (width // 2) + 3 * width * inner
+    attention = 2 * tokens * width
+    assert made.units[0].flops == pytest.approx(2 * sequences * tokens * (matrices + attention))
+    assert made.ends.flops == pytest.approx(2 * sequences * tokens * width * 256)
+
+
+def test_seconds_can_be_measured() -> None:
+    made = measured(profiled(DECODER, "none"), DECODER.make(), DECODER.batch(0), laps=2)
+    assert all(unit.forward > 0 and unit.backward > 0 for unit in made.units)
+    assert len({unit.forward for unit in made.units}) == 1
+
+
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no blocks in an nn\.ModuleList to plan by"):
+        units_of(torch.nn.Linear(2, 2))
+    model = Decoder(SIZES["0.13M"])
+    model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"blocks\.1 shares 'weight' with blocks\.0"):
+        units_of(model)
+    model = Decoder(SIZES["0.13M"])
+    model.head.weight = model.blocks[0].mlp.down.weight  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"blocks\.0 shares 'weight' with the rest of the model"):
+        units_of(model)

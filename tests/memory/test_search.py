@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from isles.memory.costs import Placement, host_bytes, least_peak
+from isles.memory.lanes import simulate
+from isles.memory.plan import InfeasibleBudget
+from isles.memory.search import METHODS, Search, best
+from tests.memory.instances import activations_instance, block, instance, uniform
+
+
+def _gaps(cases: list[tuple[int, bool, str]], method: str, units: int) -> list[float]:
+    """How much longer than the optimum over all plans the found one is; the bound must hold too."""
+    gaps = []
+    for seed, equal, update in cases:
+        rng = random.Random(seed)
+        made, machine = (
+            activations_instance(rng, units, equal=equal) if method == "karma" else instance(rng, units, equal=equal)
+        )
+        settings = {"method": method, "budget": machine.device_bytes, "update": update}
+        search, every = Search(made, machine, **settings), Search(made, machine, **settings)  # type: ignore[arg-type]
+        plan = search.run()
+        _, optimum = every.exhaustive()
+        assert plan.bound <= optimum * (1 + 1e-9)
+        gaps.append(search.seconds[plan.placements] / optimum - 1)
+    return gaps
+
+
+def _optimal(gaps: list[float]) -> int:
+    return sum(gap < 1e-6 for gap in gaps)
+
+
+def test_small_instances_are_solved() -> None:
+    gaps = _gaps([(seed, True, "exact") for seed in range(2)], "auto", 3)
+    gaps += _gaps([(seed, False, "early") for seed in range(2)], "auto", 3)
+    assert _optimal(gaps) >= 3
+    assert max(gaps) <= 0.03
+
+
+@pytest.mark.long
+def test_four_equal_blocks() -> None:
+    gaps = _gaps([(seed, True, "exact") for seed in range(20)], "auto", 4)
+    assert _optimal(gaps) >= 18
+    assert max(gaps) <= 0.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("update", ["exact", "early"])
+def test_four_unequal_blocks(update: str) -> None:
+    gaps = _gaps([(seed, False, update) for seed in range(20)], "auto", 4)
+    assert sum(gaps) / len(gaps) <= 0.015
+    assert max(gaps) <= 0.08
+
+
+@pytest.mark.long
+def test_activations_alone() -> None:
+    gaps = _gaps([(seed, seed % 2 == 0, "exact") for seed in range(40)], "karma", 8)
+    assert _optimal(gaps) >= 36
+    assert max(gaps) <= 0.05
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.long)])
+def test_no_plan_is_slower_than_a_simple_one(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        method = rng.choice(["auto", "auto", *METHODS])
+        make = activations_instance if method in ("karma", "checkpoint") else instance
+        made, machine = make(rng, rng.randint(2, 10), equal=rng.random() < 0.7)
+        plan = best(made, machine, method=method)
+        floors = [seconds for seconds in plan.floors.values() if seconds is not None]
+        assert floors
+        assert plan.step <= min(floors) * 1.003  # a plan is run on as little memory as costs 0.2 % at most
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 6), marks=pytest.mark.long)])
+def test_more_memory_is_never_slower(seeds: range) -> None:
+    for seed in seeds:
+        made, machine = instance(random.Random(seed), 12, equal=True)
+        least = least_peak(made, uniform(made, "host", "recompute"))
+        full = least_peak(made, uniform(made, "device", "keep"))
+        before = math.inf
+        for number in range(12):
+            search = Search(made, machine, budget=least * 1.01 + (full - least) * number / 11)
+            plan = search.run()
+            seconds = search.seconds[plan.placements]
+            assert seconds <= before * 1.01
+            before = seconds
+
+
+# Where the answer is known
+
+
+def test_where_all_fits_nothing_moves() -> None:
+    made, machine = instance(random.Random(1), 6, equal=True)
+    machine = replace(machine, device_rate=1e13)  # so that updates there cost it next to nothing
+    plan = best(made, machine, device_budget=least_peak(made, uniform(made, "device", "keep")))
+    assert {one.short for one in plan.placements} == {"DK"}
+    assert plan.busy["up"] == plan.busy["down"] == plan.busy["host"] == plan.host_bytes == 0
+    assert plan.gap <= 0.01
+
+
+def test_over_an_infinite_link_swapping_costs_nothing() -> None:
+    made, machine = activations_instance(random.Random(2), 6, equal=True)
+    free = replace(machine, up=math.inf, down=math.inf, up_both=math.inf, down_both=math.inf)
+    plan = best(made, free, method="karma", device_budget=least_peak(made, uniform(made, "device", "swap")) * 1.01)
+    computing = best(made, free, method="karma", device_budget=math.inf).step
+    assert plan.step == pytest.approx(computing, rel=1e-6)
+
+
+def test_without_a_link_activations_are_made_again() -> None:
+    made, machine = activations_instance(random.Random(2), 6, equal=True)
+    alone = replace(machine, up=0.0, down=0.0, up_both=0.0, down_both=0.0)
+    plan = best(made, alone)
+    assert {one.place for one in plan.placements} == {"device"}
+    assert {one.activations for one in plan.placements} <= {"keep", "recompute"}
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_budget_that_is_too_small_names_one_that_works(equal: bool) -> None:
+    made, machine = instance(random.Random(4), 5, equal=equal)
+    with pytest.raises(
+        InfeasibleBudget, match=r"memory\.device_budget = .* the least that works is \d+ bytes"
+    ) as caught:
+        best(made, machine, device_budget=1e9)
+    least = caught.value.device_bytes
+    plan = best(made, machine, device_budget=least)
+    assert plan.peak == least
+    with pytest.raises(InfeasibleBudget):
+        best(made, machine, device_budget=least - 1)
+
+
+def test_the_host_is_a_budget_too() -> None:
+    made, machine = instance(random.Random(6), 6, equal=True, tight=(0.55, 0.55))
+    wide = best(made, machine, disk_budget=0.0)
+    assert wide.host_bytes > 0
+    taken = int(machine.host_bytes - 0.9 * wide.host_bytes)
+    for budget in ({"host_budget": wide.host_bytes * 0.9}, {"replica_bytes": taken}):
+        narrow = best(made, machine, disk_budget=0.0, **budget)
+        assert narrow.host_bytes <= wide.host_bytes * 0.9
+        assert narrow.step >= wide.step * (1 - 1e-9)
+    disk = best(made, machine, host_budget=wide.host_bytes * 0.7)
+    assert disk.disk_bytes > 0
+    assert disk.host_bytes <= wide.host_bytes * 0.7
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    made, machine = instance(random.Random(6), 3, equal=False)
+    assert best(made, machine) == best(made, machine)
+
+
+def test_a_plan_takes_no_more_memory_than_it_gains_by() -> None:
+    made, machine = instance(random.Random(7), 6, equal=True)
+    plan = best(made, machine, device_budget=least_peak(made, uniform(made, "device", "keep")) * 3)
+    assert plan.peak == least_peak(made, plan.placements)
+
+
+def test_early_updates_are_never_slower() -> None:
+    made, machine = instance(random.Random(8), 10, equal=True)
+    plans = [best(made, machine, update=update) for update in ("exact", "early")]
+    assert plans[1].step <= plans[0].step * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_forty_blocks(equal: bool) -> None:
+    """Seconds are not asserted here; benchmarks/memory.py prints them."""
+    rng = random.Random(9)
+    made, machine = instance(rng, 40, equal=True)
+    if not equal:
+        made = replace(made, units=tuple(block(rng, str(number)) for number in range(40)))
+        machine = replace(machine, device_bytes=least_peak(made, uniform(made, "host", "recompute")) * 1.5)
+    plan = best(made, machine)
+    assert least_peak(made, plan.placements) <= plan.peak <= machine.device_bytes
+    assert plan.host_bytes == host_bytes(made, plan.placements)
+    again = simulate(made, plan.placements, machine, budget=plan.peak)
+    assert again.step == plan.step
+
+
+def test_methods_choose_what_is_theirs() -> None:
+    made, machine = activations_instance(random.Random(10), 6, equal=True)
+    for name, (places, activations) in METHODS.items():
+        plan = best(made, machine, method=name)
+        assert {one.place for one in plan.placements} <= set(places)
+        assert {one.activations for one in plan.placements} <= set(activations)
+        assert all(isinstance(one, Placement) for one in plan.placements)
