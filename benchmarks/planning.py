@@ -19,7 +19,7 @@ from isles.network.named import links
 from isles.network.planner.job import Job
 from isles.network.planner.planner import plan
 from isles.training.config.reading import read_config
-from isles.training.dry_run import plan as dry_run
+from isles.training.dry_run import dry_run
 
 
 def seconds(work: Callable[[], object]) -> float:

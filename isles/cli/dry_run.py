@@ -13,7 +13,7 @@ from isles.schema import BACKENDS
 if TYPE_CHECKING:
     from isles.network.planner.planned import PlannedExchange
     from isles.training.config.sections import Config
-    from isles.training.dry_run import Plan
+    from isles.training.dry_run import DryRun
 
 _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
@@ -21,9 +21,9 @@ _GROUPS = 3  # groups of a round that are named
 
 def show(config: Config, *, probe: bool, as_json: bool) -> None:
     """Print the plan of `config`; nothing is started or written."""
-    from isles.training.dry_run import plan
+    from isles.training.dry_run import dry_run
 
-    planned = plan(config, probe=probe)
+    planned = dry_run(config, probe=probe)
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))
         return
@@ -38,7 +38,7 @@ def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{text}"
 
 
-def _head(config: Config, plan: Plan) -> list[str]:
+def _head(config: Config, plan: DryRun) -> list[str]:
     from isles.models import SIZES
     from isles.report.units import format_count, format_short
 
@@ -57,7 +57,7 @@ def _head(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: DryRun) -> list[str]:
     from isles.report.units import format_bytes
 
     own = [("weights", plan.weights), ("gradients", plan.gradients), ("inner optimizer", plan.inner)]
@@ -70,7 +70,7 @@ def _memory(plan: Plan) -> list[str]:
     return [_line("memory" if line is lines[0] else "", line) for line in lines]
 
 
-def _exchanges(plan: Plan) -> list[str]:
+def _exchanges(plan: DryRun) -> list[str]:
     from isles.report.units import format_bytes, format_count
 
     outline = plan.outline
@@ -109,7 +109,7 @@ def _spread(nbytes: Sequence[float]) -> str:
     return most if least == most else f"{least} to {most}"
 
 
-def _cost(plan: Plan) -> list[str]:
+def _cost(plan: DryRun) -> list[str]:
     from isles.report.units import compare, format_bytes, format_percent, format_seconds
 
     mean = sum(plan.bytes_sent) / plan.workers

@@ -1,7 +1,7 @@
 """What a run will be, said before anything is started or written: the model, memory, exchanges, bytes and time.
 
     configuration -> model without numbers (meta device) -> the method around it, in a world that is only planned
-                  -> its own schedule, memory and advice -> Plan
+                  -> its own schedule, memory and advice -> DryRun
 
 So the numbers are those of the code that will run, not of a second description of it.
 """
@@ -42,7 +42,7 @@ _SMALL = 256e6  # bytes of weights that are made for counting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DryRun:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
     flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
@@ -91,7 +91,7 @@ class Plan:
         return plain | {"peak_bytes": self.peak}
 
 
-def plan(config: Config, *, probe: bool = False) -> Plan:
+def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     """The plan of a run. probe: measure a step of one worker on this machine where the configuration gives no
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
@@ -136,7 +136,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
-    return Plan(
+    return DryRun(
         method=config.method,
         backend=world.backend,
         workers=world.workers,

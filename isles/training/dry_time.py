@@ -9,7 +9,7 @@ from math import ceil
 
 from isles.network.named import links
 from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, by_size
-from isles.network.planner.replay import TimeSpent, replay_run
+from isles.network.planner.replay import TimeAccount, replay_run
 from isles.network.topology import Topology
 from isles.replicas.island.island import Together
 from isles.replicas.loop.outer import OuterSync
@@ -62,7 +62,7 @@ def transfers(
     )
 
 
-def replayed(config: Config, seats: Sequence[ReplicaSync]) -> TimeSpent | None:
+def replayed(config: Config, seats: Sequence[ReplicaSync]) -> TimeAccount | None:
     """The whole run, on the network of [world]."""
     world, steps = config.world, config.run.steps
     near = links(world.inner_links) if world.inner > 1 else None

@@ -44,7 +44,7 @@ def test_the_table_of_which_method(network, wanted):
 def test_bytes_and_memory_are_those_of_the_library(one):
     """What `isles train --dry-run` counts for the same settings."""
     from isles.training.config.reading import read_config
-    from isles.training.dry_run import plan as dry_run
+    from isles.training.dry_run import dry_run
 
     steps, every = (4, 1) if one.every else (80, 20)
     settings = [f"replicas.{word.replace(' ', '')}" for word in one.settings.split(", ") if word]
@@ -154,7 +154,7 @@ def test_no_such_wish():
 def test_methods_that_cost_the_same(one, other):
     """Those that are not planned with send, and when, what another does."""
     from isles.training.config.reading import read_config
-    from isles.training.dry_run import plan as dry_run
+    from isles.training.dry_run import dry_run
 
     def outline(method):
         flags = {"replicas.method": method, "world.workers": 8, "run.steps": 60, "replicas.sync_every": 20}

@@ -11,7 +11,7 @@ from isles.comm.virtual.run import run_virtual
 from isles.network.planner.replay import replay_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import plan
+from isles.training.dry_run import dry_run
 from isles.training.trainer import train_worker
 from tests.training.runs import ON_VIRTUAL, write_text
 
@@ -64,7 +64,7 @@ def of(
 
 def shares(config: Config) -> tuple[float, float]:
     """In percent: what the dry run says, and what the virtual clock shows."""
-    transfers = plan(config).transfers
+    transfers = dry_run(config).transfers
     said = 1.0 if transfers is None else transfers.utilisation
     assert said is not None
     world = config.world
@@ -115,8 +115,8 @@ def test_presets_with_jitter(text: Path, case: str, net: str, size: str) -> None
 def test_a_long_run_is_played_in_part(text: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the share of all of it, nearly."""
     config = of(text, case, steps=200)
-    whole = plan(config).transfers
+    whole = dry_run(config).transfers
     monkeypatch.setattr("isles.training.dry_time.replay_run", partial(replay_run, messages=400))
-    part = plan(config).transfers
+    part = dry_run(config).transfers
     assert whole is not None and part is not None and whole.utilisation is not None
     assert part.utilisation == pytest.approx(whole.utilisation, abs=0.01)

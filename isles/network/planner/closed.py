@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from isles.network.planner.forms import Form
+from isles.network.planner.forms import PlannedForm
 from isles.network.planner.job import Job
 from isles.network.planner.planned import (
     BySize,
@@ -54,13 +54,13 @@ class Course:
     planned: Callable[[int], list[PlannedExchange]]
 
 
-Closed = Callable[[Job, Form, int, Pairs | None], Course]
+Closed = Callable[[Job, PlannedForm, int, Pairs | None], Course]
 """Of a job, the form of what is sent, H, and the pairs of a round where there are some; None: every round is taken
 for a usual one, in which the first two are a pair.
 """
 
 
-def gradients(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
+def gradients(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ddp, dct-dp: bucket by bucket behind the backward pass."""
     groups, sizes = _everyone(job), _buckets(32 * job.parameters)
     patterns = [by_size(groups, partial(_gradient, form, share * job.parameters)) for share in sizes]
@@ -76,7 +76,7 @@ def gradients(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
     return Course(Rhythm(0, 1), planned)
 
 
-def momentum(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
+def momentum(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """demo: everyone's to everyone after each step."""
     groups = _everyone(job)
     pattern = by_size(groups, lambda size: gathered(form.bits * job.parameters / 8, size))
@@ -86,7 +86,7 @@ def momentum(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
     )
 
 
-def units(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
+def units(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ist, sampler = "rolling": in round r worker i holds the units from its own r-th on."""
     groups, size = _everyone(job), job.workers
     wide = max(round(job.known_matrices[3][1]), size)
@@ -122,14 +122,14 @@ def units(job: Job, form: Form, every: int, pairs: Pairs | None) -> Course:
 
 
 def rounds(
-    job: Job, form: Form, every: int, pairs: Pairs | None, *, late: bool = False, streams: bool = False
+    job: Job, form: PlannedForm, every: int, pairs: Pairs | None, *, late: bool = False, streams: bool = False
 ) -> Course:
     """diloco, sparseloco, sparta; late: eager, dilocox; streams: streaming-diloco."""
     return _in_rounds(job, form, every, lambda round: _everyone(job), late=late, streams=streams, anchors=False)
 
 
 def swaps(
-    job: Job, form: Form, every: int, pairs: Pairs | None, *, streams: bool = False, anchors: bool = True
+    job: Job, form: PlannedForm, every: int, pairs: Pairs | None, *, streams: bool = False, anchors: bool = True
 ) -> Course:
     """noloco, streaming-noloco; anchors travel in the form of the payload, behind each landing."""
     return _in_rounds(
@@ -137,7 +137,9 @@ def swaps(
     )
 
 
-def _in_rounds(job: Job, form: Form, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool) -> Course:
+def _in_rounds(
+    job: Job, form: PlannedForm, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool
+) -> Course:
     sizes = _fragments(job) if streams else [job.parameters]
     offsets = [round(index * every / len(sizes)) for index in range(len(sizes))]
 
@@ -195,18 +197,18 @@ def _buckets(bits: float) -> list[float]:
     return [each / count for each in (*sizes[::2], *reversed(sizes[1::2])) if each]
 
 
-def _gradient(form: Form, entries: float, size: int) -> MessagePattern:
+def _gradient(form: PlannedForm, entries: float, size: int) -> MessagePattern:
     if math.isinf(form.back):
         return Ragged(form.bits * entries / 8, _HEADER + _LENGTH)
     return _means(form, entries, size)
 
 
 @lru_cache(maxsize=1024)
-def _sized(form: Form, entries: float, sizes: Sequence[int]) -> BySize:
+def _sized(form: PlannedForm, entries: float, sizes: Sequence[int]) -> BySize:
     return BySize(tuple((size, _means(form, entries, size)) for size in sizes if size > 1))
 
 
-def _means(form: Form, entries: float, size: int) -> MessagePattern:
+def _means(form: PlannedForm, entries: float, size: int) -> MessagePattern:
     means = [_mean(entries, bits, form.back, size) for bits in form.phases]
     return means[0] if len(means) == 1 else Then((means[0],), means[1])
 

@@ -30,7 +30,7 @@ from isles.network.planner.closed import opening, random_pairs
 from isles.network.planner.costs import Lines
 from isles.network.planner.forms import form_of
 from isles.network.planner.job import Job
-from isles.network.planner.replay import TimeSpent, long_run, replay_run
+from isles.network.planner.replay import TimeAccount, long_run, replay_run
 from isles.network.planner.turns import TURNS, Turns
 from isles.network.planner.ways import WAYS, Way
 from isles.network.topology import Topology
@@ -100,7 +100,7 @@ def curve(job: Job, one: Plan, factors: Sequence[float]) -> list[float]:
     return [_share(job, one.way, one.every, lines.scaled(factor), usual) for factor in factors]
 
 
-def replayed(job: Job, way: Way, every: int, messages: int = _MESSAGES) -> TimeSpent | None:
+def replayed(job: Job, way: Way, every: int, messages: int = _MESSAGES) -> TimeAccount | None:
     """Of one round, on average over the run where tokens are given, else in the long run; message by message. None
     where there are too many.
     """
@@ -114,7 +114,7 @@ def replayed(job: Job, way: Way, every: int, messages: int = _MESSAGES) -> TimeS
     if whole is None:
         return None
     rounds = job.steps / every
-    return TimeSpent(whole.computing / rounds, whole.waiting / rounds)
+    return TimeAccount(whole.computing / rounds, whole.waiting / rounds)
 
 
 @lru_cache(maxsize=256)
@@ -125,7 +125,7 @@ def _usual(job: Job, way: Way, every: int) -> Turns:
 
 def _share(job: Job, way: Way, every: int, lines: Lines, usual: Turns) -> float:
     seconds = job.step_seconds * way.holds(job)
-    return TimeSpent(every * seconds, usual.waiting(lines, seconds)).share
+    return TimeAccount(every * seconds, usual.waiting(lines, seconds)).share
 
 
 @lru_cache(maxsize=1)
@@ -146,7 +146,7 @@ def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tr
         every, account = larger, replayed(job, way, larger)
     about, computing = account is None, every * job.step_seconds * way.holds(job)
     if account is None:
-        account = TimeSpent(computing, computing * (1 / utilisation(job, way, every, lines) - 1))
+        account = TimeAccount(computing, computing * (1 / utilisation(job, way, every, lines) - 1))
     form, hours = form_of(way.codec, job), None
     if job.tokens is not None and job.step_tokens is not None:
         hours = job.tokens / job.step_tokens / every * (account.computing + account.waiting) / 3600

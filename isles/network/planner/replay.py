@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from isles.network.planner.planned import PlannedExchange, Rhythm
-from isles.network.planner.wire import TURN, ReplayedMember, ReplayedTransfer, ReplayedWire, play
+from isles.network.planner.wire import TURN, PlannedMember, PlannedTransfer, PlannedWire, play
 from isles.network.topology import Topology
 
 MESSAGES = 200_000
@@ -24,7 +24,7 @@ MESSAGES = 200_000
 _ROUNDS = 3  # of a run that is played in part, at least
 _FACTOR = 4  # on MESSAGES, that so few rounds may take
 
-PlannedRun = Callable[[int], Sequence[PlannedExchange]]
+ExchangeRecords = Callable[[int], Sequence[PlannedExchange]]
 """The exchanges of a run of so many inner steps, in the order of their starts."""
 
 
@@ -50,13 +50,13 @@ class Waits:
         return sum(self.computed) / len(self.computed)
 
     @property
-    def account(self) -> TimeSpent:
+    def account(self) -> TimeAccount:
         """Of all of it."""
-        return TimeSpent(self.steps * self.step_seconds, self.waiting())
+        return TimeAccount(self.steps * self.step_seconds, self.waiting())
 
 
 @dataclass(frozen=True, slots=True)
-class TimeSpent:
+class TimeAccount:
     """Seconds of a worker, on average."""
 
     computing: float
@@ -80,7 +80,7 @@ def replay(
     """A run of `steps` inner steps. step_seconds: of each worker. opening: exchanges before the first step, one after
     the other; they are not counted, but part the workers' starts and number the messages. seed: of the jitter.
     """
-    wire = ReplayedWire(len(step_seconds), topology, seed)
+    wire = PlannedWire(len(step_seconds), topology, seed)
     agenda = Agenda(opening, exchanges)
     workers = [_Worker(wire, rank, agenda.acts(steps), each) for rank, each in enumerate(step_seconds)]
     for worker in workers:
@@ -91,7 +91,7 @@ def replay(
 
 
 def replay_run(
-    records: PlannedRun,
+    records: ExchangeRecords,
     rhythm: Rhythm,
     topology: Topology,
     step_seconds: Sequence[float],
@@ -99,7 +99,7 @@ def replay_run(
     opening: Sequence[PlannedExchange] = (),
     seed: int = 0,
     messages: int = MESSAGES,
-) -> TimeSpent | None:
+) -> TimeAccount | None:
     """Of a run of `steps` inner steps, played in part where it has more than `messages`. None where even a few rounds
     have many more.
     """
@@ -112,11 +112,11 @@ def replay_run(
     taken = rest + played * every
     waits = replay(records(taken), topology, step_seconds, taken, opening, seed)
     later = 0.0 if played == rounds else _later_half(waits, rest, every, played)
-    return TimeSpent(steps * waits.step_seconds, waits.waiting() + (rounds - played) * later)
+    return TimeAccount(steps * waits.step_seconds, waits.waiting() + (rounds - played) * later)
 
 
 def long_run(
-    records: PlannedRun,
+    records: ExchangeRecords,
     rhythm: Rhythm,
     topology: Topology,
     step_seconds: Sequence[float],
@@ -124,7 +124,7 @@ def long_run(
     seed: int = 0,
     messages: int = MESSAGES,
     rounds: int = 20,
-) -> TimeSpent | None:
+) -> TimeAccount | None:
     """Of one round of a run without an end: the later half of `rounds`, or fewer. None: see `replay_run`."""
     every = rhythm.every
     played = _rounds(records, every, rhythm.start, rounds, messages)
@@ -132,10 +132,10 @@ def long_run(
         return None
     taken = rhythm.start + played * every
     waits = replay(records(taken), topology, step_seconds, taken, opening, seed)
-    return TimeSpent(every * waits.step_seconds, _later_half(waits, rhythm.start, every, played))
+    return TimeAccount(every * waits.step_seconds, _later_half(waits, rhythm.start, every, played))
 
 
-def _rounds(records: PlannedRun, every: int, rest: int, rounds: int, messages: int) -> int | None:
+def _rounds(records: ExchangeRecords, every: int, rest: int, rounds: int, messages: int) -> int | None:
     """How many of the `rounds` of `every` steps to play beside `rest` other steps."""
     if rounds <= _ROUNDS:
         fixed, each = 0, sum(one.messages for one in records(rest + rounds * every)) / max(rounds, 1)
@@ -210,11 +210,11 @@ class Act(NamedTuple):
 class _Worker:
     """Acts an agenda out; exchanges in which it is alone take no time."""
 
-    def __init__(self, wire: ReplayedWire, rank: int, acts: Iterator[Act], step_seconds: float) -> None:
+    def __init__(self, wire: PlannedWire, rank: int, acts: Iterator[Act], step_seconds: float) -> None:
         self.rank, self.waited = rank, defaultdict[int, float](float)
         self._wire, self._acts, self._step_seconds = wire, acts, step_seconds
         self._act: Act | None = None  # which computes
-        self._flying: dict[int, ReplayedTransfer] = {}
+        self._flying: dict[int, PlannedTransfer] = {}
         self._since: tuple[int, float] | None = None
 
     def turn(self) -> None:
@@ -245,8 +245,8 @@ class _Worker:
         number, one = act.starts
         group = next((group for group in one.groups if self.rank in group), ())
         if len(group) > 1:
-            member = ReplayedMember(self._wire, group, group.index(self.rank), number, one.channel)
-            self._flying[number] = ReplayedTransfer(play(one.pattern(len(group)), member))
+            member = PlannedMember(self._wire, group, group.index(self.rank), number, one.channel)
+            self._flying[number] = PlannedTransfer(play(one.pattern(len(group)), member))
 
     def _wake(self) -> None:
         self._wire.at(self._wire.now, TURN, self.rank, self.turn)

@@ -8,7 +8,7 @@ from functools import partial
 
 from isles.network.planner.closed import OVERLAP, Closed, gradients, momentum, rounds, swaps, units
 from isles.network.planner.costs import library_mean
-from isles.network.planner.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, Form
+from isles.network.planner.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, PlannedForm
 from isles.network.planner.job import Job
 
 
@@ -28,7 +28,7 @@ class Way:
     kind: int
     vectors: int
     exchanges: Closed
-    payloads: Callable[[int, Form], float]
+    payloads: Callable[[int, PlannedForm], float]
     why: str
     every: int | None = None
     least: int = 1
@@ -36,7 +36,7 @@ class Way:
     holds: Callable[[Job], float] = lambda job: 1.0
 
 
-def _mean_payloads(workers: int, form: Form) -> float:
+def _mean_payloads(workers: int, form: PlannedForm) -> float:
     return library_mean(workers, form.back).payloads
 
 
@@ -44,11 +44,11 @@ def _part_of_mlps(job: Job) -> float:
     return 1 - job.mlp_share * (1 - 1 / job.workers)
 
 
-def _one_payload(workers: int, form: Form) -> float:
+def _one_payload(workers: int, form: PlannedForm) -> float:
     return 1
 
 
-def _two_payloads(workers: int, form: Form) -> float:
+def _two_payloads(workers: int, form: PlannedForm) -> float:
     return 2
 
 

@@ -33,14 +33,14 @@ SERVED, ENTERS, ARRIVED, TURN = range(4)
 """Kinds of events, in their order at one moment; a worker's turn comes last."""
 
 
-class MessageEnd:
+class PlannedWaiting:
     """One end of a message. done: it is gone, or has arrived."""
 
     __slots__ = ("done", "waiter")
 
     def __init__(self) -> None:
         self.done = False
-        self.waiter: ReplayedTransfer | None = None
+        self.waiter: PlannedTransfer | None = None
 
     def finish(self) -> None:
         """Now."""
@@ -50,15 +50,15 @@ class MessageEnd:
             waiter.one_done()
 
 
-_Works = Iterator[list[MessageEnd]]
+PlannedSteps = Iterator[list[PlannedWaiting]]
 
 
-class ReplayedTransfer:
+class PlannedTransfer:
     """A protocol under way at one worker: goes on whenever all that it waits for is done."""
 
     __slots__ = ("_pending", "_steps", "done", "on_end")
 
-    def __init__(self, steps: _Works) -> None:
+    def __init__(self, steps: PlannedSteps) -> None:
         self._steps, self._pending = steps, 0
         self.done = False
         self.on_end: Callable[[], None] | None = None
@@ -90,13 +90,13 @@ class _Message:
     def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float, latency: float) -> None:
         self.source, self.target, self.key, self.channel = source, target, key, channel
         self.bits, self.latency = bits, latency
-        self.sent = MessageEnd()
+        self.sent = PlannedWaiting()
         self.down: int | None = None  # the downlink that it goes through
         self.lines = 1  # that are not done with it
         self.arrival = 0.0  # not before
 
 
-class ReplayedWire:
+class PlannedWire:
     """The lines between `workers` ranks, and the clock. messages: handed in so far."""
 
     def __init__(self, workers: int, topology: Topology, seed: int) -> None:
@@ -115,7 +115,7 @@ class ReplayedWire:
             self._pipes.append(Pipe(topology.far.down_rate(line)))
         self._stamps = [0] * len(self._pipes)  # of the event of a line's next completion: older ones are void
         self._due = [math.inf] * len(self._pipes)
-        self._posted: dict[Hashable, MessageEnd] = {}
+        self._posted: dict[Hashable, PlannedWaiting] = {}
         self._arrived: set[Hashable] = set()
 
     def at(self, time: float, kind: int, rank: int, act: Callable[..., None], *given: Any) -> None:
@@ -129,7 +129,7 @@ class ReplayedWire:
             self.now, _, _, _, act, given = heapq.heappop(self._heap)
             act(*given)
 
-    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> MessageEnd:
+    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> PlannedWaiting:
         """Done when the last bit has left."""
         number = self._numbers[source][target]
         self._numbers[source][target] = number + 1
@@ -145,9 +145,9 @@ class ReplayedWire:
         self._watch(up)
         return message.sent
 
-    def recv(self, target: int, source: int, key: Hashable) -> MessageEnd:
+    def recv(self, target: int, source: int, key: Hashable) -> PlannedWaiting:
         """Done when it is there. A key is used once between two ranks."""
-        work, key = MessageEnd(), (target, source, key)
+        work, key = PlannedWaiting(), (target, source, key)
         if key in self._arrived:
             self._arrived.discard(key)
             work.done = True
@@ -207,34 +207,34 @@ class ReplayedWire:
             work.finish()
 
 
-class ReplayedMember:
+class PlannedMember:
     """Position `place` of `group` in one exchange, known by `key`."""
 
-    def __init__(self, wire: ReplayedWire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
+    def __init__(self, wire: PlannedWire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
         self._wire, self._group, self._key, self._channel = wire, group, key, channel
         self.place, self.size = place, len(group)
         self.others = [(place + step) % self.size for step in range(1, self.size)]
 
-    def send(self, position: int, nbytes: float, part: Hashable = 0) -> MessageEnd:
+    def send(self, position: int, nbytes: float, part: Hashable = 0) -> PlannedWaiting:
         """To another position."""
         here, there = self._group[self.place], self._group[position]
         return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
 
-    def recv(self, position: int, part: Hashable = 0) -> MessageEnd:
+    def recv(self, position: int, part: Hashable = 0) -> PlannedWaiting:
         """From another position."""
         return self._wire.recv(self._group[self.place], self._group[position], (self._key, part))
 
-    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[MessageEnd]:
+    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[PlannedWaiting]:
         """sizes[p] to each other position p, and what they send here; receives first, as everywhere."""
         works = [self.recv(position, part) for position in self.others]
         return works + [self.send(position, sizes[position], part) for position in self.others]
 
-    def alike(self, nbytes: float, part: Hashable = 0) -> list[MessageEnd]:
+    def alike(self, nbytes: float, part: Hashable = 0) -> list[PlannedWaiting]:
         """`nbytes` to everyone, and theirs."""
         return self.swap((nbytes,) * self.size, part)
 
 
-def play(pattern: MessagePattern, member: ReplayedMember) -> _Works:
+def play(pattern: MessagePattern, member: PlannedMember) -> PlannedSteps:
     """What a member of the pattern's group does; its waits, in turn."""
     place, size = member.place, member.size
     if isinstance(pattern, Mean):
@@ -270,9 +270,9 @@ def play(pattern: MessagePattern, member: ReplayedMember) -> _Works:
             yield [member.recv((place - 1) % size, step), member.send((place + 1) % size, each, step)]
 
 
-def _mean(pattern: Mean, member: ReplayedMember, part: Hashable) -> _Works:
+def _mean(pattern: Mean, member: PlannedMember, part: Hashable) -> PlannedSteps:
     headers = member.alike(pattern.header, (part, "header"))
-    before: tuple[int, list[MessageEnd]] | None = None
+    before: tuple[int, list[PlannedWaiting]] | None = None
     for index, (there, back) in enumerate(pattern.segments):
         sizes = (back[member.place],) * member.size if there is None else there
         works = member.swap(sizes, (part, index))
@@ -285,14 +285,16 @@ def _mean(pattern: Mean, member: ReplayedMember, part: Hashable) -> _Works:
     yield from _finished(pattern, member, part, *before)
 
 
-def _finished(pattern: Mean, member: ReplayedMember, part: Hashable, index: int, works: list[MessageEnd]) -> _Works:
+def _finished(
+    pattern: Mean, member: PlannedMember, part: Hashable, index: int, works: list[PlannedWaiting]
+) -> PlannedSteps:
     yield works
     there, back = pattern.segments[index]
     if there is not None:
         yield member.alike(back[member.place], (part, index, "back"))
 
 
-def _together(protocols: list[_Works]) -> _Works:
+def _together(protocols: list[PlannedSteps]) -> PlannedSteps:
     while protocols:
         waits, going = [], []
         for protocol in protocols:
