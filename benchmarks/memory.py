@@ -19,7 +19,7 @@ from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.paced import Paced
 from isles.memory.lanes import simulate
 from isles.memory.managed import manage
-from isles.memory.plan import Plan, digests
+from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
 from isles.memory.search import best
 from isles.models.decoder import Decoder
@@ -122,7 +122,7 @@ def _run(
         first_come=first_come,
         steps=STEPS,
     )
-    plan = Plan(
+    plan = MemoryPlan(
         placements=placements,
         names=tuple(unit.name for unit in made.units),
         method="auto",

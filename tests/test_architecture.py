@@ -51,7 +51,7 @@ SIDEWAYS = {("cli", "report")}
 
 MAX_LINES = 400
 # Names that stand for several things, to be parted.
-SEVERAL_THINGS = {"Answer", "Form", "Plan"}
+
 MAX_FILES = 24  # in a folder, so that it can be read as a list
 MANY_FILES = {"isles/replicas/methods"}  # a file a method, each found by its paper's name
 # What a method that composes its parts fills in; the order of things is the loop's alone.
@@ -429,7 +429,7 @@ def test_a_name_stands_for_one_thing() -> None:
     for path in source_files():
         for name in names_of_types(path.read_text()):
             homes.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
-    assert {name: places for name, places in homes.items() if len(places) > 1 and name not in SEVERAL_THINGS} == {}
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 def test_name_rule_sees_classes_and_aliases_alone() -> None:

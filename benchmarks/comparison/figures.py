@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from benchmarks.comparison.cases import TOPOLOGIES, Case
 from benchmarks.comparison.runs import Summary, finished
 from isles.models.config import ModelConfig
-from isles.training.dry_run import plan
+from isles.training.dry_run import dry_run
 
 REFERENCE = ModelConfig(size="35M", device="cpu")
 """What memory is counted on: at the small run's size the fixed parts would hide what grows with the model."""
@@ -76,7 +76,7 @@ class Figures:
         activations; on `REFERENCE`, by the plan of `isles train --dry-run`.
         """
         config = next(iter(self.cases.values())).config
-        planned = plan(replace(config, model=replace(REFERENCE, dtype=config.model.dtype)))
+        planned = dry_run(replace(config, model=replace(REFERENCE, dtype=config.model.dtype)))
         return planned.peak / planned.parameters
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.comparison.cases import Case
 from isles.report.units import format_bytes, format_count, format_short
-from isles.training.dry_run import plan
+from isles.training.dry_run import dry_run
 
 
 def print_plans(cases: Sequence[Case]) -> None:
@@ -17,7 +17,7 @@ def print_plans(cases: Sequence[Case]) -> None:
     heads = ["run", "device", "parameters", "tokens", "FLOPs, all workers", "memory a worker", "sent by a worker"]
     rows = [heads]
     for case in first:
-        one = plan(case.config)
+        one = dry_run(case.config)
         tokens = one.tokens_per_step * one.steps
         flops = "-" if one.flops is None else format_short(one.flops * tokens)
         sent = format_bytes(sum(one.bytes_sent) / one.workers)

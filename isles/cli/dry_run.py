@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from math import ceil
 from typing import TYPE_CHECKING
 
 from isles.schema import BACKENDS
 
 if TYPE_CHECKING:
-    from isles.replicas.schedule import Planned
+    from isles.network.planner.planned import PlannedExchange
     from isles.training.config.sections import Config
-    from isles.training.dry_run import Plan
+    from isles.training.dry_run import DryRun
 
 _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
@@ -20,9 +21,9 @@ _GROUPS = 3  # groups of a round that are named
 
 def show(config: Config, *, probe: bool, as_json: bool) -> None:
     """Print the plan of `config`; nothing is started or written."""
-    from isles.training.dry_run import plan
+    from isles.training.dry_run import dry_run
 
-    planned = plan(config, probe=probe)
+    planned = dry_run(config, probe=probe)
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))
         return
@@ -37,7 +38,7 @@ def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{text}"
 
 
-def _head(config: Config, plan: Plan) -> list[str]:
+def _head(config: Config, plan: DryRun) -> list[str]:
     from isles.models import SIZES
     from isles.report.units import format_count, format_short
 
@@ -56,7 +57,7 @@ def _head(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: DryRun) -> list[str]:
     from isles.report.units import format_bytes
 
     own = [("weights", plan.weights), ("gradients", plan.gradients), ("inner optimizer", plan.inner)]
@@ -69,7 +70,7 @@ def _memory(plan: Plan) -> list[str]:
     return [_line("memory" if line is lines[0] else "", line) for line in lines]
 
 
-def _exchanges(plan: Plan) -> list[str]:
+def _exchanges(plan: DryRun) -> list[str]:
     from isles.report.units import format_bytes, format_count
 
     outline = plan.outline
@@ -77,7 +78,8 @@ def _exchanges(plan: Plan) -> list[str]:
     rows.append(["0", "0", "weights, hashes", "from worker 0", _spread(outline.opening)])
     for planned in outline.first:
         what = planned.what if not planned.fragment else f"{planned.what} {planned.fragment}"
-        rows.append([str(planned.sent), str(planned.lands), what, _who(planned), _spread(planned.bytes_sent)])
+        moments = [str(min(ceil(moment), plan.steps)) for moment in (planned.sent, planned.lands)]
+        rows.append([*moments, what, _who(planned), _spread(planned.bytes_sent)])
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
         "  ".join((a.rjust(widths[0]), b.rjust(widths[1]), c.ljust(widths[2]), d.ljust(widths[3]), e)).rstrip()
@@ -92,7 +94,7 @@ def _exchanges(plan: Plan) -> list[str]:
     return [_line("exchanges" if line is lines[0] else "", line) for line in lines]
 
 
-def _who(planned: Planned) -> str:
+def _who(planned: PlannedExchange) -> str:
     if len(planned.groups) == 1:
         return "all" if len(planned.groups[0]) > 1 else "alone"
     names = [" ".join(map(str, group)) if len(group) > 1 else f"{group[0]} alone" for group in planned.groups]
@@ -100,14 +102,14 @@ def _who(planned: Planned) -> str:
     return ", ".join([*(f"({name})" for name in names[:_GROUPS]), *more])
 
 
-def _spread(nbytes: Sequence[int]) -> str:
+def _spread(nbytes: Sequence[float]) -> str:
     from isles.report.units import format_bytes
 
     least, most = format_bytes(min(nbytes)), format_bytes(max(nbytes))
     return most if least == most else f"{least} to {most}"
 
 
-def _cost(plan: Plan) -> list[str]:
+def _cost(plan: DryRun) -> list[str]:
     from isles.report.units import compare, format_bytes, format_percent, format_seconds
 
     mean = sum(plan.bytes_sent) / plan.workers

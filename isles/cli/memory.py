@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from isles.memory.costs import Profile
-    from isles.memory.plan import Plan
+    from isles.memory.plan import MemoryPlan
     from isles.network.machines import Machine
 
 app = typer.Typer(help="Models larger than the device: plans.", pretty_exceptions_enable=False)
@@ -93,12 +93,12 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def _others(asked: Any, made: Profile, here: Machine) -> dict[str, Plan | None]:
+def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | None]:
     from isles.memory.plan import InfeasibleBudget
     from isles.memory.search import METHODS
     from isles.training.memory import planned
 
-    found: dict[str, Plan | None] = {}
+    found: dict[str, MemoryPlan | None] = {}
     for name in METHODS:
         try:
             found[name] = planned(replace(asked, memory=replace(asked.memory, method=name, plan="")), made, here)
@@ -107,7 +107,7 @@ def _others(asked: Any, made: Profile, here: Machine) -> dict[str, Plan | None]:
     return found
 
 
-def _head(plan: Plan, made: Profile, here: Machine) -> list[str]:
+def _head(plan: MemoryPlan, made: Profile, here: Machine) -> list[str]:
     from isles.report.units import format_bytes, format_count, format_percent, format_seconds
 
     return [
@@ -123,7 +123,7 @@ def _head(plan: Plan, made: Profile, here: Machine) -> list[str]:
     ]
 
 
-def _table(plan: Plan, made: Profile) -> None:
+def _table(plan: MemoryPlan, made: Profile) -> None:
     from isles.cli.table import print_table
     from isles.memory.plan import table
     from isles.report.panels import Table
@@ -145,7 +145,7 @@ def _table(plan: Plan, made: Profile) -> None:
     print_table(Table(heads=heads, rows=rows, names=3))
 
 
-def _lanes(plan: Plan) -> list[str]:
+def _lanes(plan: MemoryPlan) -> list[str]:
     from isles.report.units import format_percent, format_seconds
 
     words = [
@@ -156,7 +156,7 @@ def _lanes(plan: Plan) -> list[str]:
     return [f"lanes busy in a step: {', '.join(words)}"]
 
 
-def _compared(plan: Plan, others: dict[str, Plan | None]) -> list[str]:
+def _compared(plan: MemoryPlan, others: dict[str, MemoryPlan | None]) -> list[str]:
     from isles.report.units import format_bytes, format_seconds
 
     lines = ["method        a step      peak      plan"]
@@ -172,7 +172,7 @@ def _compared(plan: Plan, others: dict[str, Plan | None]) -> list[str]:
     return lines
 
 
-def _write_trace(path: Path, plan: Plan, made: Profile, here: Machine) -> None:
+def _write_trace(path: Path, plan: MemoryPlan, made: Profile, here: Machine) -> None:
     from isles.memory.lanes import simulate
     from isles.memory.plan import trace
 

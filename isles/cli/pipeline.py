@@ -11,10 +11,10 @@ import typer
 if TYPE_CHECKING:
     from isles.network.links import Links
     from isles.network.routing.assign import Stages
-    from isles.network.routing.plan import Plan
+    from isles.network.routing.plan import PipelinePlan
     from isles.report.sheet import Sheet
 
-app = typer.Typer(help="Plan partial, reordered pipelines for uneven links.", no_args_is_help=True)
+app = typer.Typer(help="PipelinePlan partial, reordered pipelines for uneven links.", no_args_is_help=True)
 
 
 @app.command("plan")
@@ -45,7 +45,7 @@ def plan(
     """Find paths for all microbatches of a step, and say what each strategy would take."""
     from isles.network.named import links as named
     from isles.network.routing.delays import fingerprint
-    from isles.network.routing.plan import Plan, as_json
+    from isles.network.routing.plan import PipelinePlan, as_json
     from isles.network.routing.problem import Costs, Problem
     from isles.network.routing.search import Effort
     from isles.network.routing.strategies import strategies
@@ -70,7 +70,7 @@ def plan(
     cuts = None if cut is None else _cuts(cut, len(problem.stages))
     found = strategies(problem, effort, seed)
     assert found[-1].paths is not None
-    made = Plan(problem=problem, paths=found[-1].paths, links=fingerprint(network, problem.nodes), cuts=cuts)
+    made = PipelinePlan(problem=problem, paths=found[-1].paths, links=fingerprint(network, problem.nodes), cuts=cuts)
     sheet = pipeline_sheet(problem, found, nbytes, links, _on_lines(made, network, nbytes, overhead))
     _write(out, as_json(made), sheet)
     _show(sheet, json)
@@ -123,7 +123,7 @@ def _nodes(
     return seats, delays, tuple(times)
 
 
-def _on_lines(made: Plan, network: Links, nbytes: int, overhead: str) -> float | None:
+def _on_lines(made: PipelinePlan, network: Links, nbytes: int, overhead: str) -> float | None:
     """Seconds of a step over the lines of the network, which know no overhead of messages."""
     from isles.network.routing.problem import replay_paths
     from isles.network.routing.wires import MessageLines, Sizes

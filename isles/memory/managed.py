@@ -30,7 +30,7 @@ from isles.memory.costs import Profile, ends_update
 from isles.memory.engines.base import Engine
 from isles.memory.engines.paced import Paced
 from isles.memory.meter import MemoryMeter
-from isles.memory.plan import Plan
+from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
 from isles.memory.units import units_of
 from isles.memory.updates import PartialOptimizer, Settings, settings_of
@@ -39,7 +39,7 @@ from isles.wrapping import Wrapping
 
 
 def manage(
-    plan: Plan,
+    plan: MemoryPlan,
     model: nn.Module,
     inner: Optimizer,
     *,
@@ -74,7 +74,7 @@ class Managed(Wrapping):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: MemoryPlan,
         model: nn.Module,
         inner: Optimizer,
         *,

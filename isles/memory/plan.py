@@ -32,7 +32,7 @@ class PlanMismatch(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """What `search.best` found.
 
     placements: a choice for every unit, in the order of the forward pass; names: of the units. peak: bytes that the run
@@ -96,7 +96,7 @@ class Plan:
         return json.dumps(table, indent=1)
 
 
-def from_json(text: str, source: str = "memory.plan") -> Plan:
+def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
     """The plan in the text. ValueError, one line that begins with `source`, where it is none."""
     try:
         table = json.loads(text)
@@ -107,7 +107,7 @@ def from_json(text: str, source: str = "memory.plan") -> Plan:
         placements = tuple(Placement(place, activations) for place, activations in table.pop("placements"))
         if any(one.place not in PLACES or one.activations not in ACTIVATIONS for one in placements):
             raise ValueError("a choice is none of this version's; make it again with `isles memory plan --json`")
-        return Plan(placements=placements, **(table | {"names": tuple(table["names"])}))
+        return MemoryPlan(placements=placements, **(table | {"names": tuple(table["names"])}))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}: no plan of memory ({error}); make one with `isles memory plan --json`") from None
     except ValueError as error:
@@ -144,7 +144,7 @@ def why(placement: Placement) -> str:
     return f"{place}; activations {activations[placement.activations]}"
 
 
-def table(plan: Plan, profile: Profile) -> list[dict[str, Any]]:
+def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
     """A row a unit: what is chosen, the bytes on the device between its passes, and what moves in a step."""
     rows = []
     for unit, one in zip(profile.units, plan.placements, strict=True):

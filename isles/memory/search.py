@@ -34,7 +34,7 @@ from isles.memory.costs import (
 from isles.memory.counts import Counts, expand, lane_loads, neighbours, possible, ranked
 from isles.memory.lanes import Deadlock, Update, simulate
 from isles.memory.linear import solve
-from isles.memory.plan import InfeasibleBudget, Plan, choices, digests
+from isles.memory.plan import InfeasibleBudget, MemoryPlan, choices, digests
 from isles.network.machines import Machine
 
 METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
@@ -75,7 +75,7 @@ def best(
     accumulation: int = 1,
     replica_bytes: int = 0,
     first_come: bool = False,
-) -> Plan:
+) -> MemoryPlan:
     """The plan. Budgets in bytes, None for the machine's own; replica_bytes: what the method of `isles.replicas` and
     others take of the host. InfeasibleBudget names the smallest that works.
     """
@@ -173,7 +173,7 @@ class Search:
 
     # All plans
 
-    def run(self) -> Plan:
+    def run(self) -> MemoryPlan:
         """Search, and make the plan of what was found."""
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
         bound = self._bound()
@@ -314,7 +314,7 @@ class Search:
 
     # The answer
 
-    def _made(self, plan: tuple[Placement, ...], bound: float, floors: dict[str, float | None]) -> Plan:
+    def _made(self, plan: tuple[Placement, ...], bound: float, floors: dict[str, float | None]) -> MemoryPlan:
         peak = self._tightest(plan)
         timeline = simulate(
             self.profile,
@@ -325,7 +325,7 @@ class Search:
             accumulation=self.accumulation,
             first_come=self.first_come,
         )
-        return Plan(
+        return MemoryPlan(
             placements=plan,
             names=tuple(unit.name for unit in self.profile.units),
             method=self.method,

@@ -22,7 +22,7 @@ from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.routes import Task
 from isles.pipeline.executor import Context
-from isles.pipeline.wire import Form, phase
+from isles.pipeline.wire import StageForm, phase
 
 
 class Judge:
@@ -30,7 +30,7 @@ class Judge:
     stage 0.
     """
 
-    def __init__(self, stage: Stage, group: Group, form: Form, *, home: bool, autocast: Context) -> None:
+    def __init__(self, stage: Stage, group: Group, form: StageForm, *, home: bool, autocast: Context) -> None:
         self.stage, self.group, self.form, self.home, self.autocast = stage, group, form, home, autocast
         self.device = next(stage.parameters()).device
         self._judged = 0
@@ -114,7 +114,7 @@ class Judge:
             x = form.boundary.decode(payload, side, tokens)
             return float(self.stage(x, tokens[:, 1:], through=False, leave=True))
 
-    def _receive(self, task: Task, source: int, form: Form) -> Tensor:
+    def _receive(self, task: Task, source: int, form: StageForm) -> Tensor:
         buffer = torch.empty(form.nbytes(task), dtype=torch.uint8)
         work = self._call(task).recv(source, buffer, phase(task))
         self.group.start(all_done([work]), "eval", nbytes=buffer.numel()).wait()

@@ -28,9 +28,9 @@ from isles.models.stages import Stage
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds
 from isles.network.routing.routes import Route, Task
-from isles.pipeline.inbox import Inbox, arrived, planned
+from isles.pipeline.inbox import StageInbox, arrived, planned
 from isles.pipeline.routers.base import Router
-from isles.pipeline.wire import Form, phase
+from isles.pipeline.wire import StageForm, phase
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -74,7 +74,7 @@ class Executor:
         stage: Stage,
         group: Group,
         router: Router,
-        form: Form,
+        form: StageForm,
         microbatches: int,
         ways: Ways,
         *,
@@ -109,7 +109,7 @@ class _Share:
     def __init__(self, executor: Executor, routes: dict[int, Route], tokens: Mapping[int, Tensor], first: int) -> None:
         self.executor, self.routes = executor, routes
         self.group, self.form, self.stage = executor.group, executor.form, executor.stage
-        self.inbox = Inbox(self.group, self.form, routes, first)
+        self.inbox = StageInbox(self.group, self.form, routes, first)
         self.tokens = dict(tokens)
         self.held: dict[tuple[int, int], _Held] = {}
         self.local: dict[Task, Tensor] = {}

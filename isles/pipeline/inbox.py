@@ -16,20 +16,20 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.transport import AnyOf, Steps, Work
 from isles.network.routing.routes import Route, Task
-from isles.pipeline.wire import Form, phase, sender
+from isles.pipeline.wire import StageForm, phase, sender
 
 _AHEAD = 8
 """Receives posted before their task's turn: enough to hide a message behind the tasks before it, few enough to hold."""
 
 
 @dataclass(slots=True)
-class Inbox:
+class StageInbox:
     """The messages of one step for one worker of `group`. first: what is added to a microbatch's number in the step to
     make it one of the run, which no two messages share.
     """
 
     group: Group
-    form: Form
+    form: StageForm
     routes: dict[int, Route]
     first: int
     posted: dict[Task, tuple[Work, Tensor]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Inbox:
         self.group.start(_any(works), "pipeline", nbytes=max(b.numel() for _, b in self.posted.values())).wait()
 
 
-def planned(tasks: Sequence[Task], inbox: Inbox) -> Iterator[Task]:
+def planned(tasks: Sequence[Task], inbox: StageInbox) -> Iterator[Task]:
     """`tasks` in their order, with the receives of the next few posted."""
     for task in tasks[:_AHEAD]:
         inbox.post(task)
@@ -75,7 +75,7 @@ def planned(tasks: Sequence[Task], inbox: Inbox) -> Iterator[Task]:
 
 
 def arrived(
-    tasks: Sequence[Task], inbox: Inbox, is_local: Callable[[Task], bool], has_room: Callable[[], bool]
+    tasks: Sequence[Task], inbox: StageInbox, is_local: Callable[[Task], bool], has_room: Callable[[], bool]
 ) -> Iterator[Task]:
     """`tasks` as what they begin with comes. is_local: it is at this worker already; has_room: one more forward may be
     held.
@@ -100,7 +100,7 @@ def _window(left: dict[Task, None]) -> list[Task]:
     return forwards + [task for task in left if task.kind != "F"]
 
 
-def _came(inbox: Inbox, task: Task) -> float:
+def _came(inbox: StageInbox, task: Task) -> float:
     return inbox.posted[task][0].at if task in inbox.posted else 0.0
 
 

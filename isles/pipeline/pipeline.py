@@ -34,7 +34,7 @@ from isles.pipeline.executor import Context, Executor, Ways
 from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
-from isles.pipeline.wire import Form
+from isles.pipeline.wire import StageForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Pipeline:
         self.reads = here.stage == 0
         """Whether this worker wants text."""
         self._replica, self._steps = here.replica, 0
-        form = Form(
+        form = StageForm(
             sequences=batch_size // self.config.microbatches,
             length=context,
             vocab=vocab or 1 << 31,

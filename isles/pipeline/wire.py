@@ -23,7 +23,7 @@ _IDS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class StageForm:
     """Messages about `sequences` of `length` tokens of `vocab` ids each, whose stream is in `dtype`."""
 
     sequences: int

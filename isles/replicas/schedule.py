@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import ceil
 from typing import Literal, NamedTuple
 
 from isles.comm.collectives.averaging import Averaging
-from isles.comm.collectives.basic import broadcast_sends
+from isles.network.planner.planned import BySize, Groups, PlannedExchange, Tree, by_size, gathered
+from isles.network.planner.rounds import Rounds
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.parts.interfaces import Composition, Mixing
 
 FIRST = 8  # exchanges that an outline shows
-
-
-class Planned(NamedTuple):
-    """One exchange of a run: it starts right after inner step `sent` and its answer lands after inner step `lands`."""
-
-    sent: int
-    lands: int
-    fragment: int
-    what: str
-    groups: tuple[tuple[int, ...], ...]
-    """The groups of positions that exchange with each other; workers that are alone in this round form groups of
-    one.
-    """
-    bytes_sent: tuple[int, ...]
-    """Bytes that each position hands to the transport, headers included."""
 
 
 class Held(NamedTuple):
@@ -52,7 +40,7 @@ class Outline:
     about: what is sent hangs on the numbers, and comes out near these.
     """
 
-    first: tuple[Planned, ...]
+    first: tuple[PlannedExchange, ...]
     rounds: int
     every: int
     opening: tuple[int, ...]
@@ -61,90 +49,97 @@ class Outline:
     about: bool = False
 
 
-def outline(first: Sequence[Planned], steps: int, opening: tuple[int, ...], *, per_step: bool) -> Outline:
+def outline(first: Sequence[PlannedExchange], steps: int, opening: tuple[int, ...], *, per_step: bool) -> Outline:
     """The outline of a run whose exchanges are all in `first`; per_step: whose every step repeats those of step 1,
     and `first` holds a few of them.
     """
     size = len(opening)
-    moments = sorted({planned.sent for planned in first if planned.what != "anchor"})
+    moments = sorted({min(ceil(planned.sent), steps) for planned in first if planned.what != "anchor"})
     if per_step:
-        once = [planned.bytes_sent for planned in first if planned.sent == 1]
-        sent, rounds = [steps * sum(column) for column in zip(*once, strict=True)], steps
+        sent, rounds = [steps * nbytes for nbytes in _total((p for p in first if p.sent <= 1), size)], steps
     else:
-        sent, rounds = [sum(column) for column in zip(*(p.bytes_sent for p in first), strict=True)], len(moments)
+        sent, rounds = _total(first, size), len(moments)
     every = moments[1] - moments[0] if len(moments) > 1 else steps
-    return Outline(
-        first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=tuple(sent or [0] * size)
-    )
+    return Outline(first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=tuple(sent))
 
 
-def opening_bytes(nbytes: Sequence[int], size: int) -> tuple[int, ...]:
-    """Bytes that each position sends while the workers make sure that they are one run: two hashes to everyone, and
-    worker 0's tensors (`nbytes` each) along a tree.
+def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
+    """Bytes that each position sends in all of them."""
+    total = [0] * size
+    for (pattern, groups), times in Counter((planned.pattern, planned.groups) for planned in exchanges).items():
+        for group in groups:
+            for place, position in enumerate(group):
+                if len(group) > 1:
+                    total[position] += times * int(pattern(len(group)).sent(place, len(group)))
+    return total
+
+
+def everyone(size: int) -> Groups:
+    """One group of all."""
+    return (tuple(range(size)),)
+
+
+def opening_exchanges(nbytes: Sequence[int], size: int, hashes: int = 2) -> list[PlannedExchange]:
+    """What the workers exchange to make sure that they are one run: hashes from everyone to everyone, and worker 0's
+    tensors (`nbytes` each) along a tree.
     """
-    return tuple(16 * (size - 1) + broadcast_sends(size, position) * sum(nbytes) for position in range(size))
+    compared, groups = by_size(everyone(size), lambda n: gathered(8, n)), everyone(size)
+    trees = [by_size(groups, lambda n, one=one: Tree(one)) for one in nbytes]
+    patterns = [compared, *trees, *[compared] * (hashes - 1)]
+    return [
+        PlannedExchange(0, 0, 0, "opening", groups, pattern, flight, "control")
+        for flight, pattern in enumerate(patterns)
+    ]
 
 
-def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[Planned]:
+def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]:
+    """That each position sends in all of them."""
+    return tuple(_total(exchanges, size))
+
+
+def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[PlannedExchange]:
     """All exchanges of `steps` inner steps and `finish` among `size` workers."""
-    plan = []
-    rounds, landed = [0] * len(fragments), [0] * len(fragments)
-    for step in range(1, steps + 1):
-        sending = list(parts.cadence.sends(step))
-        if step == steps:  # finish: a last, shorter round
-            sending += [index for index in range(len(fragments)) if index not in sending]
-        for index in sending:
-            rounds[index] += 1
-            fragment = fragments[index]
-            lands = min(parts.cadence.lands(step), steps)
-            groups = groups_of(parts.mixing, rounds[index], size)
-            if (
-                parts.rule.shares_anchors
-                and fragment.anchor_averaging is not None
-                and (rounds[index] > 1 or not parts.prefetch_anchors)
-            ):
-                started = landed[index] if parts.prefetch_anchors else step
-                plan.append(
-                    _planned(started, lands, fragment, rounds[index], "anchor", groups, fragment.anchor_averaging)
-                )
-            plan.append(_planned(step, lands, fragment, rounds[index], "payload", groups, fragment.averaging))
-            landed[index] = lands
-    if parts.prefetch_anchors and steps > 0:  # the run ends before the round that these anchors were sent for
-        for index, fragment in enumerate(fragments):
-            round = rounds[index] + 1
-            groups = groups_of(parts.mixing, round, size)
-            assert fragment.anchor_averaging is not None
-            plan.append(_planned(landed[index], steps, fragment, round, "anchor", groups, fragment.anchor_averaging))
-    return sorted(plan, key=lambda planned: planned.sent)
+
+    def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
+        means = _means(fragments[index], what)
+        sizes = tuple(sorted({len(group) for group in groups}))
+        key = (index, what, min(round, means.starting + 1), sizes)
+        if key not in known:
+            known[key] = by_size(groups, partial(means.pattern, round))
+        return known[key]
+
+    known: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
+    shared = parts.rule.shares_anchors and fragments[0].anchor_averaging is not None
+    return Rounds(
+        fragments=len(fragments),
+        sends=parts.cadence.sends,
+        lands=parts.cadence.lands,
+        groups=lambda round: groups_of(parts.mixing, round, size),
+        pattern=pattern,
+        anchors=("ahead" if parts.prefetch_anchors else "beside") if shared else "none",
+    ).planned(steps)
 
 
-def landings(plan: Sequence[Planned], late: int) -> list[int]:
-    """The fragment of each landing of `plan`. late: rounds between sending and landing; so often nothing lands, before
-    the first answer.
+def _means(fragment: Fragment, what: str) -> Averaging:
+    means = fragment.averaging if what == "payload" else fragment.anchor_averaging
+    assert means is not None
+    return means
+
+
+def landings(plan: Sequence[PlannedExchange], late: int) -> list[tuple[int, int]]:
+    """(moment, fragment) of each landing of `plan`. late: rounds between sending and landing; so often nothing lands,
+    before the first answer.
     """
-    sent = Counter(planned.fragment for planned in plan if planned.what == "payload")
-    return [index for index, count in sent.items() for _ in range(count + min(late, count))]
+    payloads = [planned for planned in plan if planned.what == "payload"]
+    found = [(planned.lands, planned.fragment) for planned in payloads]
+    for index in {planned.fragment for planned in payloads}:
+        found += [(ceil(planned.sent), index) for planned in payloads if planned.fragment == index][:late]
+    return sorted(found)
 
 
-def groups_of(mixing: Mixing, round: int, size: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(mixing: Mixing, round: int, size: int) -> Groups:
     """The groups of a round, ordered by their first member."""
     return tuple(sorted({mixing.members(round, size, position) for position in range(size)}))
-
-
-def _planned(
-    sent: int,
-    lands: int,
-    fragment: Fragment,
-    round: int,
-    what: str,
-    groups: tuple[tuple[int, ...], ...],
-    means: Averaging,
-) -> Planned:
-    bytes_sent = [0] * sum(len(group) for group in groups)
-    for group in groups:
-        for place, position in enumerate(group):
-            bytes_sent[position] = means.sent_bytes(round, len(group), place)
-    return Planned(sent, lands, fragment.index, what, groups, tuple(bytes_sent))
 
 
 def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[Held]:

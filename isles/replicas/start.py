@@ -36,7 +36,7 @@ def same_weights(group: Group, weights: Sequence[Tensor]) -> None:
 
 
 def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
-    """Overwrite `tensors` with those of worker 0, a message for each format. Bytes: `opening_bytes`."""
+    """Overwrite `tensors` with those of worker 0, a message for each format. See `opening_exchanges`."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])

@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 from isles.comm.codecs import codec
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
+from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
-from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
+from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.wrapping import Wrapping
 
 
@@ -173,9 +174,13 @@ class ReplicaSync(Wrapping):
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
         return []
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """How the exchanges of a run of `steps` inner steps repeat themselves; never, unless a method says so."""
+        return Rhythm(0, max(steps, 1))
 
     def outline(self, steps: int) -> Outline:
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
@@ -203,7 +208,11 @@ class ReplicaSync(Wrapping):
     def opening(self) -> tuple[int, ...]:
         """Bytes that each position sends while the optimizer is made."""
         inside = self.replica.opening()
-        return tuple(inside + own for own in opening_bytes(start.bytes_by_format(self._shared()), self.group.size))
+        return tuple(inside + own for own in bytes_of(self.opening_exchanges(), self.group.size))
+
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """What the group exchanges meanwhile."""
+        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size)
 
     def memory(self) -> list[Held]:
         """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""

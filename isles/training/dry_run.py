@@ -1,7 +1,7 @@
 """What a run will be, said before anything is started or written: the model, memory, exchanges, bytes and time.
 
     configuration -> model without numbers (meta device) -> the method around it, in a world that is only planned
-                  -> its own schedule, memory and advice -> Plan
+                  -> its own schedule, memory and advice -> DryRun
 
 So the numbers are those of the code that will run, not of a second description of it.
 """
@@ -27,39 +27,22 @@ from isles.imports import told
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
-from isles.network.named import links
 from isles.replicas import method
 from isles.replicas.schedule import Held, Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
+from isles.training.dry_time import Transfers, transfers
 from isles.training.records.saved import start_file
 from isles.training.text import check_vocabulary
 
-UTILISATION = 0.95  # for which a bandwidth is asked
 _PROBES = 3
 _SMALL = 256e6  # bytes of weights that are made for counting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfers:
-    """How exchanging fits between the steps. Seconds; bits per second.
-
-    rate, latency: of the virtual backend's slowest link; None where the real network is not known. seconds: waiting a
-    round on it. utilisation: computing / (computing + waiting). wanted: the upload rate of a worker for a utilisation
-    of 95 %, if nothing is hidden behind computing; None: no rate is enough, the latency alone costs more.
-    """
-
-    rate: float | None
-    latency: float | None
-    seconds: float | None
-    utilisation: float | None
-    wanted: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class DryRun:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
     flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
@@ -101,11 +84,14 @@ class Plan:
         """For machines."""
         plain = asdict(self)
         plain["held"] = [held._asdict() for held in self.held]
-        plain["outline"]["first"] = [planned._asdict() for planned in self.outline.first]
+        plain["outline"]["first"] = [
+            {key: getattr(planned, key) for key in ("sent", "lands", "fragment", "what", "groups", "bytes_sent")}
+            for planned in self.outline.first
+        ]
         return plain | {"peak_bytes": self.peak}
 
 
-def plan(config: Config, *, probe: bool = False) -> Plan:
+def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     """The plan of a run. probe: measure a step of one worker on this machine where the configuration gives no
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
@@ -135,17 +121,22 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
     outline = outlines[0]
     if world.is_simulated:
         seconds: float | None = world.step_seconds
-        if world.step_factors or world.step_jitter or world.pauses:
+        if outline.about:
+            notices.append("what is sent hangs on the numbers, so bytes and waiting are about right")
+        if world.step_jitter or world.pauses:
             notices.append(
-                "times are of workers that all take step_seconds and never pause; isles simulate counts more"
+                "times are of workers whose steps take equally long and who never pause; isles simulate counts more"
             )
     else:
         seconds = measured_step(config, sequences, context) if probe else None
         if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
+    found = transfers(config, [seat for seat, _ in seats], outline, seconds)
+    if world.is_simulated and found is not None and found.seconds is None:
+        notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
-    return Plan(
+    return DryRun(
         method=config.method,
         backend=world.backend,
         workers=world.workers,
@@ -162,7 +153,7 @@ def plan(config: Config, *, probe: bool = False) -> Plan:
         bytes_sent=_by_worker(outlines),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
-        transfers=_transfers(config, outline, seconds),
+        transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
 
@@ -234,36 +225,3 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
         return statistics.median(times[1:])
     finally:
         torch.set_num_threads(before)
-
-
-def _transfers(config: Config, outline: Outline, step_seconds: float | None) -> Transfers | None:
-    """Of the exchanges across islands, where there are islands. None where nothing is sent, or nothing is known of the
-    time between rounds.
-    """
-    bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
-    if not step_seconds or not bits:
-        return None
-    members = max(len(group) for planned in outline.first for group in planned.groups)
-    phases = 1 if members == 2 else 2
-    computing = outline.every * step_seconds
-    rate = latency = seconds = None
-    if config.world.is_simulated:
-        chosen = links(config.world.links)
-        rate = chosen.slowest_rate(config.world.workers)
-        latency = chosen.longest_latency(config.world.workers)
-        hidden = _hidden_share(outline) * bits / rate
-        seconds = bits / rate - min(hidden, computing) + phases * latency
-    allowed = computing * (1 / UTILISATION - 1) - phases * (latency or 0.0)
-    return Transfers(
-        rate=rate,
-        latency=latency,
-        seconds=seconds,
-        utilisation=None if seconds is None else computing / (computing + seconds),
-        wanted=bits / allowed if allowed > 0 else None,
-    )
-
-
-def _hidden_share(outline: Outline) -> float:
-    """Share of the first exchanges' bytes that travels while inner steps are taken."""
-    early = sum(sum(planned.bytes_sent) for planned in outline.first if planned.lands > planned.sent)
-    return early / sum(sum(planned.bytes_sent) for planned in outline.first)

@@ -17,7 +17,7 @@ from isles.memory.costs import Profile
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
-from isles.memory.plan import Plan, from_json
+from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
 from isles.memory.search import best
 from isles.models import choose_device, limits, sketch
@@ -68,7 +68,7 @@ def profile_of(config: Config) -> Profile:
     return replace(made, tokens=context)  # a window holds one more, the target of its last
 
 
-def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0) -> Plan:
+def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0) -> MemoryPlan:
     """The plan of `config.memory`: that of its file, or the fastest. ValueError, with the key, for what cannot be."""
     memory = config.memory
     if memory.plan:
@@ -101,7 +101,7 @@ def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float
     return asked
 
 
-def _read(path: str, made: Profile, here: Machine) -> Plan:
+def _read(path: str, made: Profile, here: Machine) -> MemoryPlan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -173,10 +173,12 @@ def _stands_for_a_device(config: Config) -> bool:
     return config.memory.emulate or config.world.backend == "virtual"
 
 
-_PREPARED: dict[str, tuple[Profile, Machine, Plan]] = {}  # by configuration: workers that share a process ask once
+_PREPARED: dict[
+    str, tuple[Profile, Machine, MemoryPlan]
+] = {}  # by configuration: workers that share a process ask once
 
 
-def prepared(config: Config) -> tuple[Profile, Machine, Plan]:
+def prepared(config: Config) -> tuple[Profile, Machine, MemoryPlan]:
     """What a run with a plan needs. ValueError, one line with its key, for whatever cannot be."""
     refusals(config)
     _refuse_here(config)

@@ -15,7 +15,7 @@ from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.base import Engine
 from isles.memory.managed import Managed, manage
 from isles.memory.meter import MemoryMeter
-from isles.memory.plan import Plan, digests
+from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
@@ -79,7 +79,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
-def plan_of(made: Profile, placements: Sequence[Placement], **settings: Any) -> Plan:
+def plan_of(made: Profile, placements: Sequence[Placement], **settings: Any) -> MemoryPlan:
     """On as little memory as the placements run in."""
     accumulation = settings.get("accumulation", 1)
     peak = least_peak(made, placements, accumulation)
@@ -97,7 +97,7 @@ def plan_of(made: Profile, placements: Sequence[Placement], **settings: Any) -> 
         "disk_bytes": 0,
         "made_for": digests(made, None),
     }
-    return Plan(placements=tuple(placements), **(values | settings))
+    return MemoryPlan(placements=tuple(placements), **(values | settings))
 
 
 def train(

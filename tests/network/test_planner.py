@@ -14,6 +14,7 @@ from isles.network.planner.costs import Lines
 from isles.network.planner.forms import FORMS, LARGEST, LOW_RANK, MOMENTUM
 from isles.network.planner.job import Job
 from isles.network.planner.planner import curve, plan, utilisation
+from isles.network.planner.turns import TURNS, Turns
 from isles.network.planner.ways import WAYS
 
 JOB = Job(parameters=1e8, layers=12, step_seconds=1.0, workers=8, links=links("home-fibre"))
@@ -43,7 +44,7 @@ def test_the_table_of_which_method(network, wanted):
 def test_bytes_and_memory_are_those_of_the_library(one):
     """What `isles train --dry-run` counts for the same settings."""
     from isles.training.config.reading import read_config
-    from isles.training.dry_run import plan as dry_run
+    from isles.training.dry_run import dry_run
 
     steps, every = (4, 1) if one.every else (80, 20)
     settings = [f"replicas.{word.replace(' ', '')}" for word in one.settings.split(", ") if word]
@@ -57,7 +58,7 @@ def test_bytes_and_memory_are_those_of_the_library(one):
     counted = dry_run(read_config(None, flags, [*settings, "data.path=isles/network"]))
     links = Links(bandwidth=1e9)
     job = replace(JOB, parameters=counted.parameters, links=links, matrices=matrices(SIZES[size]))
-    planned = next(made for made in plan(job, every=every) if made.way is one)
+    (planned,) = plan(job, every=every, ways=[one])
     sent = sum(counted.outline.sent) / 8 / steps
     assert planned.bytes_a_step == pytest.approx(sent, rel=0.003)
     passing = (
@@ -86,8 +87,9 @@ def test_streaming_by_hand():
     job = Job(parameters=4e8, layers=12, step_seconds=0.3, workers=2, links=Links(bandwidth=1e9))
     lines = Lines.of(job.links, range(2))
     one = way("streaming-diloco", "fp4")
-    assert one.waits(job, lines, FORMS["fp4"], 100) == pytest.approx(4 * (0.4125 - 0.3))
-    assert one.waits(job, lines, FORMS["fp4"], 2) == pytest.approx(4 * 0.4125 - 2 * 0.3)
+    for every, waits in ((100, 4 * (0.4125 - 0.3)), (2, 4 * 0.4125 - 2 * 0.3)):
+        exchanges = one.exchanges(job, FORMS["fp4"], every, None).planned(TURNS * every)
+        assert Turns(exchanges, every, 2).waiting(lines, 0.3) == pytest.approx(waits)
 
 
 def test_order_and_wants():
@@ -152,7 +154,7 @@ def test_no_such_wish():
 def test_methods_that_cost_the_same(one, other):
     """Those that are not planned with send, and when, what another does."""
     from isles.training.config.reading import read_config
-    from isles.training.dry_run import plan as dry_run
+    from isles.training.dry_run import dry_run
 
     def outline(method):
         flags = {"replicas.method": method, "world.workers": 8, "run.steps": 60, "replicas.sync_every": 20}

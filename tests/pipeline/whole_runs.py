@@ -19,7 +19,7 @@ from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers.fixed import FixedRouter
-from isles.pipeline.wire import Form
+from isles.pipeline.wire import StageForm
 from isles.replicas.replica import Plain
 
 MICROBATCHES, SEQUENCES, CONTEXT = 2, 2, 8
@@ -51,7 +51,7 @@ def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps:
     adamw = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     inner = Plain(stage, adamw, peers=mesh.stage, charged=True)
     optimizer = getattr(isles, method)(stage, inner, mesh.outer, max_norm=norm, **options)
-    form = Form(sequences=SEQUENCES, length=CONTEXT, vocab=VOCAB, dtype=torch.float32, boundary=FullStream(WIDTH))
+    form = StageForm(sequences=SEQUENCES, length=CONTEXT, vocab=VOCAB, dtype=torch.float32, boundary=FullStream(WIDTH))
     executor = Executor(
         stage,
         mesh.pipeline,

@@ -19,7 +19,7 @@ from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
-from isles.pipeline.wire import Form
+from isles.pipeline.wire import StageForm
 
 SHAPE = Shape(d_model=16, layers=4, heads=2, ffn=32, vocab=50, context=8, tie_embeddings=False)
 SEQUENCES = 2
@@ -56,7 +56,7 @@ def executor(world: Mesh, cell: Cell, shares: TaskSeconds | None = None) -> Exec
     group = world.world.among(range(cell.replicas * cell.stages), "pipeline")
     parts = pieces(cut_points([1] * SHAPE.layers, cell.stages), SHAPE.layers, loss_at_origin=cell.home)
     stage = Stage(Decoder(SHAPE, seed=1, dtype=cell.dtype), parts[group.rank % cell.stages])
-    form = Form(
+    form = StageForm(
         sequences=SEQUENCES,
         length=SHAPE.context,
         vocab=SHAPE.vocab,

@@ -439,7 +439,7 @@ def check_schedule(name: str, workers: int, steps: int) -> None:
         assert plan == results[0][1]
     for planned in results[0][1]:
         assert sorted(position for group in planned.groups for position in group) == list(range(workers))
-        assert 0 <= planned.sent <= planned.lands <= steps
+        assert 0 <= planned.sent <= planned.lands <= steps + 2  # what the end waits for
 
 
 def test_schedule_asks_nothing_of_the_run() -> None:

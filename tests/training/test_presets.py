@@ -12,7 +12,7 @@ from isles.cli.train import train
 from isles.models import parameters
 from isles.training.config.presets import preset_file, presets
 from isles.training.config.reading import read_config
-from isles.training.dry_run import plan
+from isles.training.dry_run import dry_run
 
 NAMES = list(presets())
 
@@ -22,7 +22,7 @@ def test_a_preset_resolves_and_can_be_planned(name: str) -> None:
     """Its dry run refuses nothing, warns of nothing, and computes most of the time on the links that it is for."""
     config = read_config(str(preset_file(name)), {}, [])
     virtual = replace(config, world=replace(config.world, backend="virtual"))
-    planned = plan(virtual)
+    planned = dry_run(virtual)
     assert planned.outline.rounds >= 100
     assert not planned.notices or name == "diloco-60m"  # 176 rounds in the paper too, where its momentum wants 200
     assert planned.transfers is not None and planned.transfers.utilisation is not None
@@ -33,11 +33,11 @@ def test_a_preset_resolves_and_can_be_planned(name: str) -> None:
 def test_the_papers_presets_have_the_papers_numbers() -> None:
     """Tokens of a step, steps, rounds and sizes, worked out from the papers' tables."""
     noloco, diloco = (read_config(str(preset_file(name)), {}, []) for name in ("noloco-small", "diloco-60m"))
-    planned = plan(noloco)
+    planned = dry_run(noloco)
     assert (planned.tokens_per_step, planned.steps, planned.outline.rounds) == (2**19, 25_000, 500)
     assert (noloco.inner.lr, noloco.inner.lr * noloco.inner.final_lr_fraction) == pytest.approx((6e-4, 6e-5))
     assert noloco.replicas.pull == 0.7  # type: ignore[attr-defined]
-    planned = plan(diloco)
+    planned = dry_run(diloco)
     assert (planned.tokens_per_step, planned.outline.rounds) == (8 * 512 * 1024, 176)
     assert parameters(diloco.model.shape()) == pytest.approx(60e6, rel=0.05)
 

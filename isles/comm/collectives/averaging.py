@@ -13,8 +13,9 @@ from torch import Tensor
 from isles.comm.call import Call
 from isles.comm.codecs import Codec
 from isles.comm.collectives.headers import Stamp
-from isles.comm.collectives.mean import as_decoded, mean, sent_bytes, working_bytes
+from isles.comm.collectives.mean import as_decoded, mean, pattern, working_bytes
 from isles.comm.transport import Steps
+from isles.network.planner.planned import MessagePattern
 
 
 class Averaging(ABC):
@@ -22,10 +23,16 @@ class Averaging(ABC):
 
     held_bytes = 0
     """Memory of what is kept from round to round."""
+    starting = 0
+    """Rounds at the beginning that travel otherwise than the later ones."""
 
     @abstractmethod
+    def pattern(self, round: int, size: int) -> MessagePattern:
+        """What one mean in a group of `size` puts on the wire."""
+
     def sent_bytes(self, round: int, size: int, position: int) -> int:
         """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
+        return int(self.pattern(round, size).sent(position, size))
 
     @abstractmethod
     def working_bytes(self, size: int) -> int:
@@ -56,9 +63,9 @@ class Coded(Averaging):
     def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
         self.codec, self.elements, self.dtype = codec, elements, dtype
 
-    def sent_bytes(self, round: int, size: int, position: int) -> int:
-        """See Averaging.sent_bytes."""
-        return sent_bytes(self.elements, self.dtype, self.codec, size, position)
+    def pattern(self, round: int, size: int) -> MessagePattern:
+        """See Averaging.pattern."""
+        return pattern(self.elements, self.dtype, self.codec, size)
 
     def working_bytes(self, size: int) -> int:
         """See Averaging.working_bytes."""

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.transport import Steps, Work
-
-_FEW = 8  # members up to which everyone sends to everyone
+from isles.network.planner.planned import FEW, fed, fed_by
 
 
 def all_gather(call: Call, data: Tensor) -> Steps[list[Tensor]]:
     """Every member's `data`, in group order. Bytes sent: (size - 1) * bytes of data; messages: size - 1 among few, for
     one latency, else log2(size), for as many latencies.
     """
-    return (_gather_directly if call.group.size <= _FEW else _gather_by_doubling)(call, data.contiguous())
+    return (_gather_directly if call.group.size <= FEW else _gather_by_doubling)(call, data.contiguous())
 
 
 def _gather_directly(call: Call, data: Tensor) -> Steps[list[Tensor]]:
@@ -71,23 +70,12 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     if not 0 <= source < size:
         raise ValueError(f"source {source}: a group of {size} has positions 0 to {size - 1}")
     place = (call.group.rank - source) % size  # 0 is the source
-    step = 1  # a member that got the data when `step` members had it feeds place + step, place + 2 * step, ...
-    while step <= place:
-        step *= 2
-    fed = [(place + reach + source) % size for reach in _doublings(step, size - place)]
-    feeder = (place - step // 2 + source) % size
-    call.meet(*([feeder] if place else []), *fed)  # those fed later too: their number is that of the start
+    targets = [(other + source) % size for other in fed(place, size)]
+    feeder = (fed_by(place) + source) % size if place else source
+    call.meet(*([feeder] if place else []), *targets)  # those fed later too: their number is that of the start
     if place:
         yield call.recv(feeder, data)
-    yield [call.send(position, data) for position in fed]
-
-
-def broadcast_sends(size: int, position: int) -> int:
-    """To how many members `position` of a group of `size` passes on what position 0 broadcasts."""
-    step = 1
-    while step <= position:
-        step *= 2
-    return len(list(_doublings(step, size - position)))
+    yield [call.send(position, data) for position in targets]
 
 
 def _doublings(start: int, stop: int) -> Iterator[int]:

@@ -27,8 +27,9 @@ from isles.comm.call import Call
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
-from isles.comm.collectives.mean import mean, sent_bytes, working_bytes
+from isles.comm.collectives.mean import mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, awaited
+from isles.network.planner.planned import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
 
@@ -76,13 +77,19 @@ class Factors(Averaging):
         """See Averaging.held_bytes."""
         return sum(basis.nbytes for basis in self.bases)
 
-    def sent_bytes(self, round: int, size: int, position: int) -> int:
-        """See Averaging.sent_bytes."""
+    @property
+    def starting(self) -> int:  # type: ignore[override]
+        """See Averaging.starting."""
+        return self.form.start if self.matrices else 0
+
+    def pattern(self, round: int, size: int) -> MessagePattern:
+        """See Averaging.pattern."""
         if self._whole(round):
-            return sent_bytes(self.elements, self.dtype, self.form.dense, size, position)
+            return pattern(self.elements, self.dtype, self.form.dense, size)
+        first, second = (pattern(n, self.dtype, self.form.values, size) for n in self._factors())
         dense = sum(self._dense)
-        total = sent_bytes(dense, self.dtype, self.form.dense, size, position) if dense else 0
-        return total + sum(sent_bytes(n, self.dtype, self.form.values, size, position) for n in self._factors())
+        beside = (pattern(dense, self.dtype, self.form.dense, size),) if dense else ()
+        return Then((first, *beside), second)
 
     def working_bytes(self, size: int) -> int:
         """See Averaging.working_bytes."""

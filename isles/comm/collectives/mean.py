@@ -33,6 +33,7 @@ from isles.comm.codecs.base import Codec
 from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp, form_digest
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work, native_collectives
+from isles.network.planner.planned import Mean, Segment
 
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60
@@ -63,21 +64,22 @@ def phases(elements: int) -> int:
     return _PARTS * (1 + 2 * len(segments(elements, block=1)))
 
 
-def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
-    """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
-    total = HEADER_BYTES * (size - 1)
+def pattern(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> Mean:
+    """What one mean in a group of `size` puts on the wire."""
+    made = []
     for start, stop in segments(elements, codec.block):
         if gathers(stop - start, dtype, codec, size):
-            total += (size - 1) * codec.wire_bytes(stop - start, dtype)
+            made.append(Segment(None, (codec.wire_bytes(stop - start, dtype),) * size))
             continue
-        for owner, (first, last) in enumerate(cuts(stop - start, size, codec.block)):
-            mine = owner == position
-            total += (
-                (size - 1) * codec.back.wire_bytes(last - first, dtype)
-                if mine
-                else codec.wire_bytes(last - first, dtype)
-            )
-    return total
+        shards = [last - first for first, last in cuts(stop - start, size, codec.block)]
+        there, back = ([form.wire_bytes(shard, dtype) for shard in shards] for form in (codec, codec.back))
+        made.append(Segment(tuple(there), tuple(back)))
+    return Mean(tuple(made), HEADER_BYTES)
+
+
+def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
+    """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
+    return int(pattern(elements, dtype, codec, size).sent(position, size))
 
 
 def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> int:

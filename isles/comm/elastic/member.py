@@ -6,9 +6,9 @@
 
 Two promises keep the worlds of all workers one. Of groups: who has promised not to begin round s undecided, and reaches
 it before it knows, is a group of itself alone. Of data: a worker reads its own cells in rounds that no later view can
-begin with (`Answer.newest_round`), at most one round beyond the newest that the lighthouse has answered it for, and out
-of turn beyond. So no two workers read one cell, however long one of them was cut off or stood still, and when it is
-lost, there is at most one cell of which only others know that it was read.
+begin with (`BeatReply.newest_round`), at most one round beyond the newest that the lighthouse has answered it for,
+and out of turn beyond. So no two workers read one cell, however long one of them was cut off or stood still, and when
+it is lost, there is at most one cell of which only others know that it was read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.messages import MARGIN, Ack, Answer, Beat, Load, Proposal
+from isles.comm.elastic.messages import MARGIN, Ack, Beat, BeatReply, Load, Proposal
 from isles.comm.view import View
 
 _KEPT = 8  # rounds whose answers stay final; an exchange is begun at most a few rounds after its round
@@ -147,7 +147,7 @@ class Member:
         seen = tuple(sorted(self._seen.items()))
         return Beat(self.round, self.ready, self._known, tuple(sorted(self._skipped)), seen, self.seconds)
 
-    def answered(self, beat: Beat, answer: Answer) -> Ack | None:
+    def answered(self, beat: Beat, answer: BeatReply) -> Ack | None:
         """The lighthouse's answer to `beat`; this worker's to the proposal in it, if there is one."""
         self.views |= {view.number: view for view in answer.views}
         self._known = max(self._known, answer.newest)

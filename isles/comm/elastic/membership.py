@@ -21,8 +21,8 @@ from isles.comm.elastic.messages import (
     Accusation,
     Ack,
     Admitted,
-    Answer,
     Beat,
+    BeatReply,
     Done,
     Load,
     Message,
@@ -237,14 +237,14 @@ class Membership:
             worker.load = Load(worker.call, donor)
             self._tell(worker.seat, worker.load)
 
-    def _answer(self, seat: int, beat: Beat) -> Answer:
+    def _answer(self, seat: int, beat: Beat) -> BeatReply:
         worker = self.workers[seat]
         views = tuple(view for number, view in sorted(self.account.views.items()) if number > beat.known)
         newest = -1 if self.view is None else self.view.number
         proposal = self.proposal if worker.state in ("in", "leaving") else None
         if worker.state == "outside" and worker.load is not None:
             self._tell(seat, worker.load)
-        return Answer(beat.round, self._issued, newest, self.newest_round, views, proposal, worker.call)
+        return BeatReply(beat.round, self._issued, newest, self.newest_round, views, proposal, worker.call)
 
     def _steps(self, seats: tuple[int, ...]) -> tuple[int, ...]:
         """Inner steps a round, so that rounds take all of them about as long; at least an eighth of the most."""

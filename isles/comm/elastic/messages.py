@@ -43,10 +43,10 @@ class Proposal:
 class Beat:
     """A worker's sign of life, at least at the begin of every round.
 
-    round: the one that it is in, 0 before the first. ready: the call (`Answer.call`) for which it has everything that
-    it needs to take part, -1 while it has not. skipped: rounds that it did out of turn; seen: newest rounds of others
-    whose work it has, by seat; both since the last answer. known: its newest view. seconds: of an inner step, 0 where
-    unknown.
+    round: the one that it is in, 0 before the first. ready: the call (`BeatReply.call`) for which it has everything
+    that it needs to take part, -1 while it has not. skipped: rounds that it did out of turn; seen: newest rounds of
+    others whose work it has, by seat; both since the last answer. known: its newest view. seconds: of an inner step,
+    0 where unknown.
     """
 
     round: int = 0
@@ -67,7 +67,7 @@ class Ack:
 
 
 @dataclass(frozen=True)
-class Answer:
+class BeatReply:
     """The lighthouse's answer to a beat.
 
     round: that of the beat. issued: the highest number ever proposed. newest: number of the newest view, -1 before the
@@ -127,7 +127,7 @@ class Refusal:
     reason: str
 
 
-Message = View | Proposal | Beat | Ack | Answer | Admitted | Load | Done | Accusation | Refusal | Word
+Message = View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
 

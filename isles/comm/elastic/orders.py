@@ -29,7 +29,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer whoever called."""
+    """BeatReply whoever called."""
 
     message: Message
 

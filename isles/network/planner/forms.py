@@ -19,21 +19,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isles.network.planner.job import Job, Matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class PlannedForm:
     """phases: bits a parameter of the model in each of the exchanges that follow each other. back: bits of an entry of
     the mean per bit of one sent; inf: there is no mean that could come back in one piece. kept: bytes a parameter that
-    stay from round to round.
+    stay from round to round. first: the form of the first `dense` rounds.
     """
 
     phases: tuple[float, ...]
     back: float = 1.0
     kept: float = 0.0
+    first: PlannedForm | None = None
+    dense: int = 0
 
     @property
     def bits(self) -> float:
@@ -46,32 +48,33 @@ _SPARSE = 64 / 4096 * (12 + 2 + 32 / 64)  # a place, a value, its share of a sca
 _WHOLE = 4096  # entries under which dct-dp sends a tensor whole
 _EDGE, _KEPT = 64, 32  # demo's blocks, and coefficients of each
 FORMS = {
-    "none": Form(phases=(32,)),
-    "bf16": Form(phases=(16,)),
-    "int8": Form(phases=(_INT8,)),
-    "int4": Form(phases=(_INT4,)),
-    "fp4": Form(phases=(_FP4,), back=16 / _FP4),
-    "topk:64+int2": Form(phases=(_SPARSE,), back=32 / _SPARSE),
-    "randk:0.005": Form(phases=(round(0.005 * 4096) / 4096 * 32,)),
+    "none": PlannedForm(phases=(32,)),
+    "bf16": PlannedForm(phases=(16,)),
+    "int8": PlannedForm(phases=(_INT8,)),
+    "int4": PlannedForm(phases=(_INT4,)),
+    "fp4": PlannedForm(phases=(_FP4,), back=16 / _FP4),
+    "topk:64+int2": PlannedForm(phases=(_SPARSE,), back=32 / _SPARSE),
+    "randk:0.005": PlannedForm(phases=(round(0.005 * 4096) / 4096 * 32,)),
 }
 LOW_RANK, RANK_4 = "low rank, int4", "powersgd:4"
 LARGEST, MOMENTUM, UNITS = "largest hundredth", "momentum, bf16", "units"
 
 
-def form_of(codec: str, job: Job) -> Form:
+def form_of(codec: str, job: Job) -> PlannedForm:
     """Of a name in `FORMS`, or of one of the constants above. KeyError for another."""
     return FORMS[codec] if codec in FORMS else _OF_JOB[codec](job)
 
 
-def _dilocox(job: Job) -> Form:
-    return _low_rank(job, _rank(job.known_matrices), factor=_INT4, rest=_INT8)
+def _dilocox(job: Job) -> PlannedForm:
+    low = _low_rank(job, _rank(job.known_matrices), factor=_INT4, rest=_INT8)
+    return replace(low, first=FORMS["int8"], dense=2) if len(low.phases) > 1 else low
 
 
-def _powersgd(job: Job) -> Form:
+def _powersgd(job: Job) -> PlannedForm:
     return _low_rank(job, 4, factor=32, rest=32)
 
 
-def _low_rank(job: Job, rank: int, *, factor: float, rest: float) -> Form:
+def _low_rank(job: Job, rank: int, *, factor: float, rest: float) -> PlannedForm:
     """factor, rest: bits an entry of the factors, and of what is not compressed."""
     first = second = 0.0
     dense = job.parameters
@@ -85,7 +88,7 @@ def _low_rank(job: Job, rank: int, *, factor: float, rest: float) -> Form:
         (factor * first + rest * max(dense, 0.0)) * per_parameter,
         factor * second * per_parameter,
     )
-    return Form(phases=phases if second else phases[:1], kept=4 * second * per_parameter)
+    return PlannedForm(phases=phases if second else phases[:1], kept=4 * second * per_parameter)
 
 
 def _rank(matrices: Matrices) -> int:
@@ -95,26 +98,26 @@ def _rank(matrices: Matrices) -> int:
     return max(1, int(entries.most_common(1)[0][0] // 8)) if entries else 1
 
 
-def _largest(job: Job) -> Form:
+def _largest(job: Job) -> PlannedForm:
     sparse = sum(count * rows * columns for rows, columns, count in job.known_matrices if rows * columns >= _WHOLE)
     share = min(sparse / job.parameters, 1.0)
-    return Form(phases=(share * 0.01 * (32 + 16) + (1 - share) * 32 + 32 / 65536,), back=math.inf)
+    return PlannedForm(phases=(share * 0.01 * (32 + 16) + (1 - share) * 32 + 32 / 65536,), back=math.inf)
 
 
-def _momentum(job: Job) -> Form:
+def _momentum(job: Job) -> PlannedForm:
     matrices = job.known_matrices
     blocks = sum(count * math.ceil(rows / _EDGE) * math.ceil(columns / _EDGE) for rows, columns, count in matrices)
     vectors = max(job.parameters - sum(rows * columns * count for rows, columns, count in matrices), 0.0)
     bits = blocks * _KEPT * (16 + 12) + vectors * _KEPT / _EDGE * (16 + 8)
-    return Form(phases=(bits / job.parameters,), back=math.inf)
+    return PlannedForm(phases=(bits / job.parameters,), back=math.inf)
 
 
-def _units(job: Job) -> Form:
+def _units(job: Job) -> PlannedForm:
     own = job.mlp_share / job.workers
-    return Form(phases=(3 * 32 * own + 32 * (1 - job.mlp_share),), kept=3 * 4 * own)
+    return PlannedForm(phases=(3 * 32 * own + 32 * (1 - job.mlp_share),), kept=3 * 4 * own)
 
 
-_OF_JOB: dict[str, Callable[[Job], Form]] = {
+_OF_JOB: dict[str, Callable[[Job], PlannedForm]] = {
     LOW_RANK: _dilocox,
     RANK_4: _powersgd,
     LARGEST: _largest,

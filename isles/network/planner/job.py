@@ -29,6 +29,13 @@ class Job:
     matrices: Matrices | None = None
 
     @property
+    def steps(self) -> int | None:
+        """Inner steps of the run; None: not known."""
+        if self.tokens is None or self.step_tokens is None:
+            return None
+        return max(1, round(self.tokens / self.step_tokens))
+
+    @property
     def known_matrices(self) -> Matrices:
         """`matrices`, or the usual ones."""
         return usual_matrices(self.parameters, self.layers) if self.matrices is None else self.matrices

@@ -1,10 +1,13 @@
 """Which method for which link: seconds, bytes and memory of this library's methods, from the time of a step and the
 lines between the workers.
 
-    job, WAYS (`ways`) -> seconds waited a round, for each H   -> utilisation = Hc / (Hc + waits), c: seconds of a step
-                       -> bytes (`forms`), memory              -> Plan, in the order in which to try them
+    job, WAYS (`ways`) -> exchanges (`closed`) -> seconds waited a round, for each H -> utilisation = Hc / (Hc + waits)
+                       -> bytes (`forms`), memory                                    -> Plan, in the order to try them
 
-Left out: jitter, headers, the time to encode, workers of unequal speed. Memory: weights, gradients, AdamW (16 bytes a
+H and wanted rates are searched exchange by exchange (`turns`); what is shown of up to 16 workers is replayed message by
+message (`replay`): the run, where its tokens are given, else the long run.
+
+Left out: headers in bytes, the time to encode, workers of unequal speed. Memory: weights, gradients, AdamW (16 bytes a
 parameter, float32) and the vectors that the method keeps while a round is under way. With ist (here MLPs are divided)
 computing and the 16 bytes are of a worker's part.
 
@@ -18,24 +21,32 @@ one that computes most of the time is first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from isles.network.links import Links
+from isles.network.planner.closed import opening, random_pairs
 from isles.network.planner.costs import Lines
 from isles.network.planner.forms import form_of
 from isles.network.planner.job import Job
+from isles.network.planner.replay import TimeAccount, long_run, replay_run
+from isles.network.planner.turns import TURNS, Turns
 from isles.network.planner.ways import WAYS, Way
+from isles.network.topology import Topology
 
 EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
 """Rounds that are tried, in inner steps."""
+MOST_REPLAYED = 16
+"""Workers."""
+_MESSAGES = 4_000  # that are played of a plan
 _ADAMW = 16  # bytes a parameter: float32 weights, gradients, two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One way at one H. waits: seconds a round. bytes_a_step: that a worker sends, on average. wanted: how many times
+    """One way at one H. waits: seconds a round, a mean over the workers. about: they are those of the search, for there
+    are too many messages to replay. bytes_a_step: that a worker sends, on average. wanted: how many times
     the present rates it wants for each target; nan: no rate is enough. memory: bytes a worker. hours: None where no
     tokens are given.
     """
@@ -49,10 +60,13 @@ class Plan:
     bytes_a_step: float
     memory: float
     hours: float | None
+    about: bool
 
 
-def plan(job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = None) -> list[Plan]:
-    """All ways that take H, the first the one to try first. targets: utilisations for which rates are asked; the first
+def plan(
+    job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = None, ways: Sequence[Way] = WAYS
+) -> list[Plan]:
+    """The ways that take H, the first the one to try first. targets: utilisations for which rates are asked; the first
     of them is the one to reach. every: H for all; None: for each way the smallest of `EVERY` that reaches it, or the
     largest.
     """
@@ -63,7 +77,7 @@ def plan(job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = Non
     lines = _lines(job.links, job.workers)
     made = [
         _first_enough(job, lines, way, targets, [every] if every else list(EVERY))
-        for way in WAYS
+        for way in ways
         if every is None or way.every or way.least <= every
     ]
     order = {way: place for place, way in enumerate(WAYS)}
@@ -76,15 +90,42 @@ def plan(job: Job, *, targets: Sequence[float] = (0.9,), every: int | None = Non
 
 
 def utilisation(job: Job, way: Way, every: int, lines: Lines) -> float:
-    """Share of the time spent computing."""
-    computing = every * job.step_seconds * way.holds(job)
-    return computing / (computing + way.waits(job, lines, form_of(way.codec, job), every))
+    """Share of the time spent computing, exchange by exchange, in the long run."""
+    return _share(job, way, every, lines, _usual(job, way, every))
 
 
 def curve(job: Job, one: Plan, factors: Sequence[float]) -> list[float]:
-    """The plan's utilisation with every rate multiplied by each factor."""
-    lines = _lines(job.links, job.workers)
-    return [utilisation(job, one.way, one.every, lines.scaled(factor)) for factor in factors]
+    """`utilisation` of the plan with every rate multiplied by each factor."""
+    lines, usual = _lines(job.links, job.workers), _usual(job, one.way, one.every)
+    return [_share(job, one.way, one.every, lines.scaled(factor), usual) for factor in factors]
+
+
+def replayed(job: Job, way: Way, every: int, messages: int = _MESSAGES) -> TimeAccount | None:
+    """Of one round, on average over the run where tokens are given, else in the long run; message by message. None
+    where there are too many.
+    """
+    if job.workers > MOST_REPLAYED:
+        return None
+    course = way.exchanges(job, form_of(way.codec, job), every, lambda round: random_pairs(job.workers, round))
+    topology, each = Topology(job.workers, job.links), [job.step_seconds * way.holds(job)] * job.workers
+    if job.steps is None:
+        return long_run(course.planned, course.rhythm, topology, each, opening(job), messages=messages)
+    whole = replay_run(course.planned, course.rhythm, topology, each, job.steps, opening(job), messages=messages)
+    if whole is None:
+        return None
+    rounds = job.steps / every
+    return TimeAccount(whole.computing / rounds, whole.waiting / rounds)
+
+
+@lru_cache(maxsize=256)
+def _usual(job: Job, way: Way, every: int) -> Turns:
+    planned = way.exchanges(job, form_of(way.codec, job), every, None).planned(TURNS * every)
+    return Turns(planned, every, job.workers)
+
+
+def _share(job: Job, way: Way, every: int, lines: Lines, usual: Turns) -> float:
+    seconds = job.step_seconds * way.holds(job)
+    return TimeAccount(every * seconds, usual.waiting(lines, seconds)).share
 
 
 @lru_cache(maxsize=1)
@@ -95,32 +136,47 @@ def _lines(links: Links, workers: int) -> Lines:
 
 def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tried: list[int]) -> Plan:
     tried = [way.every] if way.every else tried
-    shares = {every: utilisation(job, way, every, lines) for every in tried}
-    every = next((every for every in tried if shares[every] >= targets[0]), tried[-1])
-    form, share = form_of(way.codec, job), shares[every]
-    hours = None
+    every = next((every for every in tried if utilisation(job, way, every, lines) >= targets[0]), tried[-1])
+    account = replayed(job, way, every)
+    for larger in tried[
+        tried.index(every) + 1 :
+    ]:  # jitter, or the end of the run, may ask for more than the search knew
+        if account is None or account.share >= targets[0]:
+            break
+        every, account = larger, replayed(job, way, larger)
+    about, computing = account is None, every * job.step_seconds * way.holds(job)
+    if account is None:
+        account = TimeAccount(computing, computing * (1 / utilisation(job, way, every, lines) - 1))
+    form, hours = form_of(way.codec, job), None
     if job.tokens is not None and job.step_tokens is not None:
-        hours = job.tokens / job.step_tokens * job.step_seconds * way.holds(job) / share / 3600
+        hours = job.tokens / job.step_tokens / every * (account.computing + account.waiting) / 3600
     return Plan(
         way=way,
         every=every,
-        waits=way.waits(job, lines, form, every),
-        utilisation=share,
-        reaches=share >= targets[0],
-        wanted=tuple(_wanted(job, way, every, lines, target) for target in targets),
+        waits=account.waiting,
+        utilisation=account.share,
+        reaches=account.share >= targets[0],
+        wanted=tuple(_wanted(job, way, every, lines, targets)),
         bytes_a_step=way.payloads(job.workers, form) * form.bits / 8 * job.parameters / every,
         memory=(_ADAMW * way.holds(job) + 4 * way.vectors + form.kept) * job.parameters,
         hours=hours,
+        about=about,
     )
 
 
-def _wanted(job: Job, way: Way, every: int, lines: Lines, target: float) -> float:
-    """The factor on all rates at which the target is just reached, by bisection to 0.01 %."""
-    low, high = math.log(1e-9), math.log(1e9)
-    if utilisation(job, way, every, lines.scaled(math.exp(high))) < target:
-        return math.nan
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        enough = utilisation(job, way, every, lines.scaled(math.exp(middle))) >= target
-        low, high = (low, middle) if enough else (middle, high)
-    return math.exp(high)
+def _wanted(job: Job, way: Way, every: int, lines: Lines, targets: Sequence[float]) -> Iterator[float]:
+    """The factor on all rates at which each target is just reached, by bisection to 0.01 %."""
+    usual = _usual(job, way, every)
+
+    def share(power: float) -> float:
+        return _share(job, way, every, lines.scaled(math.exp(power)), usual)
+
+    for target in targets:
+        low, high = math.log(1e-9), math.log(1e9)
+        if share(high) < target:
+            yield math.nan
+            continue
+        while high - low > 1e-4:
+            middle = (low + high) / 2
+            low, high = (low, middle) if share(middle) >= target else (middle, high)
+        yield math.exp(high)

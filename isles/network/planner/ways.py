@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from isles.network.planner import waits
-from isles.network.planner.costs import Lines, library_mean
-from isles.network.planner.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, Form
+from isles.network.planner.closed import OVERLAP, Closed, gradients, momentum, rounds, swaps, units
+from isles.network.planner.costs import library_mean
+from isles.network.planner.forms import LARGEST, LOW_RANK, MOMENTUM, RANK_4, UNITS, PlannedForm
 from isles.network.planner.job import Job
 
 
@@ -17,8 +17,8 @@ class Way:
     """A method with its settings ("key = value, ..."). codec: in what form it sends, see `forms.form_of`. kind: 0
     gradients every step, 1 answers of the same round, 2 a round late or of some entries, 3 a part of the model at each
     worker. holds: the share of the model that a worker holds and computes. vectors: float32 copies of the
-    model that it keeps. waits: seconds a round, see `isles.network.planner.waits`. payloads: whole models, in its
-    form, that a worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from
+    model that it keeps. exchanges: see `isles.network.planner.closed`. payloads: whole models, in its form, that a
+    worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from
     `least` on. rounds: whether it has a `sync_every` to set.
     """
 
@@ -27,8 +27,8 @@ class Way:
     settings: str = ""
     kind: int
     vectors: int
-    waits: Callable[[Job, Lines, Form, int], float]
-    payloads: Callable[[int, Form], float]
+    exchanges: Closed
+    payloads: Callable[[int, PlannedForm], float]
     why: str
     every: int | None = None
     least: int = 1
@@ -36,7 +36,7 @@ class Way:
     holds: Callable[[Job], float] = lambda job: 1.0
 
 
-def _mean_payloads(workers: int, form: Form) -> float:
+def _mean_payloads(workers: int, form: PlannedForm) -> float:
     return library_mean(workers, form.back).payloads
 
 
@@ -44,15 +44,15 @@ def _part_of_mlps(job: Job) -> float:
     return 1 - job.mlp_share * (1 - 1 / job.workers)
 
 
-def _one_payload(workers: int, form: Form) -> float:
+def _one_payload(workers: int, form: PlannedForm) -> float:
     return 1
 
 
-def _two_payloads(workers: int, form: Form) -> float:
+def _two_payloads(workers: int, form: PlannedForm) -> float:
     return 2
 
 
-_AFTER_A_STEP = waits.OVERLAP + 1
+_AFTER_A_STEP = OVERLAP + 1
 _BOTH_INT8 = "codec = int8, anchor_codec = int8"
 _mean = partial(Way, payloads=_mean_payloads)
 _ddp = partial(
@@ -60,7 +60,7 @@ _ddp = partial(
     method="ddp",
     kind=0,
     vectors=1,
-    waits=waits.for_buckets,
+    exchanges=gradients,
     why="every worker takes the same step: best loss a step",
     every=1,
     rounds=False,
@@ -70,15 +70,17 @@ _diloco = partial(
     method="diloco",
     kind=1,
     vectors=3,
-    waits=waits.for_mean,
+    exchanges=rounds,
     why="all workers stay equal, one exchange a round",
 )
-_part = partial(_mean, kind=2, vectors=3, waits=waits.for_mean, why="little is sent, and what is left out is not lost")
-_late = partial(_mean, kind=2, vectors=6, waits=waits.for_late_mean, why="the exchange has a whole round to arrive")
+_part = partial(_mean, kind=2, vectors=3, exchanges=rounds, why="little is sent, and what is left out is not lost")
+_late = partial(
+    _mean, kind=2, vectors=6, exchanges=partial(rounds, late=True), why="the exchange has a whole round to arrive"
+)
 _pairs = partial(Way, kind=1, payloads=_two_payloads, why="nobody waits for more than one other worker")
-_noloco = partial(_pairs, method="noloco", waits=waits.for_partner)
+_noloco = partial(_pairs, method="noloco", exchanges=swaps)
 _streaming_noloco = partial(
-    _pairs, method="streaming-noloco", waits=waits.for_partner_by_fragments, least=_AFTER_A_STEP
+    _pairs, method="streaming-noloco", exchanges=partial(swaps, streams=True), least=_AFTER_A_STEP
 )
 
 WAYS: tuple[Way, ...] = (
@@ -93,12 +95,14 @@ WAYS: tuple[Way, ...] = (
         settings="codec = fp4",
         kind=1,
         vectors=3,
-        waits=waits.for_fragments,
+        exchanges=partial(rounds, streams=True),
         why="a fragment at a time travels behind the computation",
         least=_AFTER_A_STEP,
     ),
     _noloco(vectors=4),
-    _noloco(settings="exchange = single_vector", vectors=3, waits=waits.for_partner_once, payloads=_one_payload),
+    _noloco(
+        settings="exchange = single_vector", vectors=3, exchanges=partial(swaps, anchors=False), payloads=_one_payload
+    ),
     _noloco(codec="int8", settings=_BOTH_INT8, vectors=5),
     _streaming_noloco(vectors=4),
     _streaming_noloco(codec="int8", settings=_BOTH_INT8, vectors=5),
@@ -113,7 +117,7 @@ WAYS: tuple[Way, ...] = (
         settings="split = ffn",
         kind=3,
         vectors=0,
-        waits=waits.for_units,
+        exchanges=units,
         payloads=_mean_payloads,
         why="a worker holds and computes a part of the MLPs",
         holds=_part_of_mlps,
@@ -130,11 +134,13 @@ WAYS: tuple[Way, ...] = (
         codec=LARGEST,
         settings="sparsity = 0.99",
         vectors=2,
-        waits=waits.for_buckets,
+        exchanges=gradients,
         every=1,
         rounds=False,
     ),
     _part(method="sparta", codec="randk:0.005", settings="fraction = 0.005", every=1),
-    _part(method="demo", codec=MOMENTUM, vectors=0, every=1, rounds=False),  # its two stand for AdamW's
+    _part(
+        method="demo", codec=MOMENTUM, vectors=0, exchanges=momentum, every=1, rounds=False
+    ),  # its two stand for AdamW's
 )
 """In the order in which those of equal rank are shown."""

@@ -19,7 +19,7 @@ FORM = "isles pipeline plan 1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PipelinePlan:
     """Paths for the slots of a problem. links: the `fingerprint` of the network that they are made for. cuts: the first
     block of every stage but the first; None: as the run cuts by itself.
     """
@@ -49,7 +49,7 @@ class Plan:
             )
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: PipelinePlan) -> str:
     """The file's text."""
     problem = plan.problem
     played = replay_paths(problem, plan.paths)
@@ -102,7 +102,7 @@ class _Written:
     cuts: tuple[int, ...] | None = None
 
 
-def read_plan(path: str | File) -> Plan:
+def read_plan(path: str | File) -> PipelinePlan:
     """The plan in a file. ValueError, one line that begins with the file's name, for whatever is wrong, and for a plan
     that breaks a rule or does not take the time that it says.
     """
@@ -114,7 +114,7 @@ def read_plan(path: str | File) -> Plan:
     return plan
 
 
-def read_unchecked(path: str | File) -> tuple[Plan, float]:
+def read_unchecked(path: str | File) -> tuple[PipelinePlan, float]:
     """What a file says: (plan, seconds that a step should take), whether or not it can be run. ValueError for a file
     that does not hold a plan.
     """
@@ -124,7 +124,7 @@ def read_unchecked(path: str | File) -> tuple[Plan, float]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def complaints(plan: Plan, said: float) -> list[str]:
+def complaints(plan: PipelinePlan, said: float) -> list[str]:
     """The rules that a plan breaks, or that a step of it does not take the seconds that the file says."""
     broken = broken_rules(plan.problem, plan.paths)
     if broken:
@@ -147,7 +147,7 @@ def _table(path: File) -> Mapping[str, Any]:
     return table
 
 
-def _plan(table: Mapping[str, Any]) -> tuple[Plan, float]:
+def _plan(table: Mapping[str, Any]) -> tuple[PipelinePlan, float]:
     written: _Written = typed("plan", _Written, table)
     problem = Problem(
         stages=written.stages,
@@ -162,7 +162,7 @@ def _plan(table: Mapping[str, Any]) -> tuple[Plan, float]:
     paths = {(one.origin, one.slot): one.nodes for one in written.paths}
     if len(paths) < len(written.paths):
         raise ValueError("a slot has two paths: each has one")
-    plan = Plan(problem=problem, paths=paths, links=written.links, cuts=written.cuts)
+    plan = PipelinePlan(problem=problem, paths=paths, links=written.links, cuts=written.cuts)
     return plan, written.expected.step_seconds
 
 

@@ -14,15 +14,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
 from isles.replicas.replica import PeerQuestion, Replica
-from isles.replicas.schedule import Held, Outline, Planned, outline
+from isles.replicas.schedule import Held, Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
@@ -143,18 +145,27 @@ class BucketedSync(ReplicaSync):
         """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
         return [(1, steps)] if steps else []
 
-    def schedule(self, steps: int) -> list[Planned]:
-        """See ReplicaSync.schedule."""
-        everyone = tuple(range(self.group.size))
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        """See ReplicaSync.schedule: a bucket leaves when the backward pass has filled it."""
+        groups, left = everyone(self.group.size), self._left()
         plan = []
         for first, count in self.phases(steps):
-            sent = [tuple(self._sent(bucket, first, position) for position in everyone) for bucket in self.buckets]
+            patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
             plan += [
-                Planned(step, step, bucket.index, "gradient", (everyone,), sent[bucket.index])
+                PlannedExchange(step - behind, step, index, "gradient", groups, pattern, step)
                 for step in range(first, first + count)
-                for bucket in self.buckets
+                for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
             ]
         return plan
+
+    def _left(self) -> list[float]:
+        """Of a step's computation, what is left when each bucket leaves."""
+        behind, last = [bucket.layout.numel for bucket in self.buckets], (1 - _FORWARD_SHARE) / self.batches
+        return [last * sum(behind[index + 1 :]) / sum(behind) for index in range(len(behind))]
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """See ReplicaSync.rhythm."""
+        return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
 
     @property
     def questions(self) -> list[PeerQuestion]:

@@ -21,6 +21,7 @@ from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.transport import Steps
+from isles.network.planner.planned import MessagePattern, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
 from isles.replicas.schedule import Held
@@ -50,10 +51,14 @@ class Reduction(ABC):
         """Leave the mean in `flat`."""
 
     @abstractmethod
+    def pattern(self, step: int, size: int) -> MessagePattern:
+        """What that step is planned to put on the wire in a group of `size`."""
+
     def sent_bytes(self, step: int, size: int, position: int) -> int:
         """Bytes that `position` of a group of `size` is planned to hand to the transport in that step, headers
         included.
         """
+        return int(self.pattern(step, size).sent(position, size))
 
     def begun_bytes(self, step: int, size: int, position: int) -> int:
         """The same of what `begin` has made."""
@@ -91,9 +96,9 @@ class Native(Reduction):
     def land(self, flat: Tensor) -> None:
         """See Reduction.land: it is there."""
 
-    def sent_bytes(self, step: int, size: int, position: int) -> int:
-        """See Reduction.sent_bytes."""
-        return native_bytes(self.layout.numel, self.layout.dtype, size)
+    def pattern(self, step: int, size: int) -> MessagePattern:
+        """See Reduction.pattern."""
+        return Ring(native_bytes(self.layout.numel, self.layout.dtype, size))
 
     def memory(self, size: int) -> list[Held]:
         """See Reduction.memory."""
@@ -143,9 +148,9 @@ class Averaged(Reduction):
             self._left.sub_(flat)
         self.residual, self._left = self._left.mul_(self.feedback.decay), self.residual
 
-    def sent_bytes(self, step: int, size: int, position: int) -> int:
-        """See Reduction.sent_bytes."""
-        return self.averaging.sent_bytes(step, size, position)
+    def pattern(self, step: int, size: int) -> MessagePattern:
+        """See Reduction.pattern."""
+        return self.averaging.pattern(step, size)
 
     def memory(self, size: int) -> list[Held]:
         """See Reduction.memory."""

@@ -17,9 +17,10 @@ from isles.comm.codecs import Codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
 from isles.comm.collectives.averaging import Coded
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
 from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.transport import Steps
+from isles.network.planner.planned import MessagePattern, Ragged
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction, is_finite
 from isles.replicas.schedule import Held
@@ -151,11 +152,11 @@ class Thresholds(Reduction):
         super().rescale(factor)
         self.thresholds.mul_(factor)
 
-    def sent_bytes(self, step: int, size: int, position: int) -> int:
-        """See Reduction.sent_bytes: those of K entries a tensor."""
+    def pattern(self, step: int, size: int) -> MessagePattern:
+        """See Reduction.pattern: that of K entries a tensor."""
         if step <= self.rule.exact:
-            return self.exact.sent_bytes(step, size, position)
-        return ragged_bytes(self._message_bytes(sum(tensor.keep for tensor in self.tensors)), size)
+            return self.exact.pattern(step, size)
+        return Ragged(self._message_bytes(sum(tensor.keep for tensor in self.tensors)), HEADER_BYTES + NOTE_BYTES)
 
     def begun_bytes(self, step: int, size: int, position: int) -> int:
         """See Reduction.begun_bytes."""

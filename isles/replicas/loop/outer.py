@@ -25,13 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.group import Group
+from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.loop.sweep import Sweep
+from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.legal import warnings
-from isles.replicas.schedule import Held, Planned, landings, outer_memory, planned_rounds
+from isles.replicas.schedule import Held, landings, outer_memory, planned_rounds
 from isles.replicas.sync import ReplicaSync
 
 
@@ -109,14 +111,26 @@ class OuterSync(ReplicaSync):
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
         return self.courier.members(round)
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """See ReplicaSync.schedule."""
         return planned_rounds(self.parts, self.fragments, self.group.size, steps)
 
     def spread_bytes(self, steps: int) -> int:
         """See ReplicaSync.spread_bytes: a fragment after each landing, everything at the end."""
+        return sum(self.replica.spread_bytes(places) for _, places in self.landings(steps))
+
+    def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
+        """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
         landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
-        return sum(map(self.replica.spread_bytes, [*(self.fragments[i].places for i in landed), self.everything]))
+        fragments = [(moment, self.fragments[index].places) for moment, index in landed]
+        return [*fragments, (steps + 1, self.everything)]
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """See ReplicaSync.rhythm."""
+        if not isinstance(self.cadence, EveryH):
+            return super().rhythm(steps)
+        dense = max(fragment.averaging.starting for fragment in self.fragments)
+        return Rhythm(self.cadence.every_step_until + dense * self.cadence.sync_every, self.cadence.sync_every)
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""

@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from isles.comm.group import Group
+from isles.network.planner.planned import PlannedExchange, Rhythm, Swap, by_size
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.replica import Replica
-from isles.replicas.schedule import Held, Outline, Planned, opening_bytes, outline
+from isles.replicas.schedule import Held, Outline, everyone, opening_exchanges, outline
 from isles.replicas.start import bytes_by_format, same_settings
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -114,36 +115,40 @@ class FSDP(ReplicaSync):
         """See ReplicaSync.replica_std: there is one replica."""
         return 0.0
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """See ReplicaSync.schedule: weights are gathered for every batch, gradients scattered once a step."""
-        size = self.group.size
-        everyone = (tuple(range(size)),)
+        size, groups = self.group.size, everyone(self.group.size)
         gathers = self.batches * (2 if self.config.reshard_after_forward else 1)
         each = [
-            (index, what, (size - 1) * nbytes)
+            (index, what, nbytes)
             for index, unit in enumerate(self.sharding.units)
             for what, nbytes in [("weights", unit.held)] * gathers + [("gradient", unit.trained)]
         ]
-        each += [(len(self.sharding.units), "norm", (size - 1) * _NORM_BYTES)] if self.max_norm is not None else []
+        each += [(len(self.sharding.units), "norm", _NORM_BYTES)] if self.max_norm is not None else []
+        planned = [(index, what, by_size(groups, lambda n, sent=sent: Swap((sent,) * n))) for index, what, sent in each]
         return (
             [
-                Planned(step, step, index, what, everyone, (nbytes,) * size)
+                PlannedExchange(step, step, index, what, groups, pattern, step * len(planned) + place)
                 for step in range(1, steps + 1)
-                for index, what, nbytes in each
+                for place, (index, what, pattern) in enumerate(planned)
             ]
             if size > 1
             else []
         )
 
+    def rhythm(self, steps: int) -> Rhythm:
+        """See ReplicaSync.rhythm: every step is like the first."""
+        return Rhythm(0, 1)
+
     def own_outline(self, steps: int) -> Outline:
         """See ReplicaSync.own_outline: every step is like the first."""
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
-    def opening(self) -> tuple[int, ...]:
-        """See ReplicaSync.opening: worker 0's tensors, and one hash."""
-        skeleton, size = self.sharding.skeleton, self.group.size
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """See ReplicaSync.opening_exchanges: one hash, and worker 0's tensors."""
+        skeleton = self.sharding.skeleton
         tensors = [*skeleton.parameters(), *skeleton.buffers()]
-        return tuple(nbytes - 8 * (size - 1) for nbytes in opening_bytes(bytes_by_format(tensors), size))
+        return opening_exchanges(bytes_by_format(tensors), self.group.size, hashes=1)
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory: where the weights are."""

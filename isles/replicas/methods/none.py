@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isles.replicas.schedule import Planned
+from isles.network.planner.planned import PlannedExchange
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 
@@ -21,6 +21,6 @@ class NoSync(ReplicaSync):
     spans_islands = True
     agrees = False
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """See ReplicaSync.schedule: nothing."""
         return []

@@ -16,9 +16,9 @@ from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.sheet import Sheet
 from isles.report.units import format_percent, format_short
 
-_LEFT_OUT = (
-    "Without jitter, the time to encode, and differences in the workers' speed; a short run on the virtual clock "
-    "counts the first: isles train --set world.backend=virtual. Memory: AdamW in float32, without activations."
+_SEARCHED = (
+    "Rates wanted, and the curves, are searched exchange by exchange: about, without jitter, of the long run. Left "
+    "out: the time to encode, and differences in the workers' speed. Memory: AdamW in float32, without activations."
 )
 
 
@@ -42,7 +42,12 @@ def plan_sheet(job: Job, plans: Sequence[Plan], network: str, *, targets: Sequen
             "rows": [_record(job, one, slowest, percents) for one in plans],
         },
         panels=[_panel(job, plans, slowest)] if math.isfinite(slowest) else [],
-        notes=[_reason(plans, slowest, percents[0]), _LEFT_OUT, f"Not planned: {', '.join(not_planned())}."],
+        notes=[
+            _reason(plans, slowest, percents[0]),
+            _replayed(job, plans),
+            _SEARCHED,
+            f"Not planned: {', '.join(not_planned())}.",
+        ],
     )
 
 
@@ -70,6 +75,7 @@ def _record(job: Job, one: Plan, slowest: float, percents: Sequence[str]) -> dic
         "utilisation": one.utilisation,
         "reaches": one.reaches,
         "wait_seconds_per_round": one.waits,
+        "about": one.about,
         "bytes_sent_per_worker_per_step": one.bytes_a_step,
         "bandwidth_mbps": {
             percent: _finite(factor * slowest / 1e6) for percent, factor in zip(percents, one.wanted, strict=True)
@@ -79,6 +85,16 @@ def _record(job: Job, one: Plan, slowest: float, percents: Sequence[str]) -> dic
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent_per_worker": _total(job, one)}
     return record
+
+
+def _replayed(job: Job, plans: Sequence[Plan]) -> str:
+    """What the waiting is of, and how it was found."""
+    about = list(dict.fromkeys(one.way.method for one in plans if one.about))
+    run = "in the long run" if job.steps is None else f"of the run's {job.steps} steps, its end included"
+    if len(about) == len({one.way.method for one in plans}):
+        return "Waiting is about, exchange by exchange in the long run: there are too many messages to replay."
+    exact = f"Waiting is {run}, replayed message by message, with the network's jitter."
+    return f"{exact} Only about, for there are too many messages: {', '.join(about)}." if about else exact
 
 
 def _total(job: Job, one: Plan) -> float:

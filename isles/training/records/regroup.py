@@ -26,7 +26,7 @@ from isles.models import limits
 from isles.replicas import method
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
-from isles.training.dry_run import plan
+from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
 from isles.training.records.lock import locked
 from isles.training.trainer import draws_seed
@@ -80,7 +80,7 @@ def prepare(run: Path, workers: int | None) -> Resumption:
         raise ValueError(f"the workers of a replica hold stages of their own: resume with {before} workers, as before")
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
-    plan(config)  # refuses what the method or the batch cannot be
+    dry_run(config)  # refuses what the method or the batch cannot be
     Loader(
         load_corpus(config.data),
         config.data,

@@ -10,7 +10,7 @@ import pytest
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.member import Member
 from isles.comm.elastic.membership import Membership
-from isles.comm.elastic.messages import Accusation, Ack, Answer, Beat, Done, Load, Proposal, Refusal
+from isles.comm.elastic.messages import Accusation, Ack, Beat, BeatReply, Done, Load, Proposal, Refusal
 from isles.comm.elastic.orders import Order, Record, Reply, Rules, Tell
 from isles.comm.view import View
 
@@ -54,7 +54,7 @@ def test_the_first_view_waits_for_its_founders() -> None:
     run.join(0.0, "one")
     assert told(run.join(0.0, "two"), Load) == [(1, Load(0, -1))]
     (answer,) = replies(run.beat(0.0, 0, READY))
-    assert isinstance(answer, Answer) and answer.newest == -1
+    assert isinstance(answer, BeatReply) and answer.newest == -1
     (answer,) = replies(run.beat(0.0, 1, READY))
     assert answer.views == (View(0, 1, (0, 1), (4, 4)),) and answer.newest_round == 1
 
@@ -234,9 +234,9 @@ def settled_member(seat: int = 0, seats: tuple[int, ...] = (0, 1)) -> Member:
     return member
 
 
-def answer(**values: Any) -> Answer:
+def answer(**values: Any) -> BeatReply:
     usual = {"round": 0, "issued": 0, "newest": 0, "newest_round": 1, "views": (), "proposal": None, "call": 0}
-    return Answer(**{**usual, **values})
+    return BeatReply(**{**usual, **values})
 
 
 def test_who_promised_and_does_not_know_is_alone_and_reads_out_of_turn() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from isles.comm.elastic import messages
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.messages import Accusation, Ack, Admitted, Answer, Beat, Done, Load, Proposal, Refusal
+from isles.comm.elastic.messages import Accusation, Ack, Admitted, Beat, BeatReply, Done, Load, Proposal, Refusal
 from isles.comm.view import Lot, View
 
 VIEW = View(3, 17, (0, 4, 9), (8, 8, 3), 120, (Lot(1, 2, 5, 8), Lot(2, 0, 0, 3)))
@@ -23,8 +23,8 @@ BEAT = Beat(7, 0, 3, (5, 6), ((4, 6), (9, 2)), 0.25)
         PROPOSAL,
         BEAT,
         Ack(4, True, BEAT),
-        Answer(7, 4, 3, 9, (VIEW,), PROPOSAL, 1),
-        Answer(7, 4, -1, 9, (), None, 0),
+        BeatReply(7, 4, 3, 9, (VIEW,), PROPOSAL, 1),
+        BeatReply(7, 4, -1, 9, (), None, 0),
         Admitted(3),
         Load(1, -1),
         Done(3, 1, 4_000_000_000),

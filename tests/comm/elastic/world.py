@@ -19,7 +19,7 @@ from isles.comm.elastic.ballot import Part, Word
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.member import Member
 from isles.comm.elastic.membership import Membership
-from isles.comm.elastic.messages import Accusation, Ack, Admitted, Answer, Done, Load, Proposal, Refusal
+from isles.comm.elastic.messages import Accusation, Ack, Admitted, BeatReply, Done, Load, Proposal, Refusal
 from isles.comm.elastic.orders import Record, Reply, Rules, Tell
 from isles.comm.view import View
 from isles.data.lots import rows
@@ -287,7 +287,7 @@ class World:
             node.asking = False
             if not node.alive:
                 return
-            if isinstance(message, Answer):
+            if isinstance(message, BeatReply):
                 ack = member.answered(beat, message)
                 if ack is not None:
                     self.acknowledge(node, ack)

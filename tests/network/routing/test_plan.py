@@ -8,7 +8,7 @@ import pytest
 from isles.network.links import Links
 from isles.network.named import links
 from isles.network.routing.delays import delays_of, fingerprint, slips
-from isles.network.routing.plan import Plan, as_json, read_plan
+from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.search import blind
 from tests.network.routing.instances import drawn
 
@@ -16,7 +16,7 @@ from tests.network.routing.instances import drawn
 @pytest.fixture
 def plan():
     problem = drawn(0, (2, 3, 3, 3), path_length=3)
-    return Plan(problem=problem, paths=blind(problem), links="abc", cuts=(2, 4, 6))
+    return PipelinePlan(problem=problem, paths=blind(problem), links="abc", cuts=(2, 4, 6))
 
 
 def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
@@ -25,7 +25,7 @@ def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
     assert read_plan(file) == plan
     assert len(plan.routes) == plan.problem.microbatches
     assert all(route.home for route in plan.routes)
-    file.write_text(as_json(Plan(problem=plan.problem, paths=plan.paths, links="abc")))
+    file.write_text(as_json(PipelinePlan(problem=plan.problem, paths=plan.paths, links="abc")))
     assert read_plan(str(file)).cuts is None
 
 

@@ -32,12 +32,13 @@ from torch import nn
 
 from isles.comm.collectives.basic import all_gather
 from isles.comm.errors import Diverged, WorkerFailed
+from isles.network.planner.planned import PlannedExchange, Rhythm, by_size, gathered
 from isles.replicas.flat import FlatParameters, digest
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
-from isles.replicas.schedule import Held, Outline, Planned, outline
+from isles.replicas.schedule import Held, Outline, everyone, outline
 from isles.replicas.sync import ReplicaSync
 from isles.wrapping import innermost
 
@@ -177,11 +178,15 @@ class DeMo(ReplicaSync):
 
     # Before a run, and around it.
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """See ReplicaSync.schedule."""
-        everyone = tuple(range(self.group.size))
-        sent = ((self.group.size - 1) * self.payload_bytes,) * self.group.size
-        return [Planned(step, step, 0, "momentum", (everyone,), sent) for step in range(1, steps + 1)]
+        groups = everyone(self.group.size)
+        pattern = by_size(groups, lambda size: gathered(self.payload_bytes, size))
+        return [PlannedExchange(step, step, 0, "momentum", groups, pattern, step) for step in range(1, steps + 1)]
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """See ReplicaSync.rhythm: every step is like the first."""
+        return Rhythm(0, 1)
 
     def own_outline(self, steps: int) -> Outline:
         """See ReplicaSync.own_outline: every step is like the first."""

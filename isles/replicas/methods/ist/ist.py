@@ -26,15 +26,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.mean import Stamp, sent_bytes, working_bytes
+from isles.comm.collectives.mean import Stamp, pattern, working_bytes
 from isles.comm.tags import Channel
 from isles.models.subnet import put, reads, split_axes, take
+from isles.network.planner.planned import Cross, PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.flat import FlatParameters
 from isles.replicas.methods.ist.advice import advice
@@ -42,7 +44,7 @@ from isles.replicas.methods.ist.moments import moments_of
 from isles.replicas.methods.ist.partition import SAMPLERS, SERVERS, Division
 from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
-from isles.replicas.schedule import Held, Planned
+from isles.replicas.schedule import Held, everyone
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 
@@ -102,7 +104,7 @@ class IST(ReplicaSync):
             seed=self.config.seed,
         )
         super()._begin()
-        self._opening = super().opening()  # of the full model, which all start from
+        self._opening = super().opening_exchanges()  # of the full model, which all start from
         self.subnet = Subnet(self.model, self.division)
         divided = self.subnet.parameters
         travels = moments_of(self.inner) if self.config.optimizer_state == "travel" else {}
@@ -159,26 +161,37 @@ class IST(ReplicaSync):
                 for parameter, before in zip(self.shares, shared, strict=True):
                     parameter.data.copy_(before)
 
-    def opening(self) -> tuple[int, ...]:
-        """See ReplicaSync.opening: the full model travels once."""
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """See ReplicaSync.opening_exchanges: the full model travels once."""
         return self._opening
 
-    def schedule(self, steps: int) -> list[Planned]:
+    def schedule(self, steps: int) -> list[PlannedExchange]:
         """See ReplicaSync.schedule. merge: units to their keepers; average: what all hold; divide: units to their next
         holders.
         """
         size, every = self.group.size, self.config.sync_every
-        ends = [*range(every, steps + 1, every), *([steps] if steps % every else [])]
-        everyone, flat = (tuple(range(size)),), FlatParameters(self.shares)
-        averaged = tuple(sent_bytes(flat.numel, flat.dtype, codec("none"), size, place) for place in range(size))
-        planned, always = [], self.store.sent_bytes(0)
+        ends = [*range(every, steps + 1, every), *([steps + 1] if steps % every else [])]
+        groups, flat = everyone(size), FlatParameters(self.shares)
+        averaged = by_size(groups, partial(pattern, flat.numel, flat.dtype, codec("none")))
+        planned, before = [], self._units(0)
         for round, step in enumerate(ends):
-            up, down = always if self.division.steady else self.store.sent_bytes(round)
-            planned.append(Planned(step, step, 0, "merge", everyone, up))
+            holders = before if self.division.steady else self._units(round + 1)
+            up = by_size(groups, lambda _, units=before: Cross(units))
+            down = by_size(groups, lambda _, units=holders: Cross(tuple(zip(*units, strict=True))))
+            planned.append(PlannedExchange(step, step, 0, "merge", groups, up, 2 * round))
             if flat.numel:
-                planned.append(Planned(step, step, 1, "average", everyone, averaged))
-            planned.append(Planned(step, step, 2, "divide", everyone, down))
+                planned.append(PlannedExchange(step, step, 1, "average", groups, averaged, 2 * round))
+            planned.append(PlannedExchange(step, step, 2, "divide", groups, down, 2 * round + 1))
+            before = holders
         return planned
+
+    def _units(self, round: int) -> tuple[tuple[int, ...], ...]:
+        """Bytes between each holder and each keeper."""
+        return tuple(map(tuple, self.store.messages(round).fill_diagonal_(0).tolist()))
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """See ReplicaSync.rhythm: one round sends about as much as another."""
+        return Rhythm(0, self.config.sync_every)
 
     def memory(self) -> list[Held]:
         """See ReplicaSync.memory."""

@@ -1,0 +1,231 @@
+"""The exchanges of the library's methods from closed forms: what their `schedule` makes of a real model, without one.
+
+A test holds moments, groups and kinds of patterns equal to the library's, and bytes to half a percent from 2 million
+parameters on. Large models are cut more coarsely than there: segments of a mean, and ddp's buckets, which double in
+size from both ends of the backward pass towards its middle.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from isles.network.planner.forms import PlannedForm
+from isles.network.planner.job import Job
+from isles.network.planner.planned import (
+    BySize,
+    Cross,
+    Groups,
+    Mean,
+    MessagePattern,
+    PlannedExchange,
+    Ragged,
+    Rhythm,
+    Segment,
+    Swap,
+    Then,
+    Tree,
+    by_size,
+    gathered,
+)
+from isles.network.planner.rounds import Rounds
+
+OVERLAP = 1
+"""Steps; the streaming methods' overlap_steps."""
+_HEADER, _LENGTH = 32, 8  # bytes beside a mean, and of the length of what is ragged
+_FORWARD = 1 / 3
+_BUCKET = 8 * 25 * 2**20  # bits; ddp's bucket_megabytes = 25
+_FEW_BUCKETS = 32
+_SEGMENT, _MOST_SEGMENTS = 1 << 22, 4  # entries; of the library's up to 60
+_LAYERS = 3  # of a fragment, or half of a shorter model's: the streaming methods' defaults
+
+Pairs = Callable[[int], Groups]
+"""The pairs of a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One way's exchanges. rhythm: how they repeat themselves. planned: those of a run of so many inner steps."""
+
+    rhythm: Rhythm
+    planned: Callable[[int], list[PlannedExchange]]
+
+
+Closed = Callable[[Job, PlannedForm, int, Pairs | None], Course]
+"""Of a job, the form of what is sent, H, and the pairs of a round where there are some; None: every round is taken
+for a usual one, in which the first two are a pair.
+"""
+
+
+def gradients(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
+    """ddp, dct-dp: bucket by bucket behind the backward pass."""
+    groups, sizes = _everyone(job), _buckets(32 * job.parameters)
+    patterns = [by_size(groups, partial(_gradient, form, share * job.parameters)) for share in sizes]
+    left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) for place in range(len(sizes))]
+
+    def planned(steps: int) -> list[PlannedExchange]:
+        return [
+            PlannedExchange(step - behind, step, index, "gradient", groups, pattern, step)
+            for step in range(1, steps + 1)
+            for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+        ]
+
+    return Course(Rhythm(0, 1), planned)
+
+
+def momentum(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
+    """demo: everyone's to everyone after each step."""
+    groups = _everyone(job)
+    pattern = by_size(groups, lambda size: gathered(form.bits * job.parameters / 8, size))
+    return Course(
+        Rhythm(0, 1),
+        lambda steps: [PlannedExchange(at, at, 0, "momentum", groups, pattern, at) for at in range(1, steps + 1)],
+    )
+
+
+def units(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
+    """ist, sampler = "rolling": in round r worker i holds the units from its own r-th on."""
+    groups, size = _everyone(job), job.workers
+    wide = max(round(job.known_matrices[3][1]), size)
+    kept, unit = wide // size, 3 * 4 * job.parameters * job.mlp_share / wide
+    rest = by_size(groups, lambda n: _mean((1 - job.mlp_share) * job.parameters, 32, 1.0, n))
+
+    def held(round: int) -> tuple[tuple[float, ...], ...]:
+        full, part = divmod(round % wide, kept)
+        rows = [[0.0] * size for _ in range(size)]
+        for holder in range(size):
+            for keeper, count in ((holder + full, kept - part), (holder + full + 1, part)):
+                if keeper % size != holder:
+                    rows[holder][keeper % size] += count * unit
+        return tuple(map(tuple, rows))
+
+    usual = Swap((kept * unit / size,) * size)
+
+    def moves(round: int, back: int) -> MessagePattern:
+        return Cross(tuple(zip(*held(round), strict=True)) if back else held(round))
+
+    def planned(steps: int) -> list[PlannedExchange]:
+        made = []
+        for round, at in enumerate([*range(every, steps + 1, every), *([steps + 1] if steps % every else [])]):
+            for place, what in enumerate(("merge", "divide")):
+                moved = by_size(
+                    groups, lambda n, now=round + place, back=place: usual if pairs is None else moves(now, back)
+                )
+                made.append(PlannedExchange(at, at, 2 * place, what, groups, moved, 2 * round + place))
+            made.insert(-1, PlannedExchange(at, at, 1, "average", groups, rest, 2 * round))
+        return made
+
+    return Course(Rhythm(0, every), planned)
+
+
+def rounds(
+    job: Job, form: PlannedForm, every: int, pairs: Pairs | None, *, late: bool = False, streams: bool = False
+) -> Course:
+    """diloco, sparseloco, sparta; late: eager, dilocox; streams: streaming-diloco."""
+    return _in_rounds(job, form, every, lambda round: _everyone(job), late=late, streams=streams, anchors=False)
+
+
+def swaps(
+    job: Job, form: PlannedForm, every: int, pairs: Pairs | None, *, streams: bool = False, anchors: bool = True
+) -> Course:
+    """noloco, streaming-noloco; anchors travel in the form of the payload, behind each landing."""
+    return _in_rounds(
+        job, form, every, pairs or (lambda round: ((0, 1),)), late=False, streams=streams, anchors=anchors
+    )
+
+
+def _in_rounds(
+    job: Job, form: PlannedForm, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool
+) -> Course:
+    sizes = _fragments(job) if streams else [job.parameters]
+    offsets = [round(index * every / len(sizes)) for index in range(len(sizes))]
+
+    def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
+        now = form.first if form.first is not None and round <= form.dense else form
+        return _sized(now, sizes[index], tuple(sorted({len(group) for group in groups})))
+
+    made = Rounds(
+        fragments=len(sizes),
+        sends=lambda step: [
+            index for index, offset in enumerate(offsets) if step >= every and (step - offset) % every == 0
+        ],
+        lands=lambda sent: sent + (OVERLAP if streams else 0) + (every if late else 0),
+        groups=groups,
+        pattern=pattern,
+        anchors="ahead" if anchors else "none",
+    )
+    return Course(Rhythm(form.dense * every, every), made.planned)
+
+
+def opening(job: Job) -> list[PlannedExchange]:
+    """A hash from everyone to everyone, worker 0's weights, and another hash."""
+    groups, tree = _everyone(job), Tree(4 * job.parameters)
+    patterns = [gathered(8, job.workers), tree, gathered(8, job.workers)]
+    return [
+        PlannedExchange(0, 0, 0, "opening", groups, by_size(groups, lambda _, one=one: one), flight, "control")
+        for flight, one in enumerate(patterns)
+    ]
+
+
+@lru_cache(maxsize=256)
+def random_pairs(workers: int, round: int, seed: int = 0) -> Groups:
+    """Those of `isles.replicas.parts.mixing.RandomGroups`."""
+    order = list(range(workers))
+    random.Random(f"isles groups {seed} {round}").shuffle(order)
+    count = workers // 2
+    paired = [tuple(sorted(order[place : 2 * count : count])) for place in range(count)]
+    return tuple(sorted([*paired, *((rank,) for rank in order[2 * count :])]))
+
+
+def _everyone(job: Job) -> Groups:
+    return (tuple(range(job.workers)),)
+
+
+def _buckets(bits: float) -> list[float]:
+    """Shares of the parameters."""
+    count = math.ceil(bits / _BUCKET)
+    if count <= _FEW_BUCKETS:
+        return [1 / count] * count
+    sizes, left = [], count
+    while left > 0:
+        each = min(2 ** (len(sizes) // 2), (left + 1) // 2)
+        sizes += [each, left - each] if left <= 2 * each else [each, each]
+        left -= 2 * each
+    return [each / count for each in (*sizes[::2], *reversed(sizes[1::2])) if each]
+
+
+def _gradient(form: PlannedForm, entries: float, size: int) -> MessagePattern:
+    if math.isinf(form.back):
+        return Ragged(form.bits * entries / 8, _HEADER + _LENGTH)
+    return _means(form, entries, size)
+
+
+@lru_cache(maxsize=1024)
+def _sized(form: PlannedForm, entries: float, sizes: Sequence[int]) -> BySize:
+    return BySize(tuple((size, _means(form, entries, size)) for size in sizes if size > 1))
+
+
+def _means(form: PlannedForm, entries: float, size: int) -> MessagePattern:
+    means = [_mean(entries, bits, form.back, size) for bits in form.phases]
+    return means[0] if len(means) == 1 else Then((means[0],), means[1])
+
+
+def _mean(entries: float, bits: float, back: float, size: int) -> Mean:
+    """bits: of an entry that is sent."""
+    count = min(max(math.ceil(entries / _SEGMENT), 1), _MOST_SEGMENTS)
+    nbytes = entries / count * bits / 8
+    gathers = size <= 1 + back
+    there = None if gathers else (nbytes / size,) * size
+    return Mean((Segment(there, (nbytes if gathers else nbytes * back / size,) * size),) * count, _HEADER)
+
+
+def _fragments(job: Job) -> list[float]:
+    """Entries of each: of the blocks, strided, and one of the rest."""
+    layers = min(_LAYERS, -(-job.layers // 2))
+    count = -(-job.layers // layers)
+    block = sum(rows * columns * number for rows, columns, number in job.known_matrices[:4]) / job.layers
+    sizes = [block * len(range(place, job.layers, count)) for place in range(count)]
+    return [*sizes, max(job.parameters - sum(sizes), 0.0)]

@@ -1,0 +1,244 @@
+"""Exchanges that are planned: when they start, who takes part, and what each member puts on the wire. No tensors.
+
+A pattern is one exchange of a group of n, by position in it. Sizes are bytes: whole numbers where they are counted,
+fractions where a closed form gives them.
+
+| pattern | what moves |
+|---|---|
+| Swap     | everyone's message to everyone at once |
+| Cross    | another message for each pair |
+| Doubling | everyone's message to everyone in ceil(log2 n) phases (Bruck et al., 1997) |
+| Mean     | `isles.comm.collectives.mean`: headers, then segments, two of them under way |
+| Ragged   | headers, then a message whose length they tell |
+| Then     | means side by side, and then another: low-rank factors |
+| Tree     | position 0's message to all along a binomial tree |
+| Ring     | a ring all-reduce, such as a backend's own |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+FEW = 8
+"""Members up to which everyone sends to everyone in an all-gather."""
+
+
+class MessagePattern(Protocol):
+    """What one exchange of a group of `size` puts on the wire."""
+
+    def sent(self, position: int, size: int) -> float:
+        """Bytes that a position sends, headers included."""
+        ...
+
+    def messages(self, size: int) -> int:
+        """Of all members."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """sizes: bytes that each position sends to each other."""
+
+    sizes: tuple[float, ...]
+
+    def sent(self, position: int, size: int) -> float:
+        return (size - 1) * self.sizes[position]
+
+    def messages(self, size: int) -> int:
+        return size * (size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cross:
+    """sizes[i][j]: bytes from position i to j; no message where 0."""
+
+    sizes: tuple[tuple[float, ...], ...]
+
+    def sent(self, position: int, size: int) -> float:
+        return sum(nbytes for other, nbytes in enumerate(self.sizes[position]) if other != position)
+
+    def messages(self, size: int) -> int:
+        pairs = ((source, target) for source in range(size) for target in range(size) if source != target)
+        return sum(self.sizes[source][target] > 0 for source, target in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubling:
+    """nbytes: of one member's message."""
+
+    nbytes: float
+
+    def sent(self, position: int, size: int) -> float:
+        return (size - 1) * self.nbytes
+
+    def messages(self, size: int) -> int:
+        return size * math.ceil(math.log2(size))
+
+
+class Segment(NamedTuple):
+    """Of a mean. there: bytes of the shard of each owner; None: an all-gather of `back`. back: bytes that each position
+    sends to each other in the end.
+    """
+
+    there: tuple[float, ...] | None
+    back: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """header: bytes beside the first segment."""
+
+    segments: tuple[Segment, ...]
+    header: int
+
+    def sent(self, position: int, size: int) -> float:
+        others = (size - 1) * (self.header + sum(segment.back[position] for segment in self.segments))
+        return others + sum(sum(there) - there[position] for there, _ in self.segments if there is not None)
+
+    def messages(self, size: int) -> int:
+        return size * (size - 1) * (1 + sum(1 if there is None else 2 for there, _ in self.segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """nbytes: of each member's message. header: bytes that go before it."""
+
+    nbytes: float
+    header: int
+
+    def sent(self, position: int, size: int) -> float:
+        return (size - 1) * (self.header + self.nbytes)
+
+    def messages(self, size: int) -> int:
+        return size * (size - 1) * (2 if self.nbytes else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    """first: side by side, before `second`."""
+
+    first: tuple[Mean, ...]
+    second: Mean
+
+    def sent(self, position: int, size: int) -> float:
+        return sum(mean.sent(position, size) for mean in (*self.first, self.second))
+
+    def messages(self, size: int) -> int:
+        return sum(mean.messages(size) for mean in (*self.first, self.second))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """nbytes: of position 0's message."""
+
+    nbytes: float
+
+    def sent(self, position: int, size: int) -> float:
+        return self.nbytes * len(fed(position, size))
+
+    def messages(self, size: int) -> int:
+        return size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """nbytes: that each member sends in all, in 2 (n - 1) steps."""
+
+    nbytes: float
+
+    def sent(self, position: int, size: int) -> float:
+        return self.nbytes
+
+    def messages(self, size: int) -> int:
+        return 2 * size * (size - 1)
+
+
+def fed(position: int, size: int) -> list[int]:
+    """To whom a position of a binomial tree of `size` passes on what comes from position 0: one that has it when
+    `step` have it feeds position + step, position + 2 step, ...
+    """
+    step, targets = 1 << position.bit_length(), []
+    while step < size - position:
+        targets.append(position + step)
+        step *= 2
+    return targets
+
+
+def fed_by(position: int) -> int:
+    """From whom a position above 0 has it."""
+    return position - (1 << position.bit_length() - 1)
+
+
+def gathered(nbytes: float, size: int) -> MessagePattern:
+    """An all-gather of messages of `nbytes`: at once among few, for one latency, else in phases."""
+    return Swap((nbytes,) * size) if size <= FEW else Doubling(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BySize:
+    """The pattern of each size of group that takes part."""
+
+    patterns: tuple[tuple[int, MessagePattern], ...]
+
+    def __call__(self, size: int) -> MessagePattern:
+        """Of a group of `size`. KeyError where none has it."""
+        for known, pattern in self.patterns:
+            if known == size:
+                return pattern
+        raise KeyError(size)
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def by_size(groups: Iterable[Sequence[int]], make: Callable[[int], MessagePattern]) -> BySize:
+    """`make(size)` for each size of `groups` above 1."""
+    return BySize(tuple((size, make(size)) for size in sorted({len(group) for group in groups}) if size > 1))
+
+
+class PlannedExchange(NamedTuple):
+    """One exchange of a run, of each of `groups` by itself.
+
+    sent: inner steps computed when it starts; 3.4: amid the fourth. lands: the inner step after which its answer is
+    waited for; of what lands at the end of a run of n steps n + 1, of what is waited for last of all n + 2. groups: of
+    positions; those that are alone in this round form groups of one. flight: exchanges of one flight are all started
+    before any of it is waited for; what lands at a moment is waited for before another flight starts there. A list of
+    them is in the order of their starts.
+    """
+
+    sent: float
+    lands: int
+    fragment: int
+    what: str
+    groups: Groups
+    pattern: BySize
+    flight: int
+    channel: Literal["outer", "inner", "control"] = "outer"
+
+    @property
+    def bytes_sent(self) -> tuple[float, ...]:
+        """Bytes that each position hands to the transport, headers included."""
+        total: list[float] = [0] * sum(map(len, self.groups))
+        for group in self.groups:
+            if len(group) > 1:
+                pattern = self.pattern(len(group))
+                for place, position in enumerate(group):
+                    total[position] = pattern.sent(place, len(group))
+        return tuple(total)
+
+    @property
+    def messages(self) -> int:
+        """Of all groups."""
+        return sum(self.pattern(len(group)).messages(len(group)) for group in self.groups if len(group) > 1)
+
+
+class Rhythm(NamedTuple):
+    """start: inner steps at the beginning of a run that are unlike the later ones. every: after so many of those what
+    is sent repeats itself.
+    """
+
+    start: int
+    every: int

@@ -1,0 +1,307 @@
+"""Messages without content on the virtual clock's lines, and the protocols of the planned patterns over them.
+
+The rules are those of `isles.comm.virtual.wire`: a message waits for its sender's uplink, leaves, and is there a
+latency later, unless the target's downlink takes longer; messages of one (source, target, channel) arrive in their
+order; events of one moment are ordered by kind, rank and age. A test holds both to the same seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from isles.network.pipe import Pipe
+from isles.network.planner.planned import (
+    Cross,
+    Doubling,
+    Mean,
+    MessagePattern,
+    Ragged,
+    Ring,
+    Swap,
+    Then,
+    Tree,
+    fed,
+    fed_by,
+)
+from isles.network.topology import Topology
+
+SERVED, ENTERS, ARRIVED, TURN = range(4)
+"""Kinds of events, in their order at one moment; a worker's turn comes last."""
+
+
+class PlannedWaiting:
+    """One end of a message. done: it is gone, or has arrived."""
+
+    __slots__ = ("done", "waiter")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.waiter: PlannedTransfer | None = None
+
+    def finish(self) -> None:
+        """Now."""
+        self.done = True
+        if self.waiter is not None:
+            waiter, self.waiter = self.waiter, None
+            waiter.one_done()
+
+
+PlannedSteps = Iterator[list[PlannedWaiting]]
+
+
+class PlannedTransfer:
+    """A protocol under way at one worker: goes on whenever all that it waits for is done."""
+
+    __slots__ = ("_pending", "_steps", "done", "on_end")
+
+    def __init__(self, steps: PlannedSteps) -> None:
+        self._steps, self._pending = steps, 0
+        self.done = False
+        self.on_end: Callable[[], None] | None = None
+        self._go()
+
+    def one_done(self) -> None:
+        """One of what it waits for."""
+        self._pending -= 1
+        if not self._pending:
+            self._go()
+
+    def _go(self) -> None:
+        for works in self._steps:
+            pending = [work for work in works if not work.done]
+            if pending:
+                self._pending = len(pending)
+                for work in pending:
+                    work.waiter = self
+                return
+        self.done = True
+        if self.on_end is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end()
+
+
+class _Message:
+    __slots__ = ("arrival", "bits", "channel", "down", "key", "latency", "lines", "sent", "source", "target")
+
+    def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float, latency: float) -> None:
+        self.source, self.target, self.key, self.channel = source, target, key, channel
+        self.bits, self.latency = bits, latency
+        self.sent = PlannedWaiting()
+        self.down: int | None = None  # the downlink that it goes through
+        self.lines = 1  # that are not done with it
+        self.arrival = 0.0  # not before
+
+
+class PlannedWire:
+    """The lines between `workers` ranks, and the clock. messages: handed in so far."""
+
+    def __init__(self, workers: int, topology: Topology, seed: int) -> None:
+        self.now, self.messages = 0.0, 0
+        self._topology, self._seed = topology, seed
+        self._heap: list[tuple[float, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._age = 0
+        self._numbers = [[0] * workers for _ in range(workers)]
+        self._latest: defaultdict[tuple[int, int, str], float] = defaultdict(float)
+        self._entered: defaultdict[tuple[int, int, str], float] = defaultdict(float)
+        self._pipes: list[Pipe[_Message]] = [Pipe(rate) for rate in topology.rates]  # up, then those down
+        self._uplinks = len(self._pipes)
+        self._downs: dict[int, int] = {}
+        for line in topology.far.narrow_downlinks(workers):
+            self._downs[line] = len(self._pipes)
+            self._pipes.append(Pipe(topology.far.down_rate(line)))
+        self._stamps = [0] * len(self._pipes)  # of the event of a line's next completion: older ones are void
+        self._due = [math.inf] * len(self._pipes)
+        self._posted: dict[Hashable, PlannedWaiting] = {}
+        self._arrived: set[Hashable] = set()
+
+    def at(self, time: float, kind: int, rank: int, act: Callable[..., None], *given: Any) -> None:
+        """Have `act(*given)` called at `time`."""
+        self._age += 1
+        heapq.heappush(self._heap, (time, kind, rank, self._age, act, given))
+
+    def run(self) -> None:
+        """Act out all events."""
+        while self._heap:
+            self.now, _, _, _, act, given = heapq.heappop(self._heap)
+            act(*given)
+
+    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> PlannedWaiting:
+        """Done when the last bit has left."""
+        number = self._numbers[source][target]
+        self._numbers[source][target] = number + 1
+        self.messages += 1
+        latency = self._topology.latency(source, target, number=number, seed=self._seed)
+        message = _Message(source, target, key, channel, 8.0 * nbytes, latency)
+        line = self._topology.down(source, target)
+        if line is not None and line in self._downs:
+            message.down, message.lines = self._downs[line], 2
+        up = self._topology.up(source, target)
+        if self._pipes[up].add(self.now, (source, channel), message.bits, message) and message.down is not None:
+            self._leaves(message)
+        self._watch(up)
+        return message.sent
+
+    def recv(self, target: int, source: int, key: Hashable) -> PlannedWaiting:
+        """Done when it is there. A key is used once between two ranks."""
+        work, key = PlannedWaiting(), (target, source, key)
+        if key in self._arrived:
+            self._arrived.discard(key)
+            work.done = True
+        else:
+            self._posted[key] = work
+        return work
+
+    def _watch(self, index: int) -> None:
+        time = self._pipes[index].next_completion()
+        if time == self._due[index]:
+            return
+        self._due[index] = time
+        self._stamps[index] += 1
+        if time < math.inf:
+            self.at(time, SERVED, index, self._served, index, self._stamps[index])
+
+    def _served(self, index: int, stamp: int) -> None:
+        if stamp != self._stamps[index]:
+            return
+        self._due[index] = math.inf
+        _, message, following = self._pipes[index].complete()
+        if following is not None and following.down is not None and index != following.down:
+            self._leaves(following)
+        self._watch(index)
+        if index < self._uplinks:
+            self._through(message, self.now + message.latency)
+            message.sent.finish()
+        else:
+            self._through(message, self.now)
+
+    def _leaves(self, message: _Message) -> None:
+        path = message.source, message.target, message.channel
+        time = self._entered[path] = max(self.now + message.latency, self._entered[path])
+        self.at(time, ENTERS, message.source, self._enters, message)
+
+    def _enters(self, message: _Message) -> None:
+        assert message.down is not None
+        flow = message.source, message.target, message.channel
+        self._pipes[message.down].add(self.now, flow, message.bits, message)
+        self._watch(message.down)
+
+    def _through(self, message: _Message, time: float) -> None:
+        message.lines -= 1
+        if message.lines:
+            message.arrival = time
+            return
+        path = message.source, message.target, message.channel
+        message.arrival = self._latest[path] = max(time, message.arrival, self._latest[path])
+        self.at(message.arrival, ARRIVED, message.source, self._arrive, message)
+
+    def _arrive(self, message: _Message) -> None:
+        key = message.target, message.source, message.key
+        work = self._posted.pop(key, None)
+        if work is None:
+            self._arrived.add(key)
+        else:
+            work.finish()
+
+
+class PlannedMember:
+    """Position `place` of `group` in one exchange, known by `key`."""
+
+    def __init__(self, wire: PlannedWire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
+        self._wire, self._group, self._key, self._channel = wire, group, key, channel
+        self.place, self.size = place, len(group)
+        self.others = [(place + step) % self.size for step in range(1, self.size)]
+
+    def send(self, position: int, nbytes: float, part: Hashable = 0) -> PlannedWaiting:
+        """To another position."""
+        here, there = self._group[self.place], self._group[position]
+        return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
+
+    def recv(self, position: int, part: Hashable = 0) -> PlannedWaiting:
+        """From another position."""
+        return self._wire.recv(self._group[self.place], self._group[position], (self._key, part))
+
+    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[PlannedWaiting]:
+        """sizes[p] to each other position p, and what they send here; receives first, as everywhere."""
+        works = [self.recv(position, part) for position in self.others]
+        return works + [self.send(position, sizes[position], part) for position in self.others]
+
+    def alike(self, nbytes: float, part: Hashable = 0) -> list[PlannedWaiting]:
+        """`nbytes` to everyone, and theirs."""
+        return self.swap((nbytes,) * self.size, part)
+
+
+def play(pattern: MessagePattern, member: PlannedMember) -> PlannedSteps:
+    """What a member of the pattern's group does; its waits, in turn."""
+    place, size = member.place, member.size
+    if isinstance(pattern, Mean):
+        yield from _mean(pattern, member, 0)
+    elif isinstance(pattern, Swap):
+        yield member.alike(pattern.sizes[place])
+    elif isinstance(pattern, Cross):
+        works = [member.recv(position) for position in member.others if pattern.sizes[position][place]]
+        sizes = pattern.sizes[place]
+        yield works + [member.send(position, sizes[position]) for position in member.others if sizes[position]]
+    elif isinstance(pattern, Doubling):
+        reach = 1
+        while reach < size:
+            nbytes = pattern.nbytes * min(reach, size - reach)
+            yield [member.recv((place + reach) % size, reach), member.send((place - reach) % size, nbytes, reach)]
+            reach *= 2
+    elif isinstance(pattern, Ragged):
+        heads = member.alike(pattern.header, "header")
+        works = [member.send(position, pattern.nbytes) for position in member.others if pattern.nbytes]
+        yield heads
+        yield works + [member.recv(position) for position in member.others if pattern.nbytes]
+    elif isinstance(pattern, Then):
+        yield from _together([_mean(one, member, part) for part, one in enumerate(pattern.first)])
+        yield from _mean(pattern.second, member, "second")
+    elif isinstance(pattern, Tree):
+        if place:
+            yield [member.recv(fed_by(place))]
+        yield [member.send(position, pattern.nbytes) for position in fed(place, size)]
+    else:
+        assert isinstance(pattern, Ring), pattern
+        for step in range(2 * (size - 1)):
+            each = pattern.nbytes / (2 * (size - 1))
+            yield [member.recv((place - 1) % size, step), member.send((place + 1) % size, each, step)]
+
+
+def _mean(pattern: Mean, member: PlannedMember, part: Hashable) -> PlannedSteps:
+    headers = member.alike(pattern.header, (part, "header"))
+    before: tuple[int, list[PlannedWaiting]] | None = None
+    for index, (there, back) in enumerate(pattern.segments):
+        sizes = (back[member.place],) * member.size if there is None else there
+        works = member.swap(sizes, (part, index))
+        if before is None:
+            yield headers  # the first segment is already on its way behind them
+        else:
+            yield from _finished(pattern, member, part, *before)
+        before = index, works
+    assert before is not None
+    yield from _finished(pattern, member, part, *before)
+
+
+def _finished(
+    pattern: Mean, member: PlannedMember, part: Hashable, index: int, works: list[PlannedWaiting]
+) -> PlannedSteps:
+    yield works
+    there, back = pattern.segments[index]
+    if there is not None:
+        yield member.alike(back[member.place], (part, index, "back"))
+
+
+def _together(protocols: list[PlannedSteps]) -> PlannedSteps:
+    while protocols:
+        waits, going = [], []
+        for protocol in protocols:
+            works = next(protocol, None)
+            if works is not None:
+                waits += works
+                going.append(protocol)
+        protocols = going
+        if waits:
+            yield waits
