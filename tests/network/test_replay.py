@@ -111,7 +111,7 @@ def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchang
 def kind(pattern: MessagePattern) -> object:
     if isinstance(pattern, Mean):
         return [there is None for there, _ in pattern.segments]
-    return [kind(pattern.second), len(pattern.first) > 0] if isinstance(pattern, Then) else type(pattern)
+    return [*map(kind, pattern.first), kind(pattern.second)] if isinstance(pattern, Then) else type(pattern)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=named)
