@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from isles.errors import unknown_name
-
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
@@ -42,7 +40,7 @@ def backend_of(config: Mapping[str, Any]) -> Backend:
 def known_backend(name: str) -> Backend:
     """ValueError for a name that stands for none."""
     if name not in BACKENDS:
-        raise ValueError(unknown_name("backend", name, BACKENDS))
+        raise ValueError(f"backend = {name!r}: choose one of {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 

@@ -53,6 +53,11 @@ def run_gloo(
     return results
 
 
+def processes() -> set[int | None]:
+    """Their numbers, for tests that count the processes of a run."""
+    return {handle.process.pid for handle in _handles if handle.process is not None}
+
+
 def close() -> None:
     """End the processes."""
     for handle in _handles:

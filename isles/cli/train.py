@@ -164,6 +164,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("compute utilisation", f"{100 * summary['compute_utilisation']:.1f} %"),
         ("training", format_seconds(summary["train_seconds"])),
     ]
+    if "pipeline_bubble" in summary:
+        rows.insert(-1, ("  waiting for other stages", f"{100 * summary['pipeline_bubble']:.1f} %"))
     if summary["virtual_seconds"] is not None:
         rows.append(("virtual clock", format_seconds(summary["virtual_seconds"])))
     return rows

@@ -28,6 +28,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("method", "Method", str),
     ("backend", "Backend", str),
     ("workers", "Workers", format_count),
+    ("stages", "Stages of a replica", format_count),
     ("islands", "Islands, each a replica", format_count),
     ("steps", "Inner steps", format_count),
     ("tokens", "Tokens", format_count),
@@ -42,6 +43,8 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_seconds", "Computing", format_seconds),
     ("blocked_seconds", "Blocked on the network", format_seconds),
     ("compute_utilisation", "Share of the time spent computing", format_percent),
+    ("pipeline_bubble", "Share of the time spent waiting for other stages", format_percent),
+    ("memory", "Plan of memory", lambda memory: f"{memory['plan']}, {format_bytes(memory['planned_peak_bytes'])}"),
     ("train_seconds", "Training", format_seconds),
     ("wall_seconds", "Wall time, start and end included", format_seconds),
     ("virtual_seconds", "Virtual time", format_seconds),
@@ -134,6 +137,8 @@ def title(run: Run) -> str:
     words = str(summary.get("method", run.path.resolve().name))
     if "workers" in summary:
         words += f" on {_counted(summary['workers'], 'worker')}"
+    if "stages" in summary:
+        words += f" in replicas of {_counted(summary['stages'], 'stage')}"
     if "islands" in summary:
         words += f" in {_counted(summary['islands'], 'island')}"
     if "steps" in summary:

@@ -176,7 +176,7 @@ class Trainer:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
         transport = self.world.transport
         before, away = transport.now(), transport.away_seconds
-        loss = self.model_step.run(self._batches())
+        loss = self.model_step.run(self._batches() if self.model_step.reads else ())
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, [loss])  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
@@ -290,7 +290,8 @@ class Trainer:
         """Of the weights of now."""
         if not self.judges:
             return None
-        return self.model_step.judge(() if self.text is None else self.text.validation())
+        text = self.text if self.model_step.reads else None
+        return self.model_step.judge(() if text is None else text.validation())
 
     def _judge_whole(self, model: nn.Module) -> float | None:
         """Of a model that this worker holds by itself."""

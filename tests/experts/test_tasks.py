@@ -53,7 +53,7 @@ def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) 
     heard = Heard()
     wait = partial(tell, tmp_path)
     tasks = [
-        ExpertTask(name="a", work=partial(wait, "a", 1.0)),
+        ExpertTask(name="a", work=partial(wait, "a", 3.0)),
         ExpertTask(name="b", work=partial(wait, "b", 0.0)),
         ExpertTask(name="c", work=partial(wait, "c", 0.0), needs=("a", "b", "elsewhere")),
     ]

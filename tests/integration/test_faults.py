@@ -25,6 +25,7 @@ from isles.comm.errors import WorkerFailed
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.running.run import launch
+from tests import gloo
 from tests.cli.command import Command, eventually, gone
 from tests.training.runs import Told, metrics, tiny, without_clocks, write_folder, write_text
 
@@ -32,9 +33,11 @@ NAMED = 5.0  # seconds within which a killed worker is named
 
 
 def workers() -> list[psutil.Process]:
-    """Worker processes of this test process."""
+    """Worker processes of this test process, but for those that its other tests share."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return [] if server is None else [child for child in psutil.Process(server).children() if alive(child)]
+    shared = gloo.processes()
+    children = [] if server is None else psutil.Process(server).children()
+    return [child for child in children if child.pid not in shared and alive(child)]
 
 
 def alive(process: psutil.Process) -> bool:

@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def worker_processes() -> list[psutil.Process]:
-    """Processes that this one's fork server has started and that still run."""
+    """Processes that this one's fork server has started and that still run, but for those that other tests share."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     if server is None:
         return []
-    return [child for child in psutil.Process(server).children() if runs(child)]
+    shared = gloo.processes()
+    return [child for child in psutil.Process(server).children() if child.pid not in shared and runs(child)]
 
 
 def runs(process: psutil.Process) -> bool:
