@@ -26,9 +26,10 @@ from isles.network.planner.job import Job, Matrices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedForm:
-    """phases: bits a parameter of the model in each of the exchanges that follow each other. beside: in one more, beside
-    the first of them. back: bits of an entry of the mean per bit of one sent; inf: there is no mean that could come back
-    in one piece. kept: bytes a parameter that stay from round to round. first: the form of the first `dense` rounds.
+    """phases: bits a parameter of the model in each of the exchanges that follow each other. beside: in one more,
+    beside the first. back: bits of an entry of the mean per bit of one sent; inf: there is no mean that could come
+    back in one piece. kept: bytes a parameter that stay from round to round. first: the form of the first `dense`
+    rounds.
     """
 
     phases: tuple[float, ...]
