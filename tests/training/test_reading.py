@@ -141,7 +141,7 @@ def test_the_written_config_reads_back_equal(tmp_path: Path, name: str, assignme
     path = file(tmp_path, text)
     assert read(path=path) == config
     assert to_toml(read(path=path)) == text
-    assert list(tomllib.loads(text)) == ["model", "data", "inner", "replicas", "pipeline", "world", "run"]
+    assert list(tomllib.loads(text)) == ["model", "data", "inner", "replicas", "pipeline", "memory", "world", "run"]
 
 
 def test_optional_and_listed_settings_survive(tmp_path: Path, own_method: str) -> None:
@@ -222,7 +222,7 @@ IMPOSSIBLE = [
     ("replicas.anchor_codec=fp16", "unknown replicas.anchor_codec 'fp16'"),
     ("world.workers=0", "world.workers = 0"),
     ("world.threads=0", "world.threads = 0"),
-    ("world.backend=mpi", "unknown world.backend 'mpi': choose one of distributed, virtual"),
+    ("world.backend=mpi", "world.backend = 'mpi': choose one of distributed, virtual"),
     ("world.links=dsl", "unknown world.links 'dsl'"),
     ("world.step_seconds=nan", "world.step_seconds = nan"),
     ("world.step_seconds=-1", "world.step_seconds = -1"),

@@ -210,8 +210,8 @@ class Config:
     replicas: MethodConfig
     """That method's settings."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    world: WorldConfig = field(default_factory=WorldConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
