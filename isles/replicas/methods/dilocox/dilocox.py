@@ -152,6 +152,7 @@ class DiLoCoX(OuterSync):
                 energy=config.held,
                 last=form.rank,
             )
+            form = replace(form, adapts=True)
         return Composition(
             cadence=EveryH(config.sync_every, rounds_late=0 if config.delay == "none" else 1),
             mixing=Everyone(),
