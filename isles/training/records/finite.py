@@ -1,7 +1,8 @@
 """Whether what is about to be kept is made of numbers: looked at before a checkpoint counts and a model is saved.
 
-A loss that is a number says nothing of the step that came of it, so weights are looked at by themselves. Parameters must
-be finite; buffers may hold infinities (a causal mask does), and so may an optimizer's state; nothing may hold a NaN.
+A loss that is a number says nothing of the step that came of it, so weights are looked at by themselves. Parameters
+must be finite; buffers may hold infinities (a causal mask does), and so may an optimizer's state; nothing may hold a
+NaN.
 """
 
 from __future__ import annotations

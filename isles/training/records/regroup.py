@@ -56,11 +56,11 @@ class Resumption:
 
 
 def prepare(run: Path, workers: int | None, step: int | None = None) -> Resumption:
-    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers (None: as config.toml says),
-    and config.toml too.
+    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers (None: as config.toml
+    says), and config.toml too.
 
-    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers, or it is
-    going on; then nothing is changed.
+    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers, or it
+    is going on; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
     step = _chosen(checkpoints, run, step)
