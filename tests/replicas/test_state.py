@@ -263,6 +263,7 @@ def test_a_run_may_be_taken_back(name: str) -> None:
         assert before == again
 
 
+@pytest.mark.long
 def test_a_run_of_processes_may_be_taken_back() -> None:
     for before, again in run_gloo(taken_back, 3, args=("noloco",)):
         assert before == again
