@@ -138,7 +138,7 @@ def test_an_empty_domain_is_found_before_anything_is_trained(
 def test_a_warning_is_a_note(folder: Path, tmp_path: Path, answer: Answer) -> None:  # noqa: F811
     """Not a line of our source."""
     shutil.copy(folder / "easy.txt", tmp_path / "easy.txt")
-    (tmp_path / "left.out").write_text("not read")
+    (tmp_path / "left.out").write_bytes(b"\x00\x01" * 50)
     code, error = answer("experts", "eval", "one.json", "--data", str(tmp_path))
     assert code == 0 and error.startswith("note: ") and "left.out" in error and "Warning" not in error, error
 
