@@ -31,8 +31,9 @@ from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.pipeline import Cut
+from isles.replicas.loop.outer import OuterSync
 from isles.schema import Metrics
-from isles.training.assemble import wrapped
+from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
@@ -65,6 +66,8 @@ class Trainer:
         manage = self.memory.manage
         self.optimizer, notices = wrapped(config, model, world.outer, world.inner, peers, manage)  # or refuses
         self.model = self.optimizer.model
+        if weighs_samples(config):
+            notices += self._weigh()
         self.device = self.memory.device(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
@@ -89,6 +92,15 @@ class Trainer:
         compared = world.outer.size > 1 and firsts and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
+
+    def _weigh(self) -> list[str]:
+        """Tell the others how much text this worker has."""
+        assert isinstance(self.optimizer, OuterSync) and self.text is not None
+        loader = self.text.loader
+        self.optimizer.weigh(loader.sequences)
+        if loader.split == "by_file":
+            return []
+        return ['weights = "samples": all workers have equal shares of the text with data.split = "iid"']
 
     def _whole_model(self) -> nn.Module:
         """The model of the run."""

@@ -23,6 +23,7 @@ from isles.replicas.checks import (
 )
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.fedavg import Descent
 from isles.replicas.methods.localsgd import Average
@@ -37,7 +38,6 @@ from isles.replicas.parts.legal import AXES, refuse
 from isles.replicas.parts.mixing import Everyone, Nobody, RandomGroups
 from isles.replicas.parts.reading import Eager, Received
 from isles.replicas.parts.stability import warn_unless_stable
-from isles.replicas.sync import MethodConfig
 
 WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
 ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(MethodConfig):
+class CustomConfig(WeightedConfig):
     """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
     default of the method that the member comes from.
     """
@@ -107,6 +107,7 @@ class CustomConfig(MethodConfig):
     """The live weights' share where they blend; left out, 0.5."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for axis in ("mixing", "reading", "rule", "landing"):
             one_of(axis, getattr(self, axis), AXES[axis])
         form(self.codec)  # refuses an unknown one

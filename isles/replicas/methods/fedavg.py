@@ -19,16 +19,16 @@ from typing_extensions import override
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, positive_rate
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(MethodConfig):
+class FedAvgConfig(WeightedConfig):
     """Settings of `fedavg`."""
 
     sync_every: int = 50
@@ -45,6 +45,7 @@ class FedAvgConfig(MethodConfig):
     """Factor on it each round, 0..1."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         form(self.codec)  # refuses an unknown one

@@ -31,6 +31,7 @@ from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
 from isles.replicas.parts.cadence import EveryH
@@ -38,11 +39,10 @@ from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.landing import Carry, Replace
 from isles.replicas.parts.mixing import Everyone
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoXConfig(MethodConfig):
+class DiLoCoXConfig(WeightedConfig):
     """Settings of `dilocox`."""
 
     sync_every: int = 125
@@ -73,6 +73,7 @@ class DiLoCoXConfig(MethodConfig):
     """Part of the mean's square that the ranks are to hold, 0..1; left out, 0.95."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
