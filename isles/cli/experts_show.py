@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import override
+
 from isles.cli.progress import Progress as Bar
 from isles.cli.progress import bars
 from isles.cli.table import print_table
@@ -34,19 +36,19 @@ class Shown(JobProgress):
     ) -> None:
         self.bars.stop()
 
+    @override
     def begin(self, name: str, workers: int, steps: int) -> None:
-        """See JobProgress."""
         if not self.runs:
             self.bars = bars()  # one that was stopped stays on the screen
             self.bars.start()
         self.runs[name] = Bar(name, workers, steps, self.bars, plain=f"{name}  ")
 
+    @override
     def line(self, name: str, line: dict[str, Any]) -> None:
-        """See JobProgress."""
         self.runs[name].line(line)
 
+    @override
     def end(self, name: str) -> None:
-        """See JobProgress."""
         run = self.runs.pop(name)
         if not self.runs:
             self.bars.stop()
@@ -54,8 +56,8 @@ class Shown(JobProgress):
             self.bars.remove_task(run.task)
             self._say(f"{name}  done")
 
+    @override
     def notice(self, text: str) -> None:
-        """See JobProgress."""
         self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:

@@ -26,7 +26,7 @@ def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
 
 
 class DryTransport:
-    """See the module. ValueError for whatever wants to be sent."""
+    """ValueError for whatever wants to be sent."""
 
     step_seconds = 0.0
     away_seconds = 0.0
@@ -38,38 +38,32 @@ class DryTransport:
         raise ValueError("this method exchanges something while it is made, which cannot be planned: run it instead")
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
-        """See Transport.send."""
         self._refuse()
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
-        """See Transport.recv."""
         self._refuse()
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
-        """See NativeCollectives.native_sum."""
         self._refuse()
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> NoReturn:
-        """See NativeCollectives.process_group."""
         self._refuse()
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
-        """See Transport.run."""
         self._refuse()
 
     def now(self) -> float:
-        """See Transport.now: no time passes."""
+        """No time passes."""
         return 0.0
 
     def compute(self, seconds: float) -> None:
-        """See Transport.compute."""
+        pass
 
     def state_dict(self) -> dict[str, Any]:
-        """See Transport.state_dict."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Transport.load_state_dict."""
+        pass
 
     def close(self) -> None:
-        """See Transport.close."""
+        pass

@@ -56,31 +56,26 @@ class FixedRoster:
         self._lost: set[int] = set()
 
     def group(self, round: int) -> Group:
-        """See Roster.group."""
         return self.founders
 
     def lost(self, seat: int) -> bool:
-        """See Roster.lost."""
         return seat in self._lost
 
     def miss(self, seat: int, error: CommError) -> None:
-        """See Roster.miss: who is only late is met again."""
+        """Who is only late is met again."""
         if isinstance(error, PeerLost) and seat in self.founders.ranks:
             self._lost.add(seat)
 
     def survivors(self, asked: bool) -> Group:
-        """See Roster.survivors."""
         if not asked:
             return self.founders
         left = [position for position, seat in enumerate(self.founders.ranks) if seat not in self._lost]
         return self.founders.among(left).answering("eval")
 
     def state_dict(self) -> dict[str, Any]:
-        """See Roster.state_dict."""
         return {"lost": sorted(self._lost)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Roster.load_state_dict."""
         self._lost = set(state.get("lost", ()))
 
 

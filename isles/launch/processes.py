@@ -53,11 +53,9 @@ class PipeHandle:
         self.pipe, self.process, self.log = pipe, process, log
 
     def fileno(self) -> int:
-        """See WorkerHandle."""
         return self.pipe.fileno()
 
     def read(self) -> list[WorkerMessage]:
-        """See WorkerHandle."""
         (rank,) = self.ranks
         try:
             if self.lost or not self.pipe.poll():
@@ -71,7 +69,6 @@ class PipeHandle:
         return [(rank, kind, value)]
 
     def tell(self, command: Any) -> None:
-        """See WorkerHandle."""
         with contextlib.suppress(OSError):
             self.pipe.send(command)
 

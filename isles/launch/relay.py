@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, cast
 
+from typing_extensions import override
+
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup
@@ -34,11 +36,9 @@ class NodeHandle:
         self.lost = False
 
     def fileno(self) -> int:
-        """See WorkerHandle."""
         return self.link.fileno()
 
     def read(self) -> list[WorkerMessage]:
-        """See WorkerHandle."""
         if self.lost:
             return []
         try:
@@ -49,7 +49,6 @@ class NodeHandle:
         return messages if not left else self._gone(NodeLost(self.node, f"({self.link.there}) gave up: {left[0]}"))
 
     def tell(self, command: Any) -> None:
-        """See WorkerHandle."""
         with contextlib.suppress(LinkLost):
             self.link.send(command)
 
@@ -73,8 +72,8 @@ class NodeHandle:
 class ProcessHandle(NodeHandle):
     """Likewise a single worker that somebody else has started, such as torchrun."""
 
+    @override
     def loss(self, why: LinkLost) -> Exception:
-        """See NodeHandle."""
         return WorkerFailed(self.ranks[0], f"its process is gone: {why}")
 
 

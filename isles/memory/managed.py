@@ -66,7 +66,8 @@ def manage(
 
 
 class Managed(Wrapping):
-    """See the module. `param_groups` and `state` are those of `inner`; `device` is where the model computes.
+    """The optimizer of a model under a plan. `param_groups` and `state` are those of `inner`; `device` is where the
+    model computes.
 
     runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end
     its threads.

@@ -45,6 +45,5 @@ class Topology:
         return None if self.is_near(source, target) else self.far.uplink_of(target)
 
     def latency(self, source: int, target: int, *, number: int, seed: int) -> float:
-        """See `Links.message_latency`."""
         links = self.near if self.is_near(source, target) else self.far
         return links.message_latency(source, target, number=number, seed=seed)

@@ -122,7 +122,9 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     if world.is_simulated:
         seconds: float | None = world.step_seconds
         if outline.about:
-            notices.append("what is sent hangs on the numbers, so bytes and waiting are about right")
+            notices.append(
+                "what is sent hangs on the numbers: bytes and waiting are about right, of a few steps perhaps not"
+            )
         if world.step_jitter or world.pauses:
             notices.append(
                 "times are of workers whose steps take equally long and who never pause; isles simulate counts more"

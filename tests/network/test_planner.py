@@ -116,8 +116,9 @@ def test_fast_links_want_data_parallel_and_slow_ones_do_not():
 
 
 def test_hours_need_tokens():
-    assert plan(JOB)[0].hours is None
-    one = plan(replace(JOB, tokens=3600e6, step_tokens=1e6))[0]
+    ways = [way("diloco")]
+    assert plan(JOB, ways=ways)[0].hours is None
+    one = plan(replace(JOB, tokens=3600e6, step_tokens=1e6), ways=ways)[0]
     assert one.hours == pytest.approx(1 / one.utilisation)
 
 

@@ -27,7 +27,7 @@ from isles.network.planner.planner import replayed
 from isles.network.planner.replay import long_run, replay, replay_run
 from isles.network.planner.ways import WAYS, Way
 from isles.network.topology import Topology
-from tests.network.ways import H, job_of, settings_of
+from tests.network.ways import H, job_of, named, settings_of
 
 WORKERS = 8
 SLOW = Links(bandwidth=1e6, latency=0.05)
@@ -111,11 +111,11 @@ def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchang
 def kind(pattern: MessagePattern) -> object:
     if isinstance(pattern, Mean):
         return [there is None for there, _ in pattern.segments]
-    return [kind(pattern.second), len(pattern.first) > 0] if isinstance(pattern, Then) else type(pattern)
+    return [*map(kind, pattern.first), kind(pattern.second)] if isinstance(pattern, Then) else type(pattern)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.method} {way.settings}")
-@pytest.mark.parametrize(("size", "off"), [("0.13M", 0.03), ("2M", 0.005)])
+@pytest.mark.parametrize("way", WAYS, ids=named)
+@pytest.mark.parametrize(("size", "off"), [pytest.param("0.13M", 0.03, marks=pytest.mark.long), ("2M", 0.005)])
 def test_closed_forms_are_the_librarys_exchanges(way: Way, size: str, off: float, tmp_path):
     """Moments, groups and kinds of patterns are equal; bytes nearly."""
     steps = 4 if way.every else 4 * H + 7
@@ -130,6 +130,7 @@ def test_closed_forms_are_the_librarys_exchanges(way: Way, size: str, off: float
     assert sent == pytest.approx(ours, rel=off)
 
 
+SMALLER = ("bf16", "int8", "int4", "fp4", "topk:64+int2")  # whose messages go as those of others
 UNEVEN = Links(
     bandwidth=4e6,
     downlink=2e6,
@@ -137,8 +138,15 @@ UNEVEN = Links(
 )
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.method} {way.settings}")
-@pytest.mark.parametrize("links", [Links(bandwidth=1e7, latency=0.05), pytest.param(UNEVEN, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("way", "links"),
+    [
+        pytest.param(way, links, marks=[pytest.mark.long] if links is UNEVEN or way.codec in SMALLER else [])
+        for links in (Links(bandwidth=1e7, latency=0.05), UNEVEN)
+        for way in WAYS
+    ],
+    ids=lambda value: named(value) if isinstance(value, Way) else "uneven" if value is UNEVEN else "even",
+)
 def test_a_plan_is_of_the_long_run(way: Way, links: Links, tmp_path):
     """Of steps 200 to 400 of the library's own exchanges, of which others show that the virtual clock plays them so; of
     the methods that send in every step, 20 to 40.

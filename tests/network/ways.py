@@ -10,6 +10,11 @@ from isles.network.planner.ways import Way
 H = 20
 
 
+def named(way: Way) -> str:
+    """For people."""
+    return f"{way.method} {way.settings}"
+
+
 def settings_of(way: Way) -> list[str]:
     """As `--set` takes them."""
     given = [f"replicas.{word.replace(' ', '')}" for word in way.settings.split(", ") if word]

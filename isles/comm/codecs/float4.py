@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import BFloat16
@@ -45,15 +46,15 @@ class Float4(ScaledBlocks):
     bits = 4
 
     @property
+    @override
     def back(self) -> Codec:
-        """See Codec.back."""
         return BFloat16()
 
+    @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.pack."""
         below = y.view(torch.int32).sub_(1)  # the float next to y on the side of zero; zero becomes -1
         pack_halves(torch.from_numpy(np.take(_CODES, (below >> 20).bitwise_and_(4095).numpy())), out)
 
+    @override
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.unpack."""
         unpack_halves(codes, _PAIRS, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.scaled import ScaledBlocks
 
@@ -19,10 +20,10 @@ class Float16(ScaledBlocks):
     block = 4096
     bits = 16
 
+    @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.pack."""
         out.view(torch.float16).copy_(y[: len(out) // 2])
 
+    @override
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.unpack."""
         out.copy_(codes.view(torch.float16))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.scaled import ScaledBlocks
 
@@ -35,12 +36,12 @@ class Int8(Uniform):
     bits = 8
     top = 127
 
+    @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.pack."""
         out.view(torch.int8).copy_(self.rounded(y)[: len(out)])
 
+    @override
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.unpack."""
         out.copy_(codes.view(torch.int8))
 
 
@@ -53,12 +54,12 @@ class Int4(Uniform):
     bits = 4
     top = 7
 
+    @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.pack."""
         pack_halves(self.rounded(y).add_(8).to(torch.uint8), out)
 
+    @override
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.unpack."""
         unpack_halves(codes, _PAIRS, out)
 
 
@@ -70,20 +71,21 @@ class Int2(ScaledBlocks):
     block = 64
     bits = 2
 
+    @override
     def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.scale: 3/2 of the root mean square, taken relative to the largest, whose square may be none
+        """3/2 of the root mean square, taken relative to the largest, whose square may be none
         of float32's.
         """
         super().scale(sizes_KB, out)
         out.mul_(sizes_KB.div_(out).square_().mean(dim=1, keepdim=True).sqrt_().mul_(1.5))
 
+    @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.pack."""
         codes = y.floor_().clamp_(-2, 1).nan_to_num_().add_(2).to(torch.uint8).view(-1, 4)[: len(out)]
         out.copy_(codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6)
 
+    @override
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.unpack."""
         out.copy_(torch.from_numpy(np.take(_FOURS, codes.numpy(), axis=0)).view(-1)[: len(out)])
 
 

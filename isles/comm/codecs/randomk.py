@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.base import Codec, as_bytes
 from isles.comm.codecs.topk import CHUNK
@@ -27,21 +28,21 @@ class RandomK(Codec):
         self.kept = max(round(fraction * CHUNK), 1)
         self.name = f"randk:{fraction:g}"
 
+    @override
     def salted(self, salt: int, member: int) -> Codec:
-        """See Codec.salted."""
         return RandomK(self.fraction, salt)
 
+    @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """See Codec.wire_bytes."""
         return self.kept * -(-elements // CHUNK) * dtype.itemsize
 
+    @override
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec.encode."""
         x_CB = torch.nn.functional.pad(x, (0, -x.numel() % CHUNK)).view(-1, CHUNK)
         return as_bytes(x_CB.gather(1, self._places(len(x_CB))))
 
+    @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """See Codec.decode."""
         chunks = -(-elements // CHUNK)
         out_CB = torch.zeros(chunks, CHUNK, dtype=dtype)
         out_CB.scatter_(1, self._places(chunks), wire.view(dtype).view(chunks, self.kept))

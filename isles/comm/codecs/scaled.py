@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
 
@@ -45,12 +46,12 @@ class ScaledBlocks(Codec):
     def unpack(self, codes: Tensor, out: Tensor) -> None:
         """Write the entries divided by their scale into flat float32 `out` (8 c / bits,), from their codes (c,)."""
 
+    @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """See Codec.wire_bytes."""
         return 4 * -(-elements // self.block) + -(-elements * self.bits // 8)
 
+    @override
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec.encode."""
         wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8)
         room, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(x, wire):
@@ -62,14 +63,14 @@ class ScaledBlocks(Codec):
             self.pack(room, codes)
         return wire
 
+    @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """See Codec.decode."""
         out = torch.empty(elements, dtype=dtype)
         self.decode_into(wire, out)
         return out
 
+    @override
     def decode_into(self, wire: Tensor, out: Tensor) -> None:
-        """See Codec.decode_into."""
         room, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(out, wire):
             if out.dtype is torch.float32 and part.shape[1] == self.block:  # in place: what is written once is in cache

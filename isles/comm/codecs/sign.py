@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import BFloat16
@@ -19,7 +20,7 @@ _EIGHTS = 1.0 - 2.0 * (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.fl
 
 
 class Sign(ScaledBlocks):
-    """See the module; the mean of several goes back as bfloat16."""
+    """The mean of several goes back as bfloat16."""
 
     name = "sign"
     lossless, biased, shared_mask = False, True, False
@@ -27,18 +28,18 @@ class Sign(ScaledBlocks):
     bits = 1
 
     @property
+    @override
     def back(self) -> Codec:
-        """See Codec.back."""
         return BFloat16()
 
+    @override
     def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.scale."""
         torch.mean(sizes_KB, dim=1, keepdim=True, out=out)  # 0 for zeros: 0 / 0 counts as x >= 0
 
+    @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.pack."""
         out.copy_(torch.from_numpy(np.packbits((y < 0).numpy(), bitorder="little"))[: len(out)])
 
+    @override
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """See ScaledBlocks.unpack."""
         np.take(_EIGHTS, codes.numpy(), axis=0, out=out.numpy().reshape(-1, 8), mode="clip")

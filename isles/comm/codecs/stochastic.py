@@ -7,6 +7,7 @@ many is right without error feedback, at a little more error each.
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.dither import draws, private_seed
@@ -17,22 +18,22 @@ class _Stochastic(Uniform):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
+    @override
     def salted(self, salt: int, member: int) -> Codec:
-        """See Codec.salted."""
         return type(self)(private_seed(salt, member))
 
+    @override
     def rounded(self, y: Tensor) -> Tensor:
-        """See Uniform.rounded."""
         return y.add_(draws(y, self.block, self.seed)).floor_().clamp_(-self.top, self.top)
 
 
 class StochasticInt8(_Stochastic, Int8):
-    """See the module; otherwise Int8."""
+    """Int8 whose rounding is drawn."""
 
     name = "int8:stochastic"
 
 
 class StochasticInt4(_Stochastic, Int4):
-    """See the module; otherwise Int4."""
+    """Int4 whose rounding is drawn."""
 
     name = "int4:stochastic"

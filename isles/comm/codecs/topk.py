@@ -15,6 +15,7 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import BFloat16, Identity
@@ -35,23 +36,24 @@ class TopK(Codec):
         self.name = f"topk:{k}" + ("" if values is None else f"+{values.name}")
 
     @property
+    @override
     def back(self) -> Codec:
-        """See Codec.back: a mean of several has several times as many entries."""
+        """A mean of several has several times as many entries."""
         return Identity()
 
+    @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """See Codec.wire_bytes."""
         kept = self.k * -(-elements // CHUNK)
         return kept // 2 * 3 + self.values.wire_bytes(kept, torch.float32)
 
+    @override
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec.encode."""
         x_CB = self.transform(_chunks(x))
         places = x_CB.abs().topk(self.k, dim=1, sorted=False).indices
         return torch.cat((self.values.encode(x_CB.gather(1, places).view(-1)), pack_places(places.view(-1))))
 
+    @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """See Codec.decode."""
         chunks = -(-elements // CHUNK)
         kept = self.k * chunks
         front = self.values.wire_bytes(kept, torch.float32)
@@ -70,20 +72,20 @@ class TopK(Codec):
 
 
 class DCTTopK(TopK):
-    """See the module."""
+    """The largest coefficients of a chunk of 64 x 64, transformed."""
 
     def __init__(self, k: int, values: Codec | None = None) -> None:
         super().__init__(k, values)
         self.name = f"dct_{self.name}"
         self._basis = dct_basis(math.isqrt(CHUNK))
 
+    @override
     def transform(self, x_CB: Tensor) -> Tensor:
-        """See TopK.transform."""
         side = len(self._basis)
         return (self._basis.t() @ x_CB.view(-1, side, side) @ self._basis).view(-1, CHUNK)
 
+    @override
     def restore(self, y_CB: Tensor) -> Tensor:
-        """See TopK.restore."""
         side = len(self._basis)
         return (self._basis @ y_CB.view(-1, side, side) @ self._basis.t()).view(-1, CHUNK)
 

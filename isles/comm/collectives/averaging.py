@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs import Codec
@@ -42,7 +43,7 @@ class Averaging(ABC):
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
     ) -> Steps[bool]:
-        """See `isles.comm.collectives.mean.mean`."""
+        """Put the group's mean into `buffer`; False if a member's stamp says `broken`. Arguments: those of `mean`."""
 
     @abstractmethod
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
@@ -63,20 +64,20 @@ class Coded(Averaging):
     def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
         self.codec, self.elements, self.dtype = codec, elements, dtype
 
+    @override
     def pattern(self, round: int, size: int) -> MessagePattern:
-        """See Averaging.pattern."""
         return pattern(self.elements, self.dtype, self.codec, size)
 
+    @override
     def working_bytes(self, size: int) -> int:
-        """See Averaging.working_bytes."""
         return working_bytes(self.elements, self.dtype, self.codec, size)
 
+    @override
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
     ) -> Steps[bool]:
-        """See Averaging.mean."""
         return mean(call, buffer, self.codec, stamp, own, residual, part)
 
+    @override
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
-        """See Averaging.share."""
         as_decoded(buffer, self.codec, round, fragment, member, out)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs.lowrank import LowRank
@@ -73,17 +74,17 @@ class Factors(Averaging):
         ]
 
     @property
+    @override
     def held_bytes(self) -> int:  # type: ignore[override]
-        """See Averaging.held_bytes."""
         return sum(basis.nbytes for basis in self.bases)
 
     @property
+    @override
     def starting(self) -> int:  # type: ignore[override]
-        """See Averaging.starting."""
         return self.form.start if self.matrices else 0
 
+    @override
     def pattern(self, round: int, size: int) -> MessagePattern:
-        """See Averaging.pattern."""
         if self._whole(round):
             return pattern(self.elements, self.dtype, self.form.dense, size)
         first, second = (pattern(n, self.dtype, self.form.values, size) for n in self._factors())
@@ -91,21 +92,22 @@ class Factors(Averaging):
         beside = (pattern(dense, self.dtype, self.form.dense, size),) if dense else ()
         return Then((first, *beside), second)
 
+    @override
     def working_bytes(self, size: int) -> int:
-        """See Averaging.working_bytes."""
         parts = [(sum(self._dense), self.form.dense), *((n, self.form.values) for n in self._factors())]
         factors = sum(n * self.dtype.itemsize + working_bytes(n, self.dtype, form, size) for n, form in parts)
         starting = self._whole(1)
         return max(factors, working_bytes(self.elements, self.dtype, self.form.dense, size) if starting else 0)
 
+    @override
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
-        """See Averaging.share: known only with the mean; compositions that would ask are refused."""
+        """Known only with the mean; compositions that would ask are refused."""
         raise AssertionError("a low-rank share was asked for, which Composition refuses")
 
+    @override
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
     ) -> Steps[bool]:
-        """See Averaging.mean."""
         assert own is None, "see `share`"
         if self._whole(call.round or 0):
             return (yield from mean(call, buffer, self.form.dense, stamp, None, residual, part))
@@ -132,12 +134,12 @@ class Factors(Averaging):
                 matrix.of(residual).addmm_(p, q.T, alpha=-1)
         return True
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See Averaging.state_dict."""
         return {"bases": [basis.clone() for basis in self.bases]}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Averaging.load_state_dict."""
         self.bases = [basis.clone() for basis in state["bases"]]
 
     def _whole(self, round: int) -> bool:

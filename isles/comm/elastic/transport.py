@@ -77,7 +77,6 @@ class ElasticTransport:
         return self._lost
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
-        """See Transport.send."""
         work = PostedWork(peer, data, self.now)
         with self._lock:
             if peer in self._lost:
@@ -93,7 +92,7 @@ class ElasticTransport:
         return work
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        """See Transport.recv; from anyone is not offered. ValueError."""
+        """From anyone is not offered. ValueError."""
         if peer is None:
             raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
         work = PostedWork(peer, out, self.now)
@@ -110,7 +109,6 @@ class ElasticTransport:
         return work
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
-        """See Transport.run."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
 
     def now(self) -> float:

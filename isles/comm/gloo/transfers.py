@@ -125,7 +125,6 @@ class BackgroundTransfer:
                         return
 
     def wait(self) -> Any:
-        """See Transfer.wait."""
         if not self._ended.is_set():
             start = self.driver.now()
             self._ended.wait(max(self._ends_at - time.monotonic(), 0.0))

@@ -74,15 +74,13 @@ class DistributedTransport:
         return transport
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
-        """See Transport.send."""
         return self._post(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        """See Transport.recv."""
         return self._post(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> PostedWork:
-        """See NativeCollectives.native_sum: torch.distributed's all_reduce, over NCCL for CUDA buffers, else over gloo.
+        """`torch.distributed`'s all_reduce, over NCCL for CUDA buffers, else over gloo.
 
         With NCCL every rank needs a GPU of its own and has made it the current one (torch.cuda.set_device).
         """
@@ -90,7 +88,7 @@ class DistributedTransport:
         return self._watch(None, buffer, lambda: dist.all_reduce(buffer, group=group, async_op=True), ask_sender=False)
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
-        """See NativeCollectives.process_group: over NCCL for "cuda", else over gloo. Made once; its first use meets the
+        """Over NCCL for "cuda", else over gloo. Made once; its first use meets the
         members without a deadline.
         """
         key = (ranks, "nccl" if device == "cuda" else "gloo")
@@ -102,7 +100,6 @@ class DistributedTransport:
         return self._native_groups[key]
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
-        """See Transport.run."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
 
     def now(self) -> float:

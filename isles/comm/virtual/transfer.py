@@ -40,7 +40,6 @@ class VirtualWork:
         self._transfer = transfer  # in whose protocol it was made
 
     def done(self) -> bool:
-        """See Work.done."""
         with self._owner:
             return self.finished
 
@@ -98,7 +97,7 @@ class VirtualTransfer:
             self._deadline = timeline.at(timeline.now + self._seconds, DEADLINE, self._owner.rank, self._late)
 
     def wait(self) -> Any:
-        """See Transfer.wait; blocks in virtual time."""
+        """Blocks in virtual time."""
         with self._owner:
             if not self.finished:
                 assert self._scheduler.stepper != get_ident(), "a protocol yields what it waits for"
@@ -110,7 +109,6 @@ class VirtualTransfer:
         return self._result
 
     def done(self) -> bool:
-        """See Transfer.done."""
         with self._owner:
             return self.finished
 

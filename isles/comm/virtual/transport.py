@@ -43,7 +43,7 @@ class VirtualTransport:
         self.compute_seconds = 0.0
         """Seconds of computation charged so far, factors included."""
         self.away_seconds = 0.0
-        """See Transport.away_seconds; those since this transport was made."""
+        """Seconds for which it was paused, since this transport was made."""
         self._scheduler, self._wire = scheduler, wire
         self._worker: VirtualWorker = scheduler.workers[rank]
         self._speed, self._jitter, self._seed = speed, compute_jitter, seed
@@ -58,7 +58,7 @@ class VirtualTransport:
             return self._traffic
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> VirtualWork:
-        """See Transport.send. Done when the last bit has left the uplink; PeerLost if the peer has ended before."""
+        """Done when the last bit has left the uplink; PeerLost if the peer has ended before."""
         self._check(peer, data)
         with self._worker:
             work = VirtualWork(self._worker, peer, None, self._scheduler.stepping)
@@ -66,7 +66,7 @@ class VirtualTransport:
         return work
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> VirtualWork:
-        """See Transport.recv. Done at arrival; from anyone: the earliest arrival, ties by rank.
+        """Done at arrival; from anyone: the earliest arrival, ties by rank.
 
         Fails with PeerLost if the peer has ended and no such message is on its way, with ValueError if it has another
         size.
@@ -78,7 +78,7 @@ class VirtualTransport:
         return work
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
-        """See Transport.run. Messages a failed transfer has asked for are dropped when they come."""
+        """Messages a failed transfer has asked for are dropped when they come."""
         with self._worker:
             transfer = VirtualTransfer(self._scheduler, self._worker, protocol, channel, deadline, self._traffic)
             transfer.start()
@@ -133,7 +133,7 @@ class VirtualTransport:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Transport.load_state_dict. ValueError if the clock would go back."""
+        """ValueError if the clock would go back."""
         with self._worker:
             clock = float(state["clock"])
             if clock < self._worker.clock:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.data.corpus import rows_corpus
 from isles.experts import mixture
@@ -44,8 +45,8 @@ class Hdee(System[HdeeConfig]):
 
     held_out = ("comments", "headers")
 
+    @override
     def check(self) -> None:
-        """See System.check."""
         if self.own.prefix > self.context:
             raise ValueError(f"hdee.prefix = {self.own.prefix} is longer than model.context = {self.context}: lower it")
         self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
@@ -53,8 +54,8 @@ class Hdee(System[HdeeConfig]):
             domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
             hdee.plan(self.own, self.base, domains, 0, self.out)
 
+    @override
     def remarks(self) -> list[str]:
-        """See System.remarks."""
         lessons = [of_difficulty(self.domains, difficulty)[self.own.iterations :] for difficulty in TRAINED]
         left = [domain.name for domains in lessons for domain in domains]
         if not left:
@@ -72,8 +73,8 @@ class Hdee(System[HdeeConfig]):
         """Where the runs of a seed lie."""
         return self.out / f"seed-{seed}"
 
+    @override
     def placed_jobs(self) -> list[tuple[str, ExpertJob]]:
-        """See System.placed_jobs."""
         return [(self.folder(seed).name, job) for seed in self.own.seeds for job in self.plan(seed).jobs]
 
     def prepare(self, folder: str, progress: JobProgress) -> None:

@@ -15,6 +15,8 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
+from typing_extensions import override
+
 from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.judging import mean_of
 from isles.experts.meters import bytes_of, score_bytes
@@ -31,8 +33,8 @@ class Smalltalk(System[SmalltalkConfig]):
 
     held_out = ("comments",)
 
+    @override
     def check(self) -> None:
-        """See System.check."""
         smalltalk.check(self.own, self.base.model, self.context)
 
     @cached_property
@@ -41,16 +43,16 @@ class Smalltalk(System[SmalltalkConfig]):
         names = {seed: f"seed-{seed}" for seed in self.own.seeds}
         return {name: SmalltalkSeed(self.own, self.base, seed, self.out / name) for seed, name in names.items()}
 
+    @override
     def placed_jobs(self) -> list[tuple[str, ExpertJob]]:
-        """See System.placed_jobs."""
         return [(folder, job) for folder, seed in self.seeds.items() for job in seed.jobs()]
 
     def prepare(self, folder: str, progress: JobProgress) -> None:
         """Routers, assignment and segments of a seed. KeyboardInterrupt with a checkpoint."""
         self.seeds[folder].prepare(self.trained, progress)
 
+    @override
     def evaluate(self, progress: JobProgress) -> dict[str, Any]:
-        """See System.evaluate."""
         records = []
         for folder, seed in self.seeds.items():
             progress.notice(f"judging the experts of {folder}")

@@ -92,7 +92,6 @@ class Engine(ABC):
             raise LaneFailed(f"memory: the {lane} lane failed: {type(error).__name__}: {error}") from error
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
-        """See LaneEvent.wait."""
         with self.changed:
             come = self.changed.wait_for(lambda: event.happened or self.failed is not None, _DEADLINE)
         self.check()

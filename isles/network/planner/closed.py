@@ -209,8 +209,9 @@ def _sized(form: PlannedForm, entries: float, sizes: Sequence[int]) -> BySize:
 
 
 def _means(form: PlannedForm, entries: float, size: int) -> MessagePattern:
-    means = [_mean(entries, bits, form.back, size) for bits in form.phases]
-    return means[0] if len(means) == 1 else Then((means[0],), means[1])
+    first, *second = (_mean(entries, bits, form.back, size) for bits in form.phases)
+    beside = (_mean(entries, form.beside, form.back, size),) if form.beside else ()
+    return Then((first, *beside), second[0]) if second else first
 
 
 def _mean(entries: float, bits: float, back: float, size: int) -> Mean:

@@ -26,12 +26,14 @@ from isles.network.planner.job import Job, Matrices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedForm:
-    """phases: bits a parameter of the model in each of the exchanges that follow each other. back: bits of an entry of
-    the mean per bit of one sent; inf: there is no mean that could come back in one piece. kept: bytes a parameter that
-    stay from round to round. first: the form of the first `dense` rounds.
+    """phases: bits a parameter of the model in each of the exchanges that follow each other. beside: in one more,
+    beside the first. back: bits of an entry of the mean per bit of one sent; inf: there is no mean that could come
+    back in one piece. kept: bytes a parameter that stay from round to round. first: the form of the first `dense`
+    rounds.
     """
 
     phases: tuple[float, ...]
+    beside: float = 0.0
     back: float = 1.0
     kept: float = 0.0
     first: PlannedForm | None = None
@@ -40,7 +42,7 @@ class PlannedForm:
     @property
     def bits(self) -> float:
         """A parameter."""
-        return sum(self.phases)
+        return sum(self.phases) + self.beside
 
 
 _INT4, _INT8, _FP4 = 4 + 32 / 64, 8 + 32 / 256, 4 + 32 / 256  # a scale a block
@@ -83,12 +85,11 @@ def _low_rank(job: Job, rank: int, *, factor: float, rest: float) -> PlannedForm
             narrow = min(rank, rows, columns)
             first, second = first + count * rows * narrow, second + count * columns * narrow
             dense -= count * rows * columns
-    per_parameter = 1 / job.parameters
-    phases = (
-        (factor * first + rest * max(dense, 0.0)) * per_parameter,
-        factor * second * per_parameter,
-    )
-    return PlannedForm(phases=phases if second else phases[:1], kept=4 * second * per_parameter)
+    whole = rest * max(dense, 0.0) / job.parameters
+    if not second:
+        return PlannedForm(phases=(whole,))
+    phases = (factor * first / job.parameters, factor * second / job.parameters)
+    return PlannedForm(phases=phases, beside=whole, kept=4 * second / job.parameters)
 
 
 def _rank(matrices: Matrices) -> int:

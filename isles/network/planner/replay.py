@@ -19,8 +19,8 @@ from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.network.planner.wire import TURN, PlannedMember, PlannedTransfer, PlannedWire, play
 from isles.network.topology import Topology
 
-MESSAGES = 200_000
-"""That are played of a run, or few more: some seconds."""
+MESSAGES = 100_000
+"""That are played of a run, or few more: two or three seconds."""
 _ROUNDS = 3  # of a run that is played in part, at least
 _FACTOR = 4  # on MESSAGES, that so few rounds may take
 

@@ -54,12 +54,10 @@ class Delays:
         self._coming: list[tuple[float, Task]] = []
 
     def send(self, now: float, task: Task, source: int, target: int) -> None:
-        """See `Wire.send`."""
         heapq.heappush(self._coming, (now + self._seconds[source][target], task))
         self.when = self._coming[0][0]
 
     def arrivals(self) -> Iterable[Task]:
-        """See `Wire.arrivals`."""
         task = heapq.heappop(self._coming)[1]
         self.when = self._coming[0][0] if self._coming else math.inf
         return (task,)
@@ -102,7 +100,6 @@ class MessageLines:
         self._age = 0
 
     def send(self, now: float, task: Task, source: int, target: int) -> None:
-        """See `Wire.send`."""
         if self._ranks is not None:
             source, target = self._ranks[source], self._ranks[target]
         number = self._numbers[source, target]
@@ -118,7 +115,6 @@ class MessageLines:
         self._settle()
 
     def arrivals(self) -> Iterable[Task]:
-        """See `Wire.arrivals`."""
         now, what, _, _, item = heapq.heappop(self._events)
         arrived: tuple[Task, ...] = ()
         if isinstance(item, int):

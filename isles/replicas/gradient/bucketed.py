@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
@@ -43,7 +44,7 @@ class BucketsConfig(MethodConfig):
 
 
 class BucketedSync(ReplicaSync):
-    """See the module. All workers hold equal weights after every step.
+    """All workers hold equal weights after every step.
 
     With gradient accumulation, wrap all backward passes of a step but the last in `no_sync()`, or buckets travel twice.
     """
@@ -57,8 +58,8 @@ class BucketedSync(ReplicaSync):
     def reduction(self, bucket: Bucket) -> Reduction:
         """How that bucket's gradients become their mean."""
 
+    @override
     def as_replica(self) -> Replica:
-        """See ReplicaSync.as_replica."""
         return Copies(self)
 
     def device(self) -> torch.device:
@@ -94,8 +95,9 @@ class BucketedSync(ReplicaSync):
         if self.batches > 1:
             self.charge(1 / self.batches)  # the buckets of the last one share what is left
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
-        """See ReplicaSync.step. What is kept of gradients follows the scale of the loss."""
+        """What is kept of gradients follows the scale of the loss."""
         if scaler is None or not self._careful:
             return super().step(closure, scaler=scaler)
         self._scaled, before = scaler.is_enabled(), scaler.get_scale()
@@ -106,8 +108,8 @@ class BucketedSync(ReplicaSync):
         return loss
 
     @torch.no_grad()
+    @override
     def reduce_gradients(self) -> None:
-        """See ReplicaSync.reduce_gradients."""
         self._launch(len(self.buckets))
         for bucket in self.buckets:
             if bucket.stale:
@@ -145,8 +147,9 @@ class BucketedSync(ReplicaSync):
         """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
         return [(1, steps)] if steps else []
 
+    @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """See ReplicaSync.schedule: a bucket leaves when the backward pass has filled it."""
+        """A bucket leaves when the backward pass has filled it."""
         groups, left = everyone(self.group.size), self._left()
         plan = []
         for first, count in self.phases(steps):
@@ -163,17 +166,18 @@ class BucketedSync(ReplicaSync):
         behind, last = [bucket.layout.numel for bucket in self.buckets], (1 - _FORWARD_SHARE) / self.batches
         return [last * sum(behind[index + 1 :]) / sum(behind) for index in range(len(behind))]
 
+    @override
     def rhythm(self, steps: int) -> Rhythm:
-        """See ReplicaSync.rhythm."""
         return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
 
     @property
+    @override
     def questions(self) -> list[PeerQuestion]:
-        """See ReplicaSync.questions."""
         return [*super().questions, "largest"] if self._careful else super().questions
 
+    @override
     def own_outline(self, steps: int) -> Outline:
-        """See ReplicaSync.own_outline: steps times buckets may be millions, and most steps are alike."""
+        """Steps times buckets may be millions, and most steps are alike."""
         sent = [0] * self.group.size
         for first, count in self.phases(steps):
             for position in range(self.group.size):
@@ -181,22 +185,25 @@ class BucketedSync(ReplicaSync):
         short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
         return replace(short, sent=tuple(sent))
 
+    @override
     def memory(self) -> list[Held]:
-        """See ReplicaSync.memory. With reduction = "native" the buckets lie where the gradients do."""
+        """With reduction = "native" the buckets lie where the gradients do."""
         buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
         held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
         return [*super().memory(), *together([buffers, *held])]
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """See ReplicaSync.gauges: the 2-norm of what error feedback holds back."""
+        """The 2-norm of what error feedback holds back."""
         if not self._careful:
             return {}
         residuals = [bucket.reduction.residual for bucket in self.buckets]
         squares = [float(residual.dot(residual)) for residual in residuals if residual is not None]
         return {"residual_norm": math.sqrt(sum(squares)), "skipped_steps": self.skipped}
 
+    @override
     def outer_state(self) -> dict[str, Any]:
-        """See ReplicaSync.outer_state: nothing is under way between steps."""
+        """Nothing is under way between steps."""
         if self._launched:
             raise ValueError("gradients are under way: call state_dict() after step(), before the next backward pass")
         if not self._careful:
@@ -210,8 +217,8 @@ class BucketedSync(ReplicaSync):
         ]
         return {"buckets": kept, "skipped": self.skipped}
 
+    @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
-        """See ReplicaSync.load_outer_state."""
         if not self._careful:
             return
         for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
@@ -223,8 +230,9 @@ class BucketedSync(ReplicaSync):
         self.skipped = state["skipped"]
 
     @classmethod
+    @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: the mean of the old workers' residuals held by every new one adds as much to the
+        """The mean of the old workers' residuals held by every new one adds as much to the
         means to come as they would have.
         """
         return outer

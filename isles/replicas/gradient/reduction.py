@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.collectives.averaging import Averaging
@@ -85,23 +86,25 @@ class Reduction(ABC):
 class Native(Reduction):
     """The backend's own all-reduce, where the gradients lie."""
 
+    @override
     def begin(self, flat: Tensor, step: int) -> None:
-        """See Reduction.begin."""
+        pass
 
+    @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
-        """See Reduction.exchange."""
         yield from native_mean(call, flat)
         return True
 
+    @override
     def land(self, flat: Tensor) -> None:
-        """See Reduction.land: it is there."""
+        pass
 
+    @override
     def pattern(self, step: int, size: int) -> MessagePattern:
-        """See Reduction.pattern."""
         return Ring(native_bytes(self.layout.numel, self.layout.dtype, size))
 
+    @override
     def memory(self, size: int) -> list[Held]:
-        """See Reduction.memory."""
         return []
 
 
@@ -122,8 +125,8 @@ class Averaged(Reduction):
         if feedback is not None:
             self.residual, self._left = layout.new().zero_(), layout.new()
 
+    @override
     def begin(self, flat: Tensor, step: int) -> None:
-        """See Reduction.begin."""
         if self._before is not None:
             self.averaging.load_state_dict(self._before)
         self._before = self.averaging.state_dict()
@@ -133,14 +136,14 @@ class Averaged(Reduction):
         elif self.residual is not None:
             self._left.copy_(flat.add_(self.residual))
 
+    @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
-        """See Reduction.exchange."""
         left = self._left if self.feedback is not None and self.feedback.form == "local" else None
         stamp = Stamp(step, broken=not self.usable)
         return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
 
+    @override
     def land(self, flat: Tensor) -> None:
-        """See Reduction.land."""
         self._before = None
         if self.residual is None or self.feedback is None:
             return
@@ -148,12 +151,12 @@ class Averaged(Reduction):
             self._left.sub_(flat)
         self.residual, self._left = self._left.mul_(self.feedback.decay), self.residual
 
+    @override
     def pattern(self, step: int, size: int) -> MessagePattern:
-        """See Reduction.pattern."""
         return self.averaging.pattern(step, size)
 
+    @override
     def memory(self, size: int) -> list[Held]:
-        """See Reduction.memory."""
         vector = 0 if self.residual is None else self.residual.nbytes
         return [
             Held("error feedback", vector, "always"),
@@ -162,12 +165,12 @@ class Averaged(Reduction):
             Held("messages under way", self.averaging.working_bytes(size), "exchange"),
         ]
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See Reduction.state_dict."""
         return self.averaging.state_dict() if self._before is None else self._before
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Reduction.load_state_dict."""
         self.averaging.load_state_dict(state)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs import Codec
@@ -107,8 +108,8 @@ class Thresholds(Reduction):
         """Share of the entries of tensors sent in part that the last step sent."""
         self._drop()
 
+    @override
     def begin(self, flat: Tensor, step: int) -> None:
-        """See Reduction.begin."""
         self._drop()
         self.usable, self._whole = is_finite(flat), step <= self.rule.exact
         if self._whole or not self.usable:
@@ -119,8 +120,8 @@ class Thresholds(Reduction):
         self._places = torch.cat((self.whole, picked))
         self._wire = self._encode(flat, picked)
 
+    @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
-        """See Reduction.exchange."""
         stamp = Stamp(step, broken=not self.usable)
         if self._whole:
             return (yield from self.exact.mean(call, flat, stamp, None, None, 0))
@@ -131,8 +132,9 @@ class Thresholds(Reduction):
         self._own = self._theirs[call.group.rank][1]
         return True
 
+    @override
     def land(self, flat: Tensor) -> None:
-        """See Reduction.land. Added in group order: the same bits on all members."""
+        """Added in group order: the same bits on all members."""
         if self._whole:
             self.density = 1.0
             return
@@ -147,25 +149,27 @@ class Thresholds(Reduction):
         self.thresholds, self.renewed = self._next, self.renewed + self._renewals
         self._drop()
 
+    @override
     def rescale(self, factor: float) -> None:
-        """See Reduction.rescale."""
         super().rescale(factor)
         self.thresholds.mul_(factor)
 
+    @override
     def pattern(self, step: int, size: int) -> MessagePattern:
-        """See Reduction.pattern: that of K entries a tensor."""
+        """That of K entries a tensor."""
         if step <= self.rule.exact:
             return self.exact.pattern(step, size)
         return Ragged(self._message_bytes(sum(tensor.keep for tensor in self.tensors)), HEADER_BYTES + NOTE_BYTES)
 
+    @override
     def begun_bytes(self, step: int, size: int, position: int) -> int:
-        """See Reduction.begun_bytes."""
         if self._whole:
             return self.sent_bytes(step, size, position)
         return ragged_bytes(self._wire.numel(), size)
 
+    @override
     def memory(self, size: int) -> list[Held]:
-        """See Reduction.memory: messages of K entries a tensor, and what is made of them."""
+        """Messages of K entries a tensor, and what is made of them."""
         count = len(self.whole) + sum(tensor.keep for tensor in self.tensors)
         decoded = size * count * (8 + self.layout.dtype.itemsize)
         message = self._message_bytes(count - len(self.whole))
@@ -176,12 +180,12 @@ class Thresholds(Reduction):
             Held("messages under way", max(size * message + decoded, exact), "exchange"),
         ]
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See Reduction.state_dict."""
         return {"thresholds": self.thresholds.clone(), "renewed": self.renewed, "density": self.density}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Reduction.load_state_dict."""
         self.thresholds = state["thresholds"].clone()
         self.renewed, self.density = state["renewed"], state["density"]
 

@@ -68,7 +68,6 @@ class NativeGather(Messages):
     """torch's own, counted: NCCL between GPUs."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """See Gather."""
         self._count(input_tensor)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -77,6 +76,5 @@ class NativeScatter(Messages):
     """torch's own, counted: NCCL between GPUs."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """See Scatter."""
         self._count(output_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

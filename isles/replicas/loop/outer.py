@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.network.planner.planned import PlannedExchange, Rhythm
@@ -63,8 +64,8 @@ class OuterSync(ReplicaSync):
                 fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
 
     @torch.no_grad()
+    @override
     def after_inner_step(self) -> None:
-        """See ReplicaSync.after_inner_step."""
         self.courier.stepped(self.steps)
         self._exchange(self.cadence.sends(self.steps))
 
@@ -72,8 +73,9 @@ class OuterSync(ReplicaSync):
         """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
 
     @torch.no_grad()
+    @override
     def finish(self) -> None:
-        """See ReplicaSync.finish: a last, shorter round where inner steps were taken since the last one, and everything
+        """A last, shorter round where inner steps were taken since the last one, and everything
         in flight lands; the live weights are then the anchors.
         """
         self.catch_up()
@@ -93,8 +95,8 @@ class OuterSync(ReplicaSync):
             if fragment.ahead is not None:
                 self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
 
+    @override
     def settle(self) -> None:
-        """See ReplicaSync.settle."""
         for exchange in self._under_way():
             self.courier.survives(exchange)
 
@@ -103,20 +105,21 @@ class OuterSync(ReplicaSync):
         """Positions in `group` whose connection broke."""
         return {position for position, seat in enumerate(self.group.ranks) if self.roster.lost(seat)}
 
+    @override
     def survivors(self) -> Group:
-        """See ReplicaSync.survivors."""
         return self.courier.survivors()
 
     def members(self, round: int) -> tuple[int, ...]:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
         return self.courier.members(round)
 
+    @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """See ReplicaSync.schedule."""
         return planned_rounds(self.parts, self.fragments, self.group.size, steps)
 
+    @override
     def spread_bytes(self, steps: int) -> int:
-        """See ReplicaSync.spread_bytes: a fragment after each landing, everything at the end."""
+        """A fragment after each landing, everything at the end."""
         return sum(self.replica.spread_bytes(places) for _, places in self.landings(steps))
 
     def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
@@ -125,25 +128,26 @@ class OuterSync(ReplicaSync):
         fragments = [(moment, self.fragments[index].places) for moment, index in landed]
         return [*fragments, (steps + 1, self.everything)]
 
+    @override
     def rhythm(self, steps: int) -> Rhythm:
-        """See ReplicaSync.rhythm."""
         if not isinstance(self.cadence, EveryH):
             return super().rhythm(steps)
         dense = max(fragment.averaging.starting for fragment in self.fragments)
         return Rhythm(self.cadence.every_step_until + dense * self.cadence.sync_every, self.cadence.sync_every)
 
+    @override
     def memory(self) -> list[Held]:
-        """See ReplicaSync.memory."""
         return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """See ReplicaSync.gauges: what error feedback holds back, in outer gradients; the largest of the fragments'."""
+        """What error feedback holds back, in outer gradients; the largest of the fragments'."""
         if self.parts.feedback is None:
             return {}
         return {"feedback_ratio": max(f.left_ratio for f in self.fragments), "skipped_rounds": self.skipped}
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
@@ -154,8 +158,9 @@ class OuterSync(ReplicaSync):
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
+    @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """See ReplicaSync.evaluation_weights: the anchors."""
+        """The anchors."""
         self.catch_up()
         live = [fragment.flat.read(fragment.flat.new()) for fragment in self.fragments]
         show(self.fragments, [fragment.anchor for fragment in self.fragments])
@@ -167,8 +172,8 @@ class OuterSync(ReplicaSync):
             show(self.fragments, live)
             self.replica.spread(self.everything, "eval")
 
+    @override
     def outer_state(self) -> dict[str, Any]:
-        """See ReplicaSync.outer_state."""
         return {
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "flights": [flight.state_dict() for flight in self.flights],
@@ -176,8 +181,8 @@ class OuterSync(ReplicaSync):
             "skipped": self.skipped,
         }
 
+    @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
-        """See ReplicaSync.load_outer_state."""
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self.flights = []
@@ -191,8 +196,9 @@ class OuterSync(ReplicaSync):
         self.skipped = state["skipped"]
 
     @classmethod
+    @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: anchors, momenta, what is under way as they are, the mean of linear rules' states
+        """Anchors, momenta, what is under way as they are, the mean of linear rules' states
         being the state of their mean: a round that has been sent lands with the new workers.
         """
         return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from isles.comm.codecs import codec, form
 from isles.replicas.checks import (
     at_least,
@@ -184,13 +186,13 @@ class CustomConfig(MethodConfig):
 
 
 class Custom(OuterSync):
-    """See the module. What it guarantees depends on the parts."""
+    """What it guarantees depends on the parts."""
 
     Config = CustomConfig
     config: CustomConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         config = self.config
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
         rule = self._rule()
@@ -214,8 +216,8 @@ class Custom(OuterSync):
             prefetch_anchors=rule.shares_anchors,
         )
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         config, notices = self.config, super().advise(steps)
         if config.reading == "eager":
             notices += eager_rate(config.rate, self.group.size)

@@ -26,6 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from typing_extensions import override
+
 from isles.comm.codecs import codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.collectives.forms import averaging
@@ -83,13 +85,13 @@ class DCTDPConfig(BucketsConfig):
 
 
 class DCTDP(BucketedSync):
-    """See the module."""
+    """All workers hold equal weights after every step."""
 
     Config = DCTDPConfig
     config: DCTDPConfig
 
+    @override
     def reduction(self, bucket: Bucket) -> Reduction:
-        """See BucketedSync.reduction."""
         config = self.config
         if config.sparsity == 0:
             return Averaged(bucket.layout, averaging(Identity(), *bucket.layout.layout))
@@ -106,19 +108,21 @@ class DCTDP(BucketedSync):
         )
         return Thresholds(bucket.layout, rule)
 
+    @override
     def phases(self, steps: int) -> list[tuple[int, int]]:
-        """See BucketedSync.phases. Later steps are planned with K entries a tensor; what is sent varies around it, up
+        """Later steps are planned with K entries a tensor; what is sent varies around it, up
         to density_guard times as much.
         """
         exact = min(self.config.warmup_dense_steps, steps)
         return [(first, count) for first, count in ((1, exact), (exact + 1, steps - exact)) if count]
 
+    @override
     def own_outline(self, steps: int) -> Outline:
-        """See ReplicaSync.own_outline."""
         return replace(super().own_outline(steps), about=self.config.sparsity > 0)
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """See ReplicaSync.gauges: also the share of entries that the last step sent of tensors that are sent in part,
+        """Also the share of entries that the last step sent of tensors that are sent in part,
         and thresholds computed so far, per tensor.
         """
         parts = [bucket.reduction for bucket in self.buckets if isinstance(bucket.reduction, Thresholds)]
@@ -130,8 +134,8 @@ class DCTDP(BucketedSync):
         renewals = sum(part.renewed for part in parts) / tensors
         return super().gauges() | {"density": density, "threshold_renewals": renewals}
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         size, notices = self.group.size, super().advise(steps)
         if self.config.sparsity == 0:
             return notices

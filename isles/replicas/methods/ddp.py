@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.comm.collectives.forms import averaging
@@ -59,7 +60,7 @@ class DDPConfig(BucketsConfig):
 
 
 class DDP(BucketedSync):
-    """See the module."""
+    """All workers hold equal weights after every step."""
 
     Config = DDPConfig
     config: DDPConfig
@@ -76,24 +77,24 @@ class DDP(BucketedSync):
             probe = torch.zeros(1, device=self.device())
             self.group.start(native_mean(self.group.call("control"), probe), "control").wait()
 
+    @override
     def device(self) -> torch.device:
-        """See BucketedSync.device."""
         return self.parameters[0].device if self.native else super().device()
 
+    @override
     def reduction(self, bucket: Bucket) -> Reduction:
-        """See BucketedSync.reduction."""
         if self.native:
             return Native(bucket.layout)
         means = averaging(self.form, *bucket.layout.layout)
         return Averaged(bucket.layout, means, feedback(self.config.error_feedback, self.config.feedback_decay))
 
+    @override
     def opening(self) -> tuple[int, ...]:
-        """See ReplicaSync.opening."""
         probe = native_bytes(1, torch.float32, self.group.size) if self.native else 0
         return tuple(nbytes + probe for nbytes in super().opening())
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         config, notices = self.config, super().advise(steps)
         if config.error_feedback == "none" and self.form.biased:
             notices.append(

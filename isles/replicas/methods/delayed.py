@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, uneven_fragments
 from isles.replicas.loop.fragments import Fragments, check_fragments, cut
@@ -48,14 +50,14 @@ class DelayedConfig(DiLoCoConfig):
 
 
 class DelayedDiLoCo(OuterSync):
-    """See the module. All workers leave each boundary with equal anchors and weights."""
+    """All workers leave each boundary with equal anchors and weights."""
 
     Config = DelayedConfig
     config: DelayedConfig
     reading: Reading = Received()
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         config = self.config
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
         return Composition(
@@ -69,6 +71,6 @@ class DelayedDiLoCo(OuterSync):
             feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

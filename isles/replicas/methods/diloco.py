@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, positive_rate
@@ -70,8 +71,8 @@ class Nesterov(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         g, v = answer.mean, vectors["momentum"]
         # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last ones, too few
         # for its registers, in another way: those go through plain operations, so bits do not depend on the blocks.
@@ -98,13 +99,13 @@ class Nesterov(OuterRule):
 
 
 class DiLoCo(OuterSync):
-    """See the module. All workers leave each exchange with equal anchors and weights."""
+    """All workers leave each exchange with equal anchors and weights."""
 
     Config = DiLoCoConfig
     config: DiLoCoConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from isles.replicas.checks import eager_rate
 from isles.replicas.methods.delayed import DelayedConfig, DelayedDiLoCo
 from isles.replicas.parts.interfaces import Reading
@@ -31,12 +33,12 @@ class EagerConfig(DelayedConfig):
 
 
 class EagerDiLoCo(DelayedDiLoCo):
-    """See the module. Workers' anchors agree up to what is in flight."""
+    """Workers' anchors agree up to what is in flight."""
 
     Config = EagerConfig
     config: EagerConfig
     reading: Reading = Eager()
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         return super().advise(steps) + eager_rate(self.config.outer_lr, self.group.size)

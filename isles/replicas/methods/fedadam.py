@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.replicas.methods.fedavg import FedAvg, FedAvgConfig
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
@@ -60,8 +61,8 @@ class Adam(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         (b1, b2), g, m, v = self.betas, answer.mean, vectors["mean"], vectors["square"]
         m.mul_(b1).add_(g, alpha=1 - b1)
         v.mul_(b2).addcmul_(g, g, value=1 - b2)
@@ -70,12 +71,12 @@ class Adam(OuterRule):
 
 
 class FedAdam(FedAvg):
-    """See the module. All workers leave each exchange with equal anchors and weights."""
+    """All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAdamConfig
     config: FedAdamConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         rule = Adam(lr=self.config.outer_lr, betas=self.config.outer_betas, tau=self.config.tau)
         return replace(super().compose(), rule=rule)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, positive_rate
@@ -61,19 +62,19 @@ class Descent(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         anchor.sub_(answer.mean, alpha=self.lr)
 
 
 class FedAvg(OuterSync):
-    """See the module. All workers leave each exchange with equal anchors and weights."""
+    """All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAvgConfig
     config: FedAvgConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.replicas.methods.fedadam import FedAdamConfig
 from isles.replicas.methods.fedavg import FedAvg
@@ -38,16 +39,16 @@ class Yogi(OuterRule):
     vectors = ("mean", "square")
 
     @property
+    @override
     def start(self) -> Mapping[str, float]:
-        """See the module."""
         return {"square": self.tau**2}
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         g, m, v = answer.mean, vectors["mean"], vectors["square"]
         m.mul_(self.momentum).add_(g, alpha=1 - self.momentum)
         square = g.square_()
@@ -56,13 +57,13 @@ class Yogi(OuterRule):
 
 
 class FedYogi(FedAvg):
-    """See the module. All workers leave each exchange with equal anchors and weights."""
+    """All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAdamConfig
     config: FedAdamConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         momentum, b2 = self.config.outer_betas
         rule = Yogi(lr=self.config.outer_lr, momentum=momentum, b2=b2, tau=self.config.tau)
         return replace(super().compose(), rule=rule)

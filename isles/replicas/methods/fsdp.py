@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.network.planner.planned import PlannedExchange, Rhythm, Swap, by_size
@@ -40,7 +41,7 @@ class FSDPConfig(MethodConfig):
 
 
 class FSDP(ReplicaSync):
-    """See the module. Takes a model that went through `isles.shard`, and an inner optimizer made after that.
+    """Takes a model that went through `isles.shard`, and an inner optimizer made after that.
 
     A killed worker is PeerLost on all others; exact resume with as many workers.
     """
@@ -52,8 +53,8 @@ class FSDP(ReplicaSync):
     agrees = True
 
     @classmethod
+    @override
     def local_part(cls, model: nn.Module, group: Group, config: MethodConfig) -> nn.Module:
-        """See ReplicaSync.local_part."""
         assert isinstance(config, FSDPConfig)
         return shard(model, group, reshard_after_forward=config.reshard_after_forward)
 
@@ -73,13 +74,14 @@ class FSDP(ReplicaSync):
         """How the model is cut."""
         return sharding_of(self.model)
 
+    @override
     def as_replica(self) -> Replica:
-        """See ReplicaSync.as_replica."""
         return Shards(self)
 
     @contextmanager
+    @override
     def no_sync(self) -> Iterator[None]:
-        """See ReplicaSync.no_sync: gradients stay whole and are scattered in the last backward pass."""
+        """Gradients stay whole and are scattered in the last backward pass."""
         self._sync(False)
         try:
             with super().no_sync():
@@ -88,8 +90,9 @@ class FSDP(ReplicaSync):
             self._sync(True)
 
     @contextmanager
+    @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """See ReplicaSync.evaluation_weights: sharded as ever, so all workers must judge the same batches together. The
+        """Sharded as ever, so all workers must judge the same batches together. The
         gathers are counted on the channel "eval".
         """
         self._reshard()  # weights may have been written to since they were gathered
@@ -102,21 +105,25 @@ class FSDP(ReplicaSync):
                 messages.channel = self.group.channel
             self._reshard()
 
+    @override
     def norm(self) -> Tensor:
-        """See ReplicaSync.norm: of the whole gradient, of which every worker has its rows."""
+        """Of the whole gradient, of which every worker has its rows."""
         return self.replica.norm(self.group)
 
+    @override
     def consolidate(self) -> nn.Module:
-        """See ReplicaSync.consolidate: a plain model, whole on every worker."""
+        """A plain model, whole on every worker."""
         super().consolidate()
         return gathered(self.model)
 
+    @override
     def replica_std(self) -> float:
-        """See ReplicaSync.replica_std: there is one replica."""
+        """There is one replica."""
         return 0.0
 
+    @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """See ReplicaSync.schedule: weights are gathered for every batch, gradients scattered once a step."""
+        """Weights are gathered for every batch, gradients scattered once a step."""
         size, groups = self.group.size, everyone(self.group.size)
         gathers = self.batches * (2 if self.config.reshard_after_forward else 1)
         each = [
@@ -136,22 +143,26 @@ class FSDP(ReplicaSync):
             else []
         )
 
+    @override
     def rhythm(self, steps: int) -> Rhythm:
-        """See ReplicaSync.rhythm: every step is like the first."""
+        """Every step is like the first."""
         return Rhythm(0, 1)
 
+    @override
     def own_outline(self, steps: int) -> Outline:
-        """See ReplicaSync.own_outline: every step is like the first."""
+        """Every step is like the first."""
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
+    @override
     def opening_exchanges(self) -> list[PlannedExchange]:
-        """See ReplicaSync.opening_exchanges: one hash, and worker 0's tensors."""
+        """One hash, and worker 0's tensors."""
         skeleton = self.sharding.skeleton
         tensors = [*skeleton.parameters(), *skeleton.buffers()]
         return opening_exchanges(bytes_by_format(tensors), self.group.size, hashes=1)
 
+    @override
     def memory(self) -> list[Held]:
-        """See ReplicaSync.memory: where the weights are."""
+        """Where the weights are."""
         units, size = self.sharding.units, self.group.size
         if size == 1:
             return []
@@ -164,12 +175,13 @@ class FSDP(ReplicaSync):
             Held("the whole model", size * sum(unit.held for unit in units), "end"),
         ]
 
+    @override
     def inner_state(self) -> Any:
-        """See ReplicaSync.inner_state: of the own rows."""
+        """Of the own rows."""
         return without_meshes(super().inner_state())
 
+    @override
     def load_inner_state(self, state: Any) -> None:
-        """See ReplicaSync.load_inner_state."""
         trained = [parameter for group in self.param_groups for parameter in group["params"]]
         sharded = {
             index: {
@@ -181,16 +193,18 @@ class FSDP(ReplicaSync):
         super().load_inner_state({**state, "state": sharded})
 
     @classmethod
+    @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: not built."""
+        """Not built."""
         raise ValueError("with fsdp every worker has rows of its own: resume with as many workers as before")
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See ReplicaSync.weights: the own rows."""
+        """The own rows."""
         return without_meshes(super().weights())
 
+    @override
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """See ReplicaSync.load_weights."""
         like = self.model.state_dict()
         super().load_weights({name: as_sharded(rows, like[name]) for name, rows in weights.items()})
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.replicas.checks import at_least
@@ -44,19 +45,19 @@ class Average(OuterRule):
         """The live weights travel."""
         out.copy_(live)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the module."""
         anchor.copy_(answer.mean)
 
 
 class LocalSGD(OuterSync):
-    """See the module. All workers leave each exchange with equal weights."""
+    """All workers leave each exchange with equal weights."""
 
     Config = LocalSGDConfig
     config: LocalSGDConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         return Composition(
             cadence=EveryH(self.config.sync_every),
             mixing=Everyone(),

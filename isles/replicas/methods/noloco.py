@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs import codec, form
 from isles.replicas.checks import at_least, group_fits, momentum_in_range, one_of, positive_rate
@@ -88,8 +89,8 @@ class NoLoCoConfig(MethodConfig):
             raise ValueError(f'exchange = "theta_only" needs gamma = outer_lr, not {self.gamma}: leave gamma out')
 
     @property
+    @override
     def survives(self) -> bool:
-        """See MethodConfig.survives."""
         return self.on_peer_failure == "solo"
 
     @property
@@ -112,8 +113,8 @@ class DeltaPhi(OuterRule):
         """The outer gradient g travels; the loop sends the anchor beside it."""
         outer_gradient(out, live, reference)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         assert answer.anchors is not None and answer.own_anchor is not None
         delta, apart = vectors["momentum"], answer.anchors.sub_(answer.own_anchor)  # mean phi - phi
         delta.mul_(self.momentum).sub_(answer.mean, alpha=self.beta).add_(apart, alpha=self.gamma)
@@ -134,8 +135,8 @@ class SingleVector(OuterRule):
         outer_gradient(out, live, reference)
         out.mul_(-self.beta).add_(anchor, alpha=self.gamma)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         delta = vectors["momentum"]
         delta.mul_(self.momentum).add_(answer.mean.sub_(anchor, alpha=self.gamma))
         anchor.add_(delta)
@@ -157,8 +158,8 @@ class ThetaOnly(OuterRule):
         outer_gradient(out, live, reference)
         out.neg_().add_(anchor)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         delta = vectors["momentum"]
         delta.mul_(self.momentum).add_(answer.mean.sub_(anchor), alpha=self.beta)
         anchor.add_(delta)
@@ -168,15 +169,15 @@ RULES = {"delta+phi": DeltaPhi, "single_vector": SingleVector, "theta_only": The
 
 
 class NoLoCo(OuterSync):
-    """See the module. Under failure: with on_peer_failure = "solo" a lost or late partner costs this worker one
+    """Under failure: with on_peer_failure = "solo" a lost or late partner costs this worker one
     round's averaging.
     """
 
     Config = NoLoCoConfig
     config: NoLoCoConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         config = self.config
         group_fits(config.group_size, self.group.size)
         warn_unless_stable(config.outer_momentum, config.pull, config.group_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from isles.network.planner.planned import PlannedExchange
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -14,13 +16,14 @@ class NoneConfig(MethodConfig):
 
 
 class NoSync(ReplicaSync):
-    """See the module. `consolidate()` averages the weights once, at the end."""
+    """No exchange in training; `consolidate()` averages the weights once, at the end."""
 
     Config = NoneConfig
     level = "parameter"
     spans_islands = True
     agrees = False
 
+    @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """See ReplicaSync.schedule: nothing."""
+        """Nothing."""
         return []

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from isles.replicas.checks import at_least
 from isles.replicas.methods.localsgd import LocalSGD, LocalSGDConfig
 from isles.replicas.parts.cadence import EveryH
@@ -31,12 +33,12 @@ class PostLocalSGDConfig(LocalSGDConfig):
 
 
 class PostLocalSGD(LocalSGD):
-    """See the module. All workers leave each exchange with equal weights."""
+    """All workers leave each exchange with equal weights."""
 
     Config = PostLocalSGDConfig
     config: PostLocalSGDConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         cadence = EveryH(self.config.sync_every, every_step_until=self.config.every_step_until)
         return replace(super().compose(), cadence=cadence)

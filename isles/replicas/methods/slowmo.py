@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
@@ -43,18 +44,18 @@ class HeavyBall(OuterRule):
         """The outer gradient travels."""
         outer_gradient(out, live, reference)
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         anchor.sub_(vectors["momentum"].mul_(self.momentum).add_(answer.mean), alpha=self.lr)
 
 
 class SlowMo(DiLoCo):
-    """See the module. All workers leave each exchange with equal anchors and weights."""
+    """All workers leave each exchange with equal anchors and weights."""
 
     Config = SlowMoConfig
     config: SlowMoConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         rule = HeavyBall(lr=self.config.outer_lr, momentum=self.config.outer_momentum)
         return replace(super().compose(), rule=rule)

@@ -27,7 +27,7 @@ class SparseLoCoConfig(FedAvgConfig):
 
 
 class SparseLoCo(FedAvg):
-    """See the module."""
+    """All workers leave each exchange with equal anchors and weights."""
 
     Config = SparseLoCoConfig
     config: SparseLoCoConfig

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.replicas.methods.localsgd import Average, LocalSGD, LocalSGDConfig
@@ -42,19 +43,19 @@ class AveragePart(Average):
 
     keeps_left: ClassVar[bool] = True
 
+    @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """See the class."""
         assert answer.left is not None
         anchor.copy_(answer.mean.add_(answer.left))  # each entry is in one of them, and zero in the other
 
 
 class SPARTA(LocalSGD):
-    """See the module. Workers agree on what travelled last."""
+    """Workers agree on what travelled last."""
 
     Config = SPARTAConfig
     config: SPARTAConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         form = codec(f"randk:{self.config.fraction!r}")
         return replace(super().compose(), rule=AveragePart(), codec=form)

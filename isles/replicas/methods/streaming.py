@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from isles.comm.codecs import form
 from isles.replicas.checks import uneven_fragments
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
@@ -61,13 +63,13 @@ class StreamingConfig(DiLoCoConfig):
 
 
 class StreamingDiLoCo(OuterSync):
-    """See the module. Anchors stay equal on all workers; live weights differ by what they did since the sending."""
+    """Anchors stay equal on all workers; live weights differ by what they did since the sending."""
 
     Config = StreamingConfig
     config: StreamingConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         config = self.config
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
         return Composition(
@@ -88,6 +90,6 @@ class StreamingDiLoCo(OuterSync):
             raise ValueError(f"overlap_steps names {len(steps)} workers of {self.group.size}: give one number for each")
         return steps[self.group.rank]
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

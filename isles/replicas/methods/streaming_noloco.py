@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from isles.replicas.checks import uneven_fragments
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.methods.noloco import NoLoCo, NoLoCoConfig
@@ -48,18 +50,18 @@ class StreamingNoLoCoConfig(NoLoCoConfig):
 
 
 class StreamingNoLoCo(NoLoCo):
-    """See the module. Only partners wait for each other; under failure as NoLoCo."""
+    """Only partners wait for each other; under failure as NoLoCo."""
 
     Config = StreamingNoLoCoConfig
     config: StreamingNoLoCoConfig
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         config = self.config
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
         cadence = EveryH(config.sync_every, len(fragments), config.overlap_steps, first_sync=config.first_sync)
         return replace(super().compose(), cadence=cadence, fragments=fragments, landing=Blend(config.merge_alpha))
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

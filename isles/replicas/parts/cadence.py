@@ -37,7 +37,6 @@ class EveryH:
         return tuple(round(q * self.sync_every / self.fragments) for q in range(self.fragments))
 
     def sends(self, step: int) -> tuple[int, ...]:
-        """See Cadence.sends."""
         if step <= self.every_step_until:
             return tuple(range(self.fragments))
         step -= self.origin
@@ -45,5 +44,4 @@ class EveryH:
         return tuple(q for q, offset in enumerate(self._offsets) if not late and (step - offset) % self.sync_every == 0)
 
     def lands(self, sent: int) -> int:
-        """See Cadence.lands."""
         return sent + self.overlap_steps + self.rounds_late * self.sync_every

@@ -17,7 +17,6 @@ class Replace:
     name: ClassVar[str] = "replace"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        """See Landing.land."""
         torch._foreach_copy_(live, anchor)
 
 
@@ -32,7 +31,6 @@ class Blend:
     name: ClassVar[str] = "blend"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        """See Landing.land."""
         torch._foreach_lerp_(live, [a.to(x.dtype) for a, x in zip(anchor, live, strict=True)], 1 - self.alpha)
 
 
@@ -47,7 +45,6 @@ class Carry:
     name: ClassVar[str] = "carry"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        """See Landing.land."""
         progress = torch._foreach_sub(reference, [x.to(r.dtype) for x, r in zip(live, reference, strict=True)])
         torch._foreach_copy_(live, torch._foreach_sub(anchor, progress))
         torch._foreach_copy_(reference, live)

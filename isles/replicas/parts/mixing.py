@@ -16,7 +16,6 @@ class Everyone:
     name: ClassVar[str] = "all"
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
-        """See Mixing.members."""
         return tuple(range(size))
 
 
@@ -28,7 +27,6 @@ class Nobody:
     name: ClassVar[str] = "nobody"
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
-        """See Mixing.members."""
         return (position,)
 
 
@@ -47,7 +45,6 @@ class RandomGroups:
     name: ClassVar[str] = "groups"
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
-        """See Mixing.members."""
         return _random_groups(self.group_size, self.seed, round, size)[position]
 
 

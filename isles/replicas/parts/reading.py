@@ -16,7 +16,6 @@ class Received:
     name: ClassVar[str] = "received"
 
     def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
-        """See Reading.read."""
         return mean
 
 
@@ -34,7 +33,6 @@ class Eager:
     name: ClassVar[str] = "eager"
 
     def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
-        """See Reading.read."""
         if own is not None:
             mean.sub_(own, alpha=1 / participants)
         if fresh is not None:

@@ -99,7 +99,6 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def line(self, record: MetricsRecord) -> None:
-        """See the class."""
         prefix = f"worker-{record['worker']}/" if "worker" in record else ""
         numbers = {f"{prefix}{key}": value for key, value in record.items() if key not in ("step", "worker")}
         self._run.log({"step": record["step"], **numbers})

@@ -188,11 +188,9 @@ class _PipeToLauncher(_ToLauncher):
         self.pipe, self.stop = pipe, pool.stop
 
     def send(self, message: tuple[str, Any]) -> None:
-        """See LauncherConnection."""
         self.pipe.send(self.said(message))
 
     def recv(self) -> Any:
-        """See LauncherConnection."""
         return self.heard(self.pipe.recv())
 
 
@@ -210,7 +208,6 @@ class _LinkToLauncher(_ToLauncher):
         self._stop_wanted = True
 
     def send(self, message: tuple[str, Any]) -> None:
-        """See LauncherConnection."""
         kind, value = self.said(message)
         try:
             self.link.send([self.rank, kind, to_plain(value) if kind == "error" else value])
@@ -218,7 +215,6 @@ class _LinkToLauncher(_ToLauncher):
             raise OSError(str(error)) from error
 
     def recv(self) -> Any:
-        """See LauncherConnection."""
         try:
             while not isinstance(command := self._next(), str | list):
                 pass  # a word to launchers

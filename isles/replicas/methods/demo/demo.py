@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from isles.comm.collectives.basic import all_gather
 from isles.comm.errors import Diverged, WorkerFailed
@@ -44,7 +45,7 @@ from isles.wrapping import innermost
 
 
 class DeMo(ReplicaSync):
-    """See the module. All workers hold equal weights after every step; hashes of them are compared now and then.
+    """All workers hold equal weights after every step; hashes of them are compared now and then.
 
     inner: torch.optim.SGD without momentum. Gradients must be each worker's own: no DistributedDataParallel. One step
     costs one message to each other worker.
@@ -100,8 +101,9 @@ class DeMo(ReplicaSync):
         """Bytes that this worker handed to the transport in its last step: one message for each other worker."""
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
-        """See ReplicaSync.step. ValueError for a gradient scaler."""
+        """ValueError for a gradient scaler."""
         if scaler is not None:
             raise ValueError(
                 "DeMo takes no gradient scaler: a worker whose gradient overflows would leave out a step that all "
@@ -110,8 +112,9 @@ class DeMo(ReplicaSync):
         return super().step(closure)
 
     @torch.no_grad()
+    @override
     def before_inner_step(self) -> None:
-        """See ReplicaSync.before_inner_step: what the inner optimizer finds in `.grad` is phi(U)."""
+        """What the inner optimizer finds in `.grad` is phi(U)."""
         self._refuse_momentum()
         momentum, group = self.momentum, self.group
         self._accumulate()
@@ -178,22 +181,25 @@ class DeMo(ReplicaSync):
 
     # Before a run, and around it.
 
+    @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """See ReplicaSync.schedule."""
         groups = everyone(self.group.size)
         pattern = by_size(groups, lambda size: gathered(self.payload_bytes, size))
         return [PlannedExchange(step, step, 0, "momentum", groups, pattern, step) for step in range(1, steps + 1)]
 
+    @override
     def rhythm(self, steps: int) -> Rhythm:
-        """See ReplicaSync.rhythm: every step is like the first."""
+        """Every step is like the first."""
         return Rhythm(0, 1)
 
+    @override
     def own_outline(self, steps: int) -> Outline:
-        """See ReplicaSync.own_outline: every step is like the first."""
+        """Every step is like the first."""
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
+    @override
     def memory(self) -> list[Held]:
-        """See ReplicaSync.memory. Momentum and update lie where the weights do."""
+        """Momentum and update lie where the weights do."""
         packing = self.momentum.packing
         under_way = self.group.size * (packing.nbytes + packing.pairs * (4 + 8))
         return [
@@ -204,8 +210,8 @@ class DeMo(ReplicaSync):
             Held("messages under way", under_way, "exchange"),
         ]
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         return [*super().advise(steps), *self._about_bytes(), *self._about_settings()]
 
     def _about_bytes(self) -> list[str]:
@@ -236,15 +242,17 @@ class DeMo(ReplicaSync):
             )
         return notices
 
+    @override
     def outer_state(self) -> dict[str, Any]:
-        """See ReplicaSync.outer_state: this worker's momentum, in the order of its blocks."""
+        """This worker's momentum, in the order of its blocks."""
         return {"local_momentum": self.momentum.vector.clone()}
 
+    @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
-        """See ReplicaSync.load_outer_state."""
         self.momentum.vector.copy_(state["local_momentum"])
 
     @classmethod
+    @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: each goes on from the mean of the momenta."""
+        """Each goes on from the mean of the momenta."""
         return outer

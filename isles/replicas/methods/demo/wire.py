@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.codecs import Codec, codec
 from isles.comm.codecs.sign import Sign
@@ -30,18 +31,18 @@ class Bits(Codec):
 
     name = "bits"
 
+    @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """See Codec.wire_bytes."""
         return -(-elements // 8)
 
+    @override
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec.encode."""
         wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8)
         Sign().pack(x, wire)
         return wire
 
+    @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """See Codec.decode."""
         out = torch.empty(8 * len(wire))
         Sign().unpack(wire, out)
         return out[:elements].to(dtype)

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from isles.comm.codecs import CODECS, Form, codec
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import Factors
@@ -131,14 +133,14 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 class DiLoCoX(OuterSync):
-    """See the module. All workers leave each boundary with equal anchors."""
+    """All workers leave each boundary with equal anchors."""
 
     Config = DiLoCoXConfig
     config: DiLoCoXConfig
     cadence: EveryH
 
+    @override
     def compose(self) -> Composition:
-        """See OuterSync.compose."""
         config = self.config
         form = config.form([share.shape for share in self.shares])
         self.adaptive = None
@@ -159,8 +161,8 @@ class DiLoCoX(OuterSync):
             feedback=feedback(config.error_feedback, config.feedback_decay),
         )
 
+    @override
     def adapt(self) -> None:
-        """See OuterSync.adapt."""
         (fragment,) = self.fragments
         form = self.parts.codec
         if isinstance(form, LowRank) and self.config.rounds_averaged and fragment.rounds > form.start:
@@ -183,28 +185,29 @@ class DiLoCoX(OuterSync):
         ]
         return adaptive.every(rank)
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """See ReplicaSync.gauges: also the rank of the last round, and the inner steps of this one."""
+        """Also the rank of the last round, and the inner steps of this one."""
         if self.adaptive is None:
             return super().gauges()
         return {**super().gauges(), "rank": self.adaptive.last, "sync_every": self.cadence.sync_every}
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         notices = super().advise(steps)
         if self.adaptive is not None:
             notices.append("bytes and rounds are those of the first rank and H; both adapt (window = 0 keeps them)")
         return notices
 
+    @override
     def outer_state(self) -> dict[str, Any]:
-        """See ReplicaSync.outer_state."""
         seen: Sequence[float] = () if self.adaptive is None else self.adaptive.seen
         cadence = {"sync_every": self.cadence.sync_every, "origin": self.cadence.origin}
         last = 0 if self.adaptive is None else self.adaptive.last
         return {**super().outer_state(), "seen": list(seen), "rank": last, "cadence": cadence}
 
+    @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
-        """See ReplicaSync.load_outer_state."""
         super().load_outer_state(state)
         self.cadence = replace(self.cadence, **state["cadence"])
         if self.adaptive is not None:

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import Stamp, pattern, working_bytes
@@ -78,7 +79,7 @@ class ISTConfig(MethodConfig):
 
 
 class IST(ReplicaSync):
-    """See the module. One worker alone trains to the bit as without it. The inner optimizer must not have stepped yet;
+    """One worker alone trains to the bit as without it. The inner optimizer must not have stepped yet;
     after `consolidate` there is nothing narrow left to step.
     """
 
@@ -116,27 +117,29 @@ class IST(ReplicaSync):
         self.merged = 0  # inner steps done at the last merge
         self._consolidated = False
 
+    @override
     def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
-        """See ReplicaSync.step. ValueError after `consolidate`."""
+        """ValueError after `consolidate`."""
         if self._consolidated:
             raise ValueError("the model was consolidated and is no subnet any more: wrap it anew to train on")
         return super().step(closure, scaler=scaler)
 
     @torch.no_grad()
+    @override
     def after_inner_step(self) -> None:
-        """See ReplicaSync.after_inner_step."""
         if self.steps % self.config.sync_every == 0:
             self._next_round()
 
     @torch.no_grad()
+    @override
     def finish(self) -> None:
-        """See ReplicaSync.finish."""
         if self.merged < self.steps:
             self._next_round()
 
     @torch.no_grad()
+    @override
     def consolidate(self) -> nn.Module:
-        """See ReplicaSync.consolidate: the full model, in place of the subnet, scaled as `eval_scale` says."""
+        """The full model, in place of the subnet, scaled as `eval_scale` says."""
         if not self._consolidated:
             super().consolidate()
             self.subnet.set_values(self._full("control"))
@@ -144,8 +147,9 @@ class IST(ReplicaSync):
         return self.model
 
     @contextmanager
+    @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """See ReplicaSync.evaluation_weights: the full model of this moment, scaled as `eval_scale` says. All workers
+        """The full model of this moment, scaled as `eval_scale` says. All workers
         must come here together: the parts travel.
         """
         if self._consolidated:
@@ -161,12 +165,14 @@ class IST(ReplicaSync):
                 for parameter, before in zip(self.shares, shared, strict=True):
                     parameter.data.copy_(before)
 
+    @override
     def opening_exchanges(self) -> list[PlannedExchange]:
-        """See ReplicaSync.opening_exchanges: the full model travels once."""
+        """The full model travels once."""
         return self._opening
 
+    @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """See ReplicaSync.schedule. merge: units to their keepers; average: what all hold; divide: units to their next
+        """Merge: units to their keepers; average: what all hold; divide: units to their next
         holders.
         """
         size, every = self.group.size, self.config.sync_every
@@ -189,12 +195,13 @@ class IST(ReplicaSync):
         """Bytes between each holder and each keeper."""
         return tuple(map(tuple, self.store.messages(round).fill_diagonal_(0).tolist()))
 
+    @override
     def rhythm(self, steps: int) -> Rhythm:
-        """See ReplicaSync.rhythm: one round sends about as much as another."""
+        """One round sends about as much as another."""
         return Rhythm(0, self.config.sync_every)
 
+    @override
     def memory(self) -> list[Held]:
-        """See ReplicaSync.memory."""
         flat, size, rank = FlatParameters(self.shares), self.group.size, self.group.rank
         between = self.store.messages(0)
         pieces = int(between[rank].sum() + between[:, rank].sum())
@@ -205,28 +212,30 @@ class IST(ReplicaSync):
             Held("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
         ]
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """See ReplicaSync.gauges: the round, and 32 bits of the hash of who holds what: equal on all workers."""
+        """The round, and 32 bits of the hash of who holds what: equal on all workers."""
         return {"round": self.round, "division": self.division.digest(self.round) % 2**32}
 
+    @override
     def advise(self, steps: int) -> list[str]:
-        """See ReplicaSync.advise."""
         if self.config.sync_every > steps:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
         return [*super().advise(steps), *advice(self.model, self.division)]
 
+    @override
     def outer_state(self) -> dict[str, Any]:
-        """See ReplicaSync.outer_state."""
         return {"round": self.round, "merged": self.merged, "kept": self.store.state_dict()}
 
+    @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
-        """See ReplicaSync.load_outer_state."""
         self.round, self.merged = state["round"], state["merged"]
         self.store.load_state_dict(state["kept"])
 
     @classmethod
+    @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """See ReplicaSync.regrouped: refused."""
+        """Refused."""
         raise ValueError(
             "a subnet of IST is as narrow as there are workers, so another number of them changes every shape: resume "
             "with as many, or begin a new run with run.start = a finished one"
