@@ -84,8 +84,9 @@ def forms(world: Mesh, names: tuple[str, str], lengths: tuple[int, int]) -> Any:
 
 
 def test_another_codec_is_noticed() -> None:
-    """Although int8 and int8:stochastic are as long. Another length: on the virtual backend only, for on gloo a message that is
-    longer than its receive may end the process before its header is read."""
+    """Although int8 and int8:stochastic are as long. Another length: on the virtual backend only, for on gloo a message
+    that is longer than its receive may end the process before its header is read.
+    """
     told = "diverged at step 7: it exchanges something else: another length, codec or part"
     for run, names, lengths in (
         (isles.run_local, ("int8", "int8:stochastic"), (4096, 4096)),
