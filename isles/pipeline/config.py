@@ -16,9 +16,16 @@ class PipelineConfig:
     """Workers in a row that hold a replica's blocks, a part each; 1: every worker holds the whole model."""
     microbatches: int = 4
     """Into how many a replica's batch is cut; more keep the stages busier, on smaller products."""
-    routing: Literal["fixed", "random"] = "fixed"
+    routing: Literal["fixed", "random", "skippipe"] = "fixed"
     """Which way they go: "fixed" through their own replica's stages; "random" at every boundary to a replica drawn for
-    each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step.
+    each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step;
+    "skippipe" by the paths of a plan, which leave out stages and exchange them.
+    """
+    plan: str = ""
+    """With routing = "skippipe": the file that `isles pipeline plan` wrote."""
+    gradients: Literal["global", "visits"] = "global"
+    """With routing = "skippipe": the gradient of a stage is that of the mean loss over all microbatches ("global"), or
+    the mean over those that visit it ("visits").
     """
     loss_at: Literal["auto", "last", "origin"] = "auto"
     """Where the loss is computed: "last" stage; or "origin", where the text is, which a model needs whose embedding is
@@ -50,6 +57,7 @@ class PipelineConfig:
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
         in_flight(self.in_flight, 1, self.stages)  # refuses what it does not know
+        self._check_routing()
         if self.stages == 1:
             self._refuse_idle_settings()
         if self.cut and len(self.cut) != self.stages - 1:
@@ -57,6 +65,26 @@ class PipelineConfig:
                 f"cut = {list(self.cut)}: {self.stages} stages begin at {self.stages - 1} blocks after the first; name "
                 "as many, or leave it out"
             )
+
+    def _check_routing(self) -> None:
+        if self.routing != "skippipe":
+            for key, value, unset in (("plan", self.plan, ""), ("gradients", self.gradients, "global")):
+                if value != unset:
+                    raise ValueError(f'{key} = "{value}" acts with routing = "skippipe" only: set that, or leave it out')
+            return
+        if not self.plan:
+            raise ValueError('routing = "skippipe" wants plan = "plan.json", a file of `isles pipeline plan`')
+        if self.loss_at == "last":
+            raise ValueError('loss_at = "last": with a plan the loss is computed at the origin; leave it out')
+        if self.in_flight != "auto":
+            raise ValueError(f"in_flight = {self.in_flight!r}: a plan says how many a node holds; leave it out")
+
+    @property
+    def neighbours(self) -> int:
+        """Workers in a row that reach each other over world.inner_links: the stages of a replica; with a plan none, for
+        its nodes lie where its links say.
+        """
+        return self.stages if self.together and self.routing != "skippipe" else 1
 
     def _refuse_idle_settings(self) -> None:
         for field in fields(self):

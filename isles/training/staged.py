@@ -20,17 +20,21 @@ from isles.models.config import ModelConfig
 from isles.models.cuts import decoder_costs
 from isles.models.factory import DTYPES
 from isles.models.stages import Stage, check_stages, decoder_stage
+from isles.network.routing.plan import as_json
 from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
+from isles.replicas.start import same_settings
 from isles.replicas.sync import ReplicaSync
+from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 
 
 def planned_cut(config: Config) -> Cut:
-    """Where the model of `config` is cut; ValueError as `cut_of`."""
+    """Where the model of `config` is cut; ValueError as `cut_of`, or where a plan cuts it elsewhere."""
     costs = decoder_costs(config.model.shape()) if config.model.own is None else None
-    pipeline = config.pipeline
-    return cut_of(sketch(config.model), pipeline.stages, costs=costs, cut=pipeline.cut, loss_at=pipeline.loss_at)
+    pipeline, plan = config.pipeline, plan_of(config.pipeline)
+    where, at = (pipeline.cut, pipeline.loss_at) if plan is None else (pipeline.cut or plan.cuts or (), "origin")
+    return cut_of(sketch(config.model), pipeline.stages, costs=costs, cut=where, loss_at=at)
 
 
 def build_stage(config: Config, cut: Cut, stage: int, rank: int) -> Stage:
@@ -66,6 +70,9 @@ class Staged:
     def __init__(self, config: Config, world: Mesh, cut: Cut, optimizer: ReplicaSync, autocast: Context) -> None:
         context, vocab = limits(config.model)
         self._config, self._world, self._optimizer = config, world, optimizer
+        plan = plan_of(config.pipeline)
+        if plan is not None:
+            same_settings(world.world, as_json(plan))  # every machine reads a file of its own
         self._pipeline = Pipeline(
             cast(Stage, optimizer.model),
             world,
@@ -77,10 +84,11 @@ class Staged:
             autocast=autocast,
             seed=config.run.seed,
             config=config.pipeline,
+            plan=plan,
         )
         self.reads = self._pipeline.reads
 
-    def run(self, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         return self._pipeline.step(next(iter(batches), None), self._optimizer.steps + 1)
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:

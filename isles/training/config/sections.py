@@ -20,6 +20,7 @@ from isles.network.pauses import Pauses
 from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
+from isles.training.config.planned import check_plan, plan_of
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
@@ -224,14 +225,17 @@ class Config:
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
     def _check_pipeline(self) -> None:
-        stages, world = self.pipeline.stages, self.world
-        if world.workers % (stages * world.inner):
+        stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
+        if plan is not None:
+            check_plan(plan, self)
+        elif world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        sequences = self.data.batch_size_per_worker(world.workers // stages)
+        readers = world.workers // stages if plan is None else len(plan.problem.origins)
+        sequences = self.data.batch_size_per_worker(readers)
         if sequences % self.pipeline.microbatches:
             raise ValueError(
                 f"pipeline.microbatches = {self.pipeline.microbatches} does not divide a replica's batch of "

@@ -1,0 +1,64 @@
+"""`pipeline.routing = "skippipe"`: whether the rest of a configuration can be run by its plan. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isles.errors import in_section
+from isles.network.named import links
+from isles.network.routing.delays import fingerprint
+from isles.network.routing.plan import PipelinePlan, read_plan
+from isles.pipeline.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
+
+_STEPS_WAITED = 5
+"""Of a plan's steps, before somebody who is silent counts as lost: its last microbatch may come at the step's end."""
+
+
+def plan_of(pipeline: PipelineConfig) -> PipelinePlan | None:
+    """The plan of a run; None where its routing has none. ValueError as `read_plan`."""
+    if pipeline.routing != "skippipe":
+        return None
+    try:
+        return read_plan(pipeline.plan)
+    except ValueError as error:
+        raise ValueError(in_section("pipeline", f"plan = {error}", ["plan"])) from None
+
+
+def longest_wait(plan: PipelinePlan) -> float:
+    """Seconds that nodes of a plan wait for each other at least."""
+    return _STEPS_WAITED * plan.step_seconds
+
+
+def check_plan(plan: PipelinePlan, config: Config) -> None:
+    """ValueError, one line that names the key, where the plan is for something else than the run."""
+    pipeline, world, problem = config.pipeline, config.world, plan.problem
+    plan.refuse(workers=world.workers)
+    if config.method != "ddp":
+        raise ValueError(
+            f'replicas.method = "{config.method}": the nodes of a stage share the gradient of each step of a plan; '
+            'choose "ddp"'
+        )
+    if len(problem.stages) != pipeline.stages:
+        raise ValueError(
+            f"pipeline.stages = {pipeline.stages}: the plan has {len(problem.stages)}; set it to that, or plan again"
+        )
+    own = problem.memory * problem.waves
+    if pipeline.microbatches != own:
+        raise ValueError(
+            f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
+            f"{problem.memory} x waves {problem.waves}); set it to that"
+        )
+    if pipeline.cut:
+        plan.refuse(cuts=pipeline.cut)
+    if world.inner > 1:
+        raise ValueError(f"world.inner = {world.inner}: the nodes of a plan are single workers; leave it out")
+    if world.is_simulated:
+        plan.refuse(links=fingerprint(links(world.links), world.workers))
+        if world.step_seconds != type(world).step_seconds:
+            raise ValueError(
+                f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
+                "with world.step_factors who is slower than planned"
+            )
