@@ -70,7 +70,9 @@ class PipelineConfig:
         if self.routing != "skippipe":
             for key, value, unset in (("plan", self.plan, ""), ("gradients", self.gradients, "global")):
                 if value != unset:
-                    raise ValueError(f'{key} = "{value}" acts with routing = "skippipe" only: set that, or leave it out')
+                    raise ValueError(
+                        f'{key} = "{value}" acts with routing = "skippipe" only: set that, or leave it out'
+                    )
             return
         if not self.plan:
             raise ValueError('routing = "skippipe" wants plan = "plan.json", a file of `isles pipeline plan`')

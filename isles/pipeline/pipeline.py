@@ -88,7 +88,8 @@ class Pipeline:
     model: the whole, of which this worker's stage is taken; or a stage, with the `cut` that it comes from. batch_size:
     sequences of a replica's batch, of `context` targets each. vocab: token ids (None: not known, so they travel in 4
     bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths of routing = "skippipe",
-    over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over `world.outer` afterwards. quiet: `lambda: optimizer.no_sync()` where
+    over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over `world.outer` afterwards.
+    quiet: `lambda: optimizer.no_sync()` where
     workers inside a stage share its gradients. autocast: entered around forward passes. seed: of random routes.
 
     ValueError for a model that cannot be cut, or a batch that does not divide.
@@ -150,8 +151,8 @@ class Pipeline:
     def step(self, batch: Tensor | None, number: int | None = None) -> Tensor | None:
         """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that
         of the mean loss over a replica's batch. batch: (batch_size, context + 1) int64 where this worker reads. number:
-        of the step, from 1; None: one more than the last. Returns the mean loss of what came by, nats; None where nothing
-        did.
+        of the step, from 1; None: one more than the last. Returns the mean loss of what came by, nats; None where
+        nothing did.
 
         PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
         """

@@ -31,7 +31,8 @@ def wrapped(
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
     `group` is then across them. peers: the stages of its replica, where `model` is one of several. manage: what is put
     around the inner optimizer of a model. everyone: all workers, where a plan gives stages unequal numbers of them; the
-    `group` is then the holders of this worker's stage. ValueError, with the key, where the run cannot mean what they say.
+    `group` is then the holders of this worker's stage. ValueError, with the key, where the run cannot mean what they
+    say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     try:

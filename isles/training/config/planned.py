@@ -35,7 +35,7 @@ def longest_wait(plan: PipelinePlan) -> float:
 def check_plan(plan: PipelinePlan, config: Config) -> None:
     """ValueError, one line that names the key, where the plan is for something else than the run."""
     pipeline, world, problem = config.pipeline, config.world, plan.problem
-    plan.refuse(workers=world.workers)
+    _refuse_others(plan, config)
     if config.method != "ddp":
         raise ValueError(
             f'replicas.method = "{config.method}": the nodes of a stage share the gradient of each step of a plan; '
@@ -51,14 +51,23 @@ def check_plan(plan: PipelinePlan, config: Config) -> None:
             f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
             f"{problem.memory} x waves {problem.waves}); set it to that"
         )
-    if pipeline.cut:
-        plan.refuse(cuts=pipeline.cut)
     if world.inner > 1:
         raise ValueError(f"world.inner = {world.inner}: the nodes of a plan are single workers; leave it out")
-    if world.is_simulated:
-        plan.refuse(links=fingerprint(links(world.links), world.workers))
-        if world.step_seconds != type(world).step_seconds:
-            raise ValueError(
-                f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
-                "with world.step_factors who is slower than planned"
-            )
+    if world.is_simulated and world.step_seconds != type(world).step_seconds:
+        raise ValueError(
+            f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say with "
+            "world.step_factors who is slower than planned"
+        )
+
+
+def _refuse_others(plan: PipelinePlan, config: Config) -> None:
+    """ValueError where the plan is for other workers, links or cuts."""
+    world = config.world
+    try:
+        plan.refuse(workers=world.workers)
+        if world.is_simulated:
+            plan.refuse(links=fingerprint(links(world.links), world.workers))
+        if config.pipeline.cut and len(config.pipeline.cut) == len(plan.problem.stages) - 1:
+            plan.refuse(cuts=config.pipeline.cut)
+    except ValueError as error:
+        raise ValueError(f"pipeline.plan = {config.pipeline.plan}: {error}") from None
