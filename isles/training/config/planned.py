@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from isles.errors import in_section
-from isles.network.named import links
+from isles.network.named import links as named
 from isles.network.routing.delays import fingerprint
 from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.pipeline.config import PipelineConfig
-
-if TYPE_CHECKING:
-    from isles.training.config.sections import Config
 
 _STEPS_WAITED = 5
 """Of a plan's steps, before somebody who is silent counts as lost: its last microbatch may come at the step's end."""
@@ -32,42 +27,33 @@ def longest_wait(plan: PipelinePlan) -> float:
     return _STEPS_WAITED * plan.step_seconds
 
 
-def check_plan(plan: PipelinePlan, config: Config) -> None:
-    """ValueError, one line that names the key, where the plan is for something else than the run."""
-    pipeline, world, problem = config.pipeline, config.world, plan.problem
-    _refuse_others(plan, config)
-    if config.method != "ddp":
+def check_plan(
+    plan: PipelinePlan, pipeline: PipelineConfig, *, method: str, workers: int, inner: int, links: str | None
+) -> None:
+    """ValueError, one line that names the key, where the plan is for something else than the run. inner: workers of an
+    island. links: the network's name; None where it is as it is.
+    """
+    try:
+        plan.refuse(workers=workers)
+        if links is not None:
+            plan.refuse(links=fingerprint(named(links), workers))
+        if pipeline.cut and len(pipeline.cut) == len(plan.problem.stages) - 1:
+            plan.refuse(cuts=pipeline.cut)
+    except ValueError as error:
+        raise ValueError(f"pipeline.plan = {pipeline.plan}: {error}") from None
+    problem, own = plan.problem, plan.problem.memory * plan.problem.waves
+    if method != "ddp":
         raise ValueError(
-            f'replicas.method = "{config.method}": the nodes of a stage share the gradient of each step of a plan; '
-            'choose "ddp"'
+            f'replicas.method = "{method}": the nodes of a stage share the gradient of each step of a plan; choose "ddp"'
         )
     if len(problem.stages) != pipeline.stages:
         raise ValueError(
             f"pipeline.stages = {pipeline.stages}: the plan has {len(problem.stages)}; set it to that, or plan again"
         )
-    own = problem.memory * problem.waves
     if pipeline.microbatches != own:
         raise ValueError(
             f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
             f"{problem.memory} x waves {problem.waves}); set it to that"
         )
-    if world.inner > 1:
-        raise ValueError(f"world.inner = {world.inner}: the nodes of a plan are single workers; leave it out")
-    if world.is_simulated and world.step_seconds != type(world).step_seconds:
-        raise ValueError(
-            f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say with "
-            "world.step_factors who is slower than planned"
-        )
-
-
-def _refuse_others(plan: PipelinePlan, config: Config) -> None:
-    """ValueError where the plan is for other workers, links or cuts."""
-    world = config.world
-    try:
-        plan.refuse(workers=world.workers)
-        if world.is_simulated:
-            plan.refuse(links=fingerprint(links(world.links), world.workers))
-        if config.pipeline.cut and len(config.pipeline.cut) == len(plan.problem.stages) - 1:
-            plan.refuse(cuts=config.pipeline.cut)
-    except ValueError as error:
-        raise ValueError(f"pipeline.plan = {config.pipeline.plan}: {error}") from None
+    if inner > 1:
+        raise ValueError(f"world.inner = {inner}: the nodes of a plan are single workers; leave it out")

@@ -17,6 +17,7 @@ from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
+from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
@@ -224,10 +225,26 @@ class Config:
         """Copies of the model that the workers make up."""
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
+    def _check_plan(self, plan: PipelinePlan) -> None:
+        world = self.world
+        check_plan(
+            plan,
+            self.pipeline,
+            method=self.method,
+            workers=world.workers,
+            inner=world.inner,
+            links=world.links if world.is_simulated else None,
+        )
+        if world.is_simulated and world.step_seconds != type(world).step_seconds:
+            raise ValueError(
+                f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
+                "with world.step_factors who is slower than planned"
+            )
+
     def _check_pipeline(self) -> None:
         stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
         if plan is not None:
-            check_plan(plan, self)
+            self._check_plan(plan)
         elif world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
