@@ -22,7 +22,7 @@ GradientScale = Literal["global", "visits"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSteps:
+class PlannedRoutes:
     """How steps of `plan` run in a pipeline's group of `ranks`, in its order."""
 
     plan: PipelinePlan

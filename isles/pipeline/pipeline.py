@@ -32,7 +32,7 @@ from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Context, Executor, Ways
-from isles.pipeline.partial import PlannedSteps
+from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
@@ -140,7 +140,7 @@ class Pipeline:
         router = _router(self.config, replicas, stages, home=self.cut.home, seed=seed)
         microbatches = self.config.microbatches
         if plan is not None:
-            steps = PlannedSteps(plan=plan, ranks=world.pipeline.ranks)
+            steps = PlannedRoutes(plan=plan, ranks=world.pipeline.ranks)
             router, microbatches = steps.router, plan.problem.microbatches
             ways = steps.ways(self.config.order, self.config.gradients, recompute=self.config.recompute)
         self.executor = Executor(

@@ -24,7 +24,7 @@ from isles.models.twins import sharing
 from isles.training.config.sections import Config
 from isles.training.staged import planned_cut
 
-Order = tuple[int, ...]
+StageOrder = tuple[int, ...]
 _SEED = 0
 _MOST_ORDERS = 12
 """Judged for one point of a curve: all where there are no more, else so many drawn."""
@@ -38,7 +38,9 @@ def stages_of(config: Config, model: nn.Module) -> Sequence[Piece]:
     return pieces(range(1, layers), layers, loss_at_origin=False)
 
 
-def asked_order(stages: int, *, drop: Sequence[int] = (), leave: int | None = None, order: Sequence[int] = ()) -> Order:
+def asked_order(
+    stages: int, *, drop: Sequence[int] = (), leave: int | None = None, order: Sequence[int] = ()
+) -> StageOrder:
     """The stages that run: all but `drop`; those up to `leave`; or `order`. ValueError, with the option, for what is no
     order of `stages` stages, or for several wishes at once.
     """
@@ -92,7 +94,7 @@ class CurvePoint:
         return sum(self.losses) / len(self.losses)
 
 
-def curves(stages: int, loss: Callable[[Order], float]) -> list[CurvePoint]:
+def curves(stages: int, loss: Callable[[StageOrder], float]) -> list[CurvePoint]:
     """What dropping, exchanging and leaving early cost, by number of stages. loss: of an order of stages."""
     orders = {
         "dropped": [dropped(stages, count) for count in range(stages)],
@@ -106,7 +108,7 @@ def curves(stages: int, loss: Callable[[Order], float]) -> list[CurvePoint]:
     ]
 
 
-def dropped(stages: int, count: int) -> list[Order]:
+def dropped(stages: int, count: int) -> list[StageOrder]:
     """Orders without `count` of the stages after the first: all of them, or some that are drawn."""
     later = range(1, stages)
     if comb(stages - 1, count) <= _MOST_ORDERS:
@@ -117,7 +119,7 @@ def dropped(stages: int, count: int) -> list[Order]:
     return [tuple(stage for stage in range(stages) if stage not in out) for out in left_out]
 
 
-def exchanged(stages: int, count: int) -> list[Order]:
+def exchanged(stages: int, count: int) -> list[StageOrder]:
     """Orders in which `count` pairs of neighbours after the first stage are exchanged; no stage is in two of them."""
     starts = [
         pairs
@@ -135,8 +137,8 @@ def exchanged(stages: int, count: int) -> list[Order]:
     return made
 
 
-def _different(draw: Callable[[], Order]) -> list[Order]:
-    found: dict[Order, None] = {}
+def _different(draw: Callable[[], StageOrder]) -> list[StageOrder]:
+    found: dict[StageOrder, None] = {}
     while len(found) < _MOST_ORDERS:
         found.setdefault(draw())
     return list(found)

@@ -44,7 +44,8 @@ def check_plan(
     problem, own = plan.problem, plan.problem.memory * plan.problem.waves
     if method != "ddp":
         raise ValueError(
-            f'replicas.method = "{method}": the nodes of a stage share the gradient of each step of a plan; choose "ddp"'
+            f'replicas.method = "{method}": the nodes of a stage share the gradient of each step of a plan; choose '
+            '"ddp"'
         )
     if len(problem.stages) != pipeline.stages:
         raise ValueError(
