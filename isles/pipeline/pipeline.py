@@ -34,6 +34,7 @@ from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Context, Executor, Ways
 from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.routers.base import Router
+from isles.pipeline.routers.exchanged import ExchangedRouter
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
 from isles.pipeline.wire import StageForm
@@ -177,6 +178,8 @@ class Pipeline:
 
 
 def _router(config: PipelineConfig, replicas: int, stages: int, *, home: bool, seed: int) -> Router:
+    if config.stage_loss and config.recovery == "checkfree+":
+        return ExchangedRouter(replicas, stages, config.microbatches)
     if config.routing == "random":
         return RandomRouter(replicas, stages, config.microbatches, home, seed)
     return FixedRouter(replicas, stages, config.microbatches, home)

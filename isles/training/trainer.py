@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.pipeline import Cut
+from isles.pipeline.recovery import Recovery
 from isles.schema import Metrics
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
@@ -41,7 +42,14 @@ from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
-from isles.training.staged import Staged, build_stage, hold_against_whole, planned_cut, told_by_first
+from isles.training.staged import (
+    Staged,
+    build_stage,
+    hold_against_whole,
+    planned_cut,
+    recovery_of,
+    told_by_first,
+)
 from isles.training.step import Step, Whole
 from isles.training.text import Text
 
@@ -81,6 +89,7 @@ class Trainer:
             if cut is None
             else Staged(config, world, cut, self.optimizer, self.autocast)
         )
+        self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0
         self.training_seconds = 0.0
         self.clock_before = 0.0
@@ -138,6 +147,7 @@ class Trainer:
             "model": self.optimizer.weights(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "recovery": None if self.recovery is None else self.recovery.state_dict(),
             "loader": None if self.text is None else self.text.state_dict(),
             "tokens": self.tokens,
             "losses": torch.stack(self.losses) if self.losses else None,
@@ -160,6 +170,8 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        if self.recovery is not None:
+            self.recovery.load_state_dict(state["recovery"])
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]
@@ -183,12 +195,23 @@ class Trainer:
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
+        if self.recovery is not None:
+            self._mend(self.recovery)
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses += losses
         after = transport.now()
         self.training_seconds += after - before - (transport.away_seconds - away)
         self.timeline.step(before, after)
+
+    def _mend(self, recovery: Recovery) -> None:
+        """Lose and mend stages, where that is asked for."""
+        lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
+        self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
+        if self.world.rank == 0:
+            for stage in lost:
+                told = f'stage {stage} was lost after inner step {self.optimizer.steps}, mended by "{recovery.kind}"'
+                self.world.report({"notice": told})
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
         """WorkerFailed where a loss of the inner steps up to `last` is no number any more."""

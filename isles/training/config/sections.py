@@ -258,6 +258,11 @@ class Config:
                 f"pipeline.microbatches = {self.pipeline.microbatches} does not divide a replica's batch of "
                 f"{sequences} sequences: choose a divisor, or another data.batch_size"
             )
+        if self.pipeline.stage_loss and self.method not in ("none", "ddp"):
+            raise ValueError(
+                f'pipeline.stage_loss with replicas.method = "{self.method}": what it keeps of a stage would have to '
+                'follow; choose "none" or "ddp"'
+            )
         if self.inner.accumulation > 1:
             raise ValueError(
                 f"inner.accumulation = {self.inner.accumulation}: with stages a batch is cut into microbatches anyway; "
