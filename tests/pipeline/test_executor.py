@@ -12,6 +12,7 @@ import torch
 import isles
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
+from tests.gloo import run_gloo
 from tests.pipeline import workers
 from tests.pipeline.workers import SEQUENCES, SHAPE, Cell
 
@@ -74,7 +75,7 @@ ON_GLOO = [Cell(2, 1, 4), Cell(2, 2, 3, "random"), Cell(3, 2, 4, "random", home=
 
 
 def test_gloo_computes_the_same_bits_and_sends_the_same_bytes() -> None:
-    real = isles.run_local(workers.train, 6, args=(ON_GLOO,))
+    real = run_gloo(workers.train, 6, args=(ON_GLOO,))
     for number, cell in enumerate(ON_GLOO):
         for position, steps in enumerate(virtual(cell)):
             for ours, theirs in zip(real[position][number], steps, strict=True):
