@@ -1,4 +1,4 @@
-"""For all tests: what importing and collecting them made stays to the end, so the garbage collector need not walk it."""
+"""For all tests: what collecting them made stays to the end, so the garbage collector need not walk it."""
 
 from __future__ import annotations
 

@@ -164,9 +164,7 @@ def test_early_updates_are_never_slower() -> None:
     assert plans[1].step <= plans[0].step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("units", "equal"), [(40, True), (12, False), pytest.param(40, False, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("units", "equal"), [(40, True), (12, False), pytest.param(40, False, marks=pytest.mark.long)])
 def test_many_blocks(units: int, equal: bool) -> None:
     """Seconds are not asserted here; benchmarks/memory.py prints them."""
     rng = random.Random(9)
