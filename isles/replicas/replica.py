@@ -24,7 +24,7 @@ from isles.comm.tags import Channel
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.schedule import Held
 from isles.replicas.start import same_settings
-from isles.wrapping import Deferred
+from isles.wrapping import Deferred, fresh_state, innermost
 
 COMPARED = "weights and their mean"
 """The memory of a comparison of replicas; workers of one replica are not compared."""
@@ -107,6 +107,14 @@ class Replica(ABC):
     @abstractmethod
     def catch_up(self) -> None:
         """Called before somebody reads or writes weights or inner state: all steps so far are in them."""
+
+    def is_sound(self) -> bool:
+        """Whether the weights are finite that no share of this worker tells of, but all workers of the replica have."""
+        return True
+
+    @abstractmethod
+    def forget_moments(self) -> None:
+        """Fresh inner state, as before the first step."""
 
     # The replica's other workers.
 
@@ -283,6 +291,10 @@ class Plain(Replica):
     def catch_up(self) -> None:
         if self._deferred is not None:
             self._deferred.catch_up()
+
+    def forget_moments(self) -> None:
+        self.catch_up()
+        fresh_state(innermost(self.inner))
 
     def total(self, own: Tensor, channel: Channel) -> Tensor:
         return own if self.peers is None else summed(self.peers, own, channel)
