@@ -335,7 +335,13 @@ class Plain(Replica):
         return 0 if self.peers is None else _ANSWER_BYTES * len(self.peers.others)  # the hash of `begin`
 
     def _gradients(self) -> list[Tensor]:
-        return [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        gradients = [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise ValueError(
+                "a gradient is sparse, and torch has no norm of it: make its layer with sparse=False, or "
+                "leave out max_norm"
+            )
+        return gradients
 
     def _break_together(self) -> None:
         """Leave no worker of the replica a finite gradient where one has none: their scalers then skip the same step

@@ -27,8 +27,8 @@ _MAGIC_BITS = 40
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where a member is: its inner step and the 64-bit hash of its anchor (0: not compared). broken: what it sends is
-    not to be used by anyone.
+    """Where a member is: its inner step and the 64-bit hash of its anchor, or of what else must be equal (0: not
+    compared). broken: what it sends is not to be used by anyone.
     """
 
     step: int
@@ -77,7 +77,8 @@ class Headers:
             if form != self.form:
                 raise Diverged(peer, here.step, "it exchanges something else: another length, codec or part")
             if digest != here.digest:
-                raise Diverged(peer, here.step, f"anchor hash {digest:#x} against {here.digest:#x} here")
+                hashes = f"anchor hash {digest:#x} against {here.digest:#x} here"
+                raise Diverged(peer, here.step, f"{hashes} (of gradients: other parameters are frozen)")
             if magic == _MAGIC:
                 usable.append(position)
         return tuple(sorted(usable))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from isles.comm.errors import WorkerFailed
+from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
@@ -294,7 +294,15 @@ class BucketedSync(ReplicaSync):
 
     def _wait(self, bucket: Bucket) -> tuple[int, ...]:
         assert bucket.transfer is not None
-        return bucket.transfer.wait()
+        try:
+            return bucket.transfer.wait()
+        except DeadlinePassed as error:
+            if not bucket.stale:
+                raise
+            raise ValueError(
+                f"{error}, where gradients travel twice: without no_sync() all workers do as many backward passes a "
+                "step; wrap all but the last in `with optimizer.no_sync():`, then each may do its own number"
+            ) from error
 
     def _sent(self, bucket: Bucket, step: int, position: int) -> int:
         return bucket.reduction.sent_bytes(step, self.group.size, position)

@@ -341,7 +341,7 @@ class OuterSync(ReplicaSync):
             self._skipped(fragment, flight.payload.broken)
             if not self.parts.reading.needs_own:
                 fragment.skip()
-                self.replica.spread(fragment.places)
+                self._landed(flight)
                 return
             flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
         elif flight.payload.broken:
@@ -350,6 +350,10 @@ class OuterSync(ReplicaSync):
             fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         if flight.at_rest and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
+        self._landed(flight)
+
+    def _landed(self, flight: Flight) -> None:
+        fragment = flight.fragment
         self.replica.spread(fragment.places)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
