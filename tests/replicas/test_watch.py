@@ -271,7 +271,7 @@ def test_another_format_is_refused(name: str) -> None:
         optimizer = wrap(world, name, model)
         train_step(optimizer, world.rank, 1)
         model.bfloat16()
-        with pytest.raises(ValueError, match="first is bfloat16 now and was float32 .* convert the model before"):
+        with pytest.raises(ValueError, match=r"first is bfloat16 now and was float32 .* convert the model before"):
             train_step(optimizer, world.rank, 2)
 
     run(worker, 1)
