@@ -316,7 +316,6 @@ class ReplicaSync(Wrapping):
         self.settle()
         self.steps = state_dict["steps"]
         self.watch.load_state_dict(state_dict.get("frozen", {}))  # earlier versions kept none
-        self.watch.loaded()
         self.load_inner_state(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
         self.group.traffic.load_state_dict(state_dict["traffic"])
@@ -331,6 +330,7 @@ class ReplicaSync(Wrapping):
 
     def load_inner_state(self, state: Any) -> None:
         """Restore `inner_state`."""
+        self.watch.loaded()
         self.replica.load_inner_state(state)
 
     def weights(self) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ class Watch:
             self._before = self._digest()
 
     def loaded(self) -> None:
-        """The optimizer's own state was loaded: its weights are the model's, or are still to come."""
+        """Something of the optimizer's own state was loaded: weights of the same moment were, or are to come."""
         self._before, self._is_restored = None, True
 
     def state_dict(self) -> dict[str, int]:

@@ -142,9 +142,9 @@ def check(name: str, begins_frozen: bool, strokes: list[tuple[int, Stroke]]) -> 
 
 def week(examples: int) -> Any:
     """The test of so many sequences."""
-    found = settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )(given(WEEKS)(lambda lived: check(*lived)))
+    found = settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))(
+        given(WEEKS)(lambda lived: check(*lived))
+    )
     return seed(20250)(found)
 
 

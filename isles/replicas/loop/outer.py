@@ -205,6 +205,7 @@ class OuterSync(ReplicaSync):
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
+        self.watch.loaded()
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self.flights = []
