@@ -33,7 +33,7 @@ from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
-from isles.replicas.watch import Watch, refuse_unfit
+from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import Wrapping
 
 
@@ -99,7 +99,7 @@ class ReplicaSync(Wrapping):
         refuse_unfit(self.replica.parameters, self.replica.inner)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
-        self.watch = Watch(model, self.replica.parameters)
+        self.watch = ModelWatch(model, self.replica.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))

@@ -18,7 +18,7 @@ from isles.replicas.island.sharded import own_rows
 from isles.wrapping import innermost
 
 
-class Watch:
+class ModelWatch:
     """Of the parameters that are exchanged, in their order."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -93,7 +93,7 @@ class Watch:
 class _Loading:
     """What torch calls before a module's weights are loaded. A copy of the model, saved or deep, tells nobody."""
 
-    def __init__(self, watch: weakref.ref[Watch] | None = None) -> None:
+    def __init__(self, watch: weakref.ref[ModelWatch] | None = None) -> None:
         self._watch = watch
 
     def __call__(self, *_: object) -> None:
