@@ -341,6 +341,12 @@ class ReplicaSync(Wrapping):
         """Restore `weights`. RuntimeError where they are of another model."""
         self.replica.load_weights(weights)
 
+    def take_in(self) -> None:
+        """Weights were loaded past this optimizer on purpose, alike on all workers: the next step does not refuse."""
+        self.watch.loaded()
+        if isinstance(self.inner, ReplicaSync):
+            self.inner.take_in()
+
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""
         return {}
