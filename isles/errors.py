@@ -1,7 +1,8 @@
-"""How Isles words a user's mistake: one line that names the key and the mend."""
+"""How Isles words a user's mistake: one line that names the key and the mend; and how it shows what others wrote."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -19,3 +20,18 @@ def in_section(section: str, message: str, keys: Iterable[str]) -> str:
     """The message with its section in front where it begins with one of the section's keys."""
     first = message.split(maxsplit=1)[0] if message else ""
     return f"{section}.{message}" if first.removesuffix(":") in keys else message
+
+
+def printable(text: str, longest: int = 2000) -> str:
+    """What somebody else wrote, as one line for a terminal: no control or formatting characters (escapes, line breaks,
+    changes of direction, halves of surrogates), no more than `longest` characters.
+    """
+    kept = "".join(_shown(character) for character in text[:longest])
+    return kept + ("..." if len(text) > longest else "")
+
+
+def _shown(character: str) -> str:
+    kind = unicodedata.category(character)
+    if character in "\n\r\t" or kind in ("Zl", "Zp"):
+        return " "
+    return "?" if kind.startswith("C") else character

@@ -23,6 +23,7 @@ from isles.cli import (
     report,
     resume,
     simulate,
+    token,
     torchrun,
     train,
 )
@@ -45,6 +46,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
+app.command("token")(token.token)
 app.add_typer(experts.app, name="experts")
 app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")

@@ -21,6 +21,10 @@ from isles.cli.loading import loading
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
+TokenText = Annotated[
+    str | None,
+    typer.Option("--token", metavar="TOKEN|@FILE", help="The run's secret, shown by node 0. Or ISLES_TOKEN."),
+]
 
 if TYPE_CHECKING:
     from isles.launch.nodes import NodeSpec
@@ -46,6 +50,7 @@ def train(
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
+    token: TokenText = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what the run will be: memory, who sends what when, bytes, time.")
     ] = False,
@@ -58,9 +63,10 @@ def train(
     from isles.launch.nodes import NodeSpec
     from isles.schema import backend_of
     from isles.training.config.reading import gather, resolve
+    from isles.training.records.tokens import given_token
     from isles.training.running.server import start_server
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous)
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
     if preset is not None:
         from isles.training.config.presets import preset_file
 

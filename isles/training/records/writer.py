@@ -88,7 +88,7 @@ class Records:
             del self.shards[step]
             seats = sorted(self.left)
             self.node_group.tell({"command": {"commit": step, "seats": seats}})
-            commit(self.config, self.out, step, self.node_group, seats)
+            commit(self.config, self.out, step, seats, self.node_group)
 
     def _lose(self, worker: int) -> None:
         """What waited for `worker` alone waits no more."""
@@ -119,7 +119,7 @@ def write_config(config: Config, out: Path) -> None:
         path.write_text(to_toml(config), encoding="utf-8")
 
 
-def commit(config: Config, out: Path, step: int, node_group: NodeGroup, seats: Sequence[int]) -> None:
+def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_group: NodeGroup) -> None:
     """Make the checkpoint of `step`, which the workers `seats` have all written, exist on this machine."""
     write_config(config, out)
     keep = config.run.keep_checkpoints
