@@ -1,5 +1,5 @@
-"""Who is let into a run at node 0's rendezvous: all that connect are looked at. Who proves that it knows the token is told
-why where it is refused; who does not is told nothing.
+"""Who is let into a run at node 0's rendezvous: all that connect are looked at. Who proves that it knows the token is
+told why where it is refused; who does not is told nothing.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Admission:
                 self.tell(f"node {node} ({link.there}) went away: {error}; waiting for {self.missing_in_words()}")
 
     def reached(self, node: int, seconds: float) -> dict[int, str]:
-        """What that node says within `seconds` of the echoes that it asked for: by node, empty or why there was none."""
+        """What that node says within `seconds` of the echoes that it asked for: by node, empty or why none came."""
         link = self.links[node]
         try:
             said = table(table(link.receive(seconds), "the answer").get("reached"), "reached")

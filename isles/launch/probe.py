@@ -63,7 +63,9 @@ class Findings:
 
 
 def call(host: str, at: int) -> Findings:
-    """The checks with whoever listens at port `at` of `host`. LinkLost with the reason, and the mend where it cannot be reached."""
+    """The checks with whoever listens at port `at` of `host`. LinkLost with the reason, and the mend where it cannot be
+    reached.
+    """
     try:
         link = connect(host, at, PATIENCE)
     except LinkLost as error:
@@ -180,9 +182,9 @@ def _said(hello: Any) -> tuple[str, int, str]:
 def _ping(link: Link) -> float:
     """Median seconds there and back."""
     times = []
-    for number in range(_PINGS):
+    for ping in range(_PINGS):
         start = time.perf_counter()
-        link.send({"ping": number})
+        link.send({"ping": ping})
         link.receive(PATIENCE)
         times.append(time.perf_counter() - start)
     return statistics.median(times)

@@ -8,7 +8,8 @@
                                         <------   node 0's proof, 32 bytes
 
 The node has compared the certificate with the token before it says a word: what it says is for the machine that
-made the token. Challenges are new for every connection, so nothing that was overheard is of use again. Nothing is parsed here.
+made the token. Challenges are new for every connection, so nothing that was overheard is of use again. Nothing is
+parsed here.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _WORKERS = ("event", "held", "done", "error")  # what a launcher passes on, and 
 _LAUNCHERS = ("interrupt", "leaving")
 _ERRORS = ("error", "leaving")
 Check = Callable[[str, Any, Container[int]], Any]
-"""(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises `fields.Unfit`
-where it is not.
+"""(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises
+`fields.Unfit` where it is not.
 """
 _VERDICT = 60.0  # seconds in which node 0 writes down how the run ended
 

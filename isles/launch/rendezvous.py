@@ -10,8 +10,8 @@
                                              <------   {"go": facts} | {"over": error}
 
 `description` is whatever must be the same, or known, everywhere; `agree` says what is wrong with another's. A machine
-that is refused is told why in one line, and node 0 goes on waiting for the right one. Who does not know the token is told
-nothing.
+that is refused is told why in one line, and node 0 goes on waiting for the right one. Who does not know the token is
+told nothing.
 """
 
 from __future__ import annotations

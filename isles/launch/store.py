@@ -1,4 +1,6 @@
-"""The store where workers meet. It listens at one address: torch by itself would listen at all, and asks nobody who he is."""
+"""The store where workers meet. It listens at one address; torch by itself would listen at all of them. It asks nobody
+who he is.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ class LocalWorkers(Workers):
     """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind.
 
     node_group: the machines of the run, of which this is node 0; alone by default. `workers` counts those of all
-    machines. check: of what the other machines say. logs: a folder for what the workers of this machine print; None leaves it on the terminal.
+    machines. check: of what the other machines say. logs: a folder for what the workers of this machine print; None
+    leaves it on the terminal.
     """
 
     def __init__(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from isles.comm import credentials
+from isles.comm.credentials import Credentials
 from isles.comm.errors import (
     CommError,
     DeadlinePassed,
@@ -23,16 +25,14 @@ from isles.comm.errors import (
     from_plain,
     to_plain,
 )
-from isles.comm import credentials
-from isles.comm.credentials import Credentials
 from isles.launch import admission, link, loop, rendezvous
 from isles.launch import workers as local
 from isles.launch.addresses import listen, parse_address
 from isles.launch.link import Link, LinkLost, connect
 from isles.launch.listener import opened
 from isles.launch.nodes import NodeGroup, NodeSpec, split
-from isles.launch.reachable import EchoServer, echo_failure, interface_of
 from isles.launch.proof import connect_as_node
+from isles.launch.reachable import EchoServer, echo_failure, interface_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Links

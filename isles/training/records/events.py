@@ -1,4 +1,4 @@
-"""What the workers of another machine may say, and in which words: the schema of all that goes over a link during a run.
+"""What the workers of another machine may say, and in which words: the schema of what goes over a link during a run.
 
 A machine that has the token is one of the run, but what it says is data: steps are whole numbers of this run, a worker
 speaks for itself alone, texts have no control characters, nothing becomes a path. Anything else is `Unfit`, and its
@@ -30,8 +30,8 @@ _KINDS = ("compute", "away", "blocked", "transfer")
 _CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
 _GAUGES = 64
 _RESULTS = (
-    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "bytes_across", "ddp_bytes", "compute_seconds",
-    "blocked_seconds", "train_seconds", "virtual_seconds", "pipeline_seconds",
+    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "bytes_across", "ddp_bytes",
+    "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds", "pipeline_seconds",
 )  # fmt: skip
 
 

@@ -48,8 +48,9 @@ def make_token() -> Token:
 
 
 def host_credentials(run: Path, given: Token | None) -> tuple[Credentials, bool]:
-    """Those of node 0 of the run in the directory `run`, and whether they were made now, so that nobody has heard of the
-    token. ValueError where the key of the token that was given is not on this machine, or its certificate has expired.
+    """Those of node 0 of the run in the directory `run`, and whether they were made now, so that nobody has heard of
+    the token. ValueError where the key of the token that was given is not on this machine, or its certificate has
+    expired.
     """
     kept = run / CREDENTIALS
     if given is not None and not (kept.exists() and credentials.read(kept).token == given):
@@ -75,7 +76,7 @@ def node_token(run: Path, given: Token | None) -> Token:
         if not kept.exists():
             raise ValueError(f"--token is missing: give the one that node 0 shows, or {VARIABLE}, or --token @FILE")
         return parse_token(f"@{kept}")
-    kept.parent.mkdir(mode=0o700, exist_ok=True)
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     credentials.write_private(kept, str(given).encode("ascii"))
     return given
 

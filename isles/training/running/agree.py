@@ -26,8 +26,8 @@ from isles.training.records.tokens import host_credentials, node_token
 _SHOWN = 3  # differing keys that are named
 _LAST_STEP = 1 << 53
 _OPEN = (
-    "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, or "
-    "in WireGuard (docs/two-machines.md)"
+    "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, "
+    "or in WireGuard (docs/two-machines.md)"
 )
 
 

@@ -107,9 +107,8 @@ def _lead(
         workers = config.world.workers
         store.set("isles/out", str(out))
         node_group.go()
-        pool = Workers(
-            workers, [PipeHandle(0, ours), *node_handles(node_group, workers, Schema(config))], lambda patience: None
-        )
+        others = node_handles(node_group, workers, Schema(config))
+        pool = Workers(workers, [PipeHandle(0, ours), *others], lambda patience: None)
         begun.put((pool, resume, node_group))
         return pool
 
