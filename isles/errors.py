@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -31,7 +30,4 @@ def printable(text: str, longest: int = 2000) -> str:
 
 
 def _shown(character: str) -> str:
-    kind = unicodedata.category(character)
-    if character in "\n\r\t" or kind in ("Zl", "Zp"):
-        return " "
-    return "?" if kind.startswith("C") else character
+    return character if character.isprintable() else " " if character.isspace() else "?"

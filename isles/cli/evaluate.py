@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from isles.cli.options import Trust
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
@@ -16,11 +18,12 @@ def evaluate(
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with multiple-choice questions (HellaSwag, PIQA or ARC layout).")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model."""
     from isles.training.records.saved import load_run
 
-    saved = load_run(run)
+    saved = load_run(run, trust=trust)
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 

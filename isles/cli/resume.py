@@ -11,6 +11,7 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.loading import loading
+from isles.cli.options import Trust
 from isles.cli.train import Node, Nodes, Rendezvous, TokenText
 from isles.cli.train import run as run_with_progress
 
@@ -24,6 +25,7 @@ def resume(
     node: Node = 0,
     rendezvous: Rendezvous = "",
     token: TokenText = None,
+    trust: Trust = False,
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
     from isles.launch.nodes import NodeSpec
@@ -43,7 +45,7 @@ def resume(
     if torchrun.size() is None:
         start_server()
     with loading():
-        ready = prepare(run, workers)
+        ready = prepare(run, workers, trust=trust)
     torchrun.check(ready.config.world.workers)
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):

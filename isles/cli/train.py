@@ -17,6 +17,7 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.loading import loading
+from isles.cli.options import Trust
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -56,6 +57,7 @@ def train(
     ] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
     if (probe or json) and not dry_run:
@@ -75,7 +77,7 @@ def train(
         config = str(preset_file(preset))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
-    tables = gather(config, flags, set_ or [])
+    tables = gather(config, flags, set_ or [], trust=trust)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         start_server()  # it loads torch while this process does
     with loading():
