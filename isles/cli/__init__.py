@@ -13,7 +13,6 @@ from isles.cli import (
     config,
     doctor,
     evaluate,
-    experts,
     export,
     generate,
     memory,
@@ -27,6 +26,7 @@ from isles.cli import (
     torchrun,
     train,
 )
+from isles.cli.experts import commands
 
 app = typer.Typer(
     name="isles",
@@ -47,7 +47,7 @@ app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
-app.add_typer(experts.app, name="experts")
+app.add_typer(commands.app, name="experts")
 app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")
 

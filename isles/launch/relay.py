@@ -30,7 +30,7 @@ _GLANCE = 0.2  # seconds between looks at the link
 _WORKERS = ("event", "held", "done", "error")  # what a launcher passes on, and what it says itself
 _LAUNCHERS = ("interrupt", "leaving")
 _ERRORS = ("error", "leaving")
-Check = Callable[[str, Any, Container[int]], Any]
+MessageCheck = Callable[[str, Any, Container[int]], Any]
 """(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises
 `fields.Unfit` where it is not.
 """
@@ -56,7 +56,7 @@ def order(command: Any) -> Any:
 class NodeHandle:
     """All workers of another machine, on node 0; a WorkerHandle of `isles.launch.processes`."""
 
-    def __init__(self, node: int, ranks: tuple[int, ...], link: Link, check: Check) -> None:
+    def __init__(self, node: int, ranks: tuple[int, ...], link: Link, check: MessageCheck) -> None:
         self.node, self.ranks, self.link, self._check = node, ranks, link, check
         self.lost = False
 

@@ -21,7 +21,7 @@ from isles.comm.errors import WorkerFailed, is_cause
 from isles.comm.transport import Deadlines
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerHandle, WorkerProcesses
-from isles.launch.relay import Check, NodeHandle, ProcessHandle, anything
+from isles.launch.relay import MessageCheck, NodeHandle, ProcessHandle, anything
 from isles.launch.store import open_store
 from isles.launch.worker import WorkerSpec
 
@@ -150,7 +150,7 @@ class LocalWorkers(Workers):
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
         node_group: NodeGroup | None = None,
-        check: Check = anything,
+        check: MessageCheck = anything,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers = {workers}: choose 1 or more")
@@ -164,7 +164,7 @@ class LocalWorkers(Workers):
         super().__init__(workers, [*pool.handles, *node_handles(node_group, workers, check)], pool.end)
 
 
-def node_handles(node_group: NodeGroup, workers: int, check: Check) -> list[NodeHandle]:
+def node_handles(node_group: NodeGroup, workers: int, check: MessageCheck) -> list[NodeHandle]:
     """Node 0's handles to the workers of the other machines. check: of all that these say."""
     shares, kind = node_group.shares(workers), ProcessHandle if node_group.spec.shared_directory else NodeHandle
     return [kind(node, tuple(shares[node]), link, check) for node, link in node_group.links.items()]
