@@ -1,41 +1,16 @@
-"""A run on one machine is heard on loopback alone: nobody else can reach its store or its workers."""
+"""What listens does so at one address, the one that was meant."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 
-import psutil
 import pytest
 
-from isles.comm.mesh import Mesh
 from isles.launch.addresses import listen, own_address
 from isles.launch.store import join_store, open_store
-from isles.launch.workers import LocalWorkers
+from tests.launch.local_workers import heard_at
 
 ALL = ("0.0.0.0", "::")
-
-
-def heard_at(pid: int) -> list[str]:
-    """Addresses at which a process listens, TCP."""
-    return [str(c.laddr.ip) for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-
-
-def listeners(world: Mesh) -> list[str]:
-    """Of this worker, which is connected to the others; a function that workers run."""
-    return heard_at(os.getpid())
-
-
-def test_a_run_on_one_machine_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    before = len(heard_at(os.getpid()))
-    pool = LocalWorkers(listeners, 2)
-    here = heard_at(os.getpid())
-    assert len(here) == before + 1, "the store does not listen: this test sees nothing"
-    workers = pool.join()
-    assert all(workers), "gloo does not listen: this test sees nothing"
-    for address in (*here, *(one for worker in workers for one in worker)):
-        assert ipaddress.ip_address(address).is_loopback, (here, workers)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
