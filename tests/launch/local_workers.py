@@ -101,6 +101,6 @@ def heard_at(pid: int) -> list[str]:
     return [str(one.laddr.ip) for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
 
 
-def listeners(world):
+def listeners(world: Mesh) -> list[str]:
     """Of this worker, which is connected to the others."""
     return heard_at(os.getpid())
