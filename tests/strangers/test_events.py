@@ -18,8 +18,10 @@ from isles.launch import loop
 from isles.launch.fields import Unfit
 from isles.launch.frames import packed
 from isles.launch.link import Link, LinkLost
+from isles.launch.nodes import NodeGroup
 from isles.launch.relay import NodeHandle, order
 from isles.training.records.events import Schema, begun, committed, host_heard
+from isles.training.running.virtual import train
 from tests.strangers.callers import ESCAPES
 from tests.strangers.test_frames import JSON
 from tests.training.runs import tiny, write_text
@@ -139,3 +141,27 @@ def test_node_0_is_a_peer_too(schema: Schema, tmp_path: Path) -> None:
     for command in ("x", ["stop", EVIL], ["stop"], 3, [["hold"]]):
         with pytest.raises(LinkLost):
             order(command)
+
+
+def test_all_that_real_workers_say_is_fit(tmp_path: Path) -> None:
+    """Every event and result of a run with validation, checkpoints and gauges, as JSON carries it."""
+    text = write_text(tmp_path / "text.txt")
+    words = [
+        "run.steps=6",
+        "world.workers=2",
+        "run.checkpoint_every=2",
+        "replicas.method=diloco",
+        "replicas.sync_every=2",
+    ]
+    config = tiny(text, *words, "replicas.codec=int8", "replicas.error_feedback=local")
+    said: list[Any] = []
+    results = train(config, tmp_path, None, NodeGroup()).join(said.append)
+    schema, kinds = Schema(config), set()
+    for event in said:
+        sent = json.loads(json.dumps(event))
+        assert str(schema("event", sent, (0, 1))) == str(sent)
+        kinds |= set(event)
+    assert {"checkpoint", "corpus", "sample", "spans", "loss", "feedback_ratio"} <= kinds
+    for result in results:
+        sent = json.loads(json.dumps(result))
+        assert schema("done", sent, (0,)) == sent
