@@ -9,34 +9,21 @@ The n_i are told once, before the first round, and not sent again: every worker 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster
-from isles.replicas.checks import one_of
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.sync import MethodConfig
 
 Weights = Literal["equal", "samples"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightedConfig(MethodConfig):
-    """Settings of a method that takes the mean over all workers."""
-
-    weights: Weights = "equal"
-    """How much each worker counts in the mean: "equal", or by the "samples" of its share of the text."""
-
-    def __post_init__(self) -> None:
-        one_of("weights", self.weights, get_args(Weights))
-
-
 def weights_of(config: MethodConfig) -> Weights:
     """ "equal" for a method that knows nothing else."""
-    return config.weights if isinstance(config, WeightedConfig) else "equal"
+    return getattr(config, "weights", "equal")
 
 
 def refuse_weights(parts: Composition, roster: Roster) -> None:
@@ -45,6 +32,8 @@ def refuse_weights(parts: Composition, roster: Roster) -> None:
         why = "it takes no mean over all workers"
     elif parts.rule.keeps_left:
         why = "what does not travel stays a worker's own, and would be scaled too"
+    elif parts.on_broken == "leave out":
+        why = "who is left out would count in the divisor"
     elif parts.on_peer_failure == "solo" or not isinstance(roster, FixedRoster):
         why = "workers may be lost or change, and weights are of those of the start"
     else:

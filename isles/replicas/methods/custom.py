@@ -21,9 +21,9 @@ from isles.replicas.checks import (
     positive_rate,
     uneven_fragments,
 )
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.fedavg import Descent
 from isles.replicas.methods.localsgd import Average
@@ -215,6 +215,7 @@ class Custom(OuterSync):
             feedback=feedback(config.error_feedback, config.feedback_decay),
             anchor_codec=codec(config.anchors) if rule.shares_anchors else None,
             prefetch_anchors=rule.shares_anchors,
+            on_broken=config.on_broken,
         )
 
     @override

@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, positive_rate
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
@@ -114,4 +114,5 @@ class DiLoCo(OuterSync):
             landing=Replace(),
             codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
+            on_broken=self.config.on_broken,
         )

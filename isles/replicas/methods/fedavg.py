@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, positive_rate
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
@@ -81,6 +81,7 @@ class FedAvg(OuterSync):
             mixing=Everyone(),
             rule=Descent(lr=self.config.outer_lr),
             landing=Replace(),
+            on_broken=self.config.on_broken,
             codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

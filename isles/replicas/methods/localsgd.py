@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.replicas.checks import at_least
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 from isles.replicas.parts.landing import Replace
@@ -65,4 +65,5 @@ class LocalSGD(OuterSync):
             codec=codec("none"),  # lossy parameters, without an anchor to correct them, stay wrong for good
             rule=Average(),
             landing=Replace(),
+            on_broken=self.config.on_broken,
         )

@@ -55,16 +55,17 @@ class Resumption:
     notes: list[str]
 
 
-def prepare(run: Path, workers: int | None, step: int | None = None) -> Resumption:
+def prepare(run: Path, workers: int | None, step: int | None = None, *, trust: bool = False) -> Resumption:
     """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers (None: as config.toml
-    says), and config.toml too.
+    says), and config.toml too. trust: import what that names, whoever made the run.
 
     ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers, or it
     is going on; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
     step = _chosen(checkpoints, run, step)
-    config = read_config(str(run / "config.toml"), {} if workers is None else {"world.workers": workers}, [])
+    flags = {} if workers is None else {"world.workers": workers}
+    config = read_config(str(run / "config.toml"), flags, [], trust=trust)
     seats, after = checkpoints.seats(step), config.world.workers
     before = len(seats)
     if seats == list(range(after)):

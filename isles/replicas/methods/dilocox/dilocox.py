@@ -29,9 +29,9 @@ from isles.comm.codecs import CODECS, Form, codec
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.loop.weights import WeightedConfig
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
 from isles.replicas.parts.cadence import EveryH
@@ -161,6 +161,7 @@ class DiLoCoX(OuterSync):
             landing=Carry() if config.delay == "carry" else Replace(),
             codec=form,
             feedback=feedback(config.error_feedback, config.feedback_decay),
+            on_broken=config.on_broken,
         )
 
     @override

@@ -90,7 +90,7 @@ def evaluate(
     route: RouteOption = "once",
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
-    from isles.cli.experts_show import print_forest, print_results
+    from isles.cli.experts.show import print_forest, print_results
     from isles.experts.joining import Joining
     from isles.training.running.starting import warnings_told
 
@@ -214,7 +214,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
-    from isles.cli.experts_show import print_paper, print_plan
+    from isles.cli.experts.show import print_paper, print_plan
     from isles.experts.reading import read
     from isles.experts.systems import settings
 
@@ -248,7 +248,7 @@ class _Words:
 
 
 def _run(words: _Words, out: Path | None, listing: bool) -> None:
-    from isles.cli.experts_show import print_jobs, print_results
+    from isles.cli.experts.show import print_jobs, print_results
     from isles.experts.reading import read
     from isles.experts.systems import opened, settings
     from isles.training.running.starting import warnings_told
@@ -289,6 +289,6 @@ def _refuse_undone(system: System[Any]) -> None:
 
 
 def _progress() -> Any:
-    from isles.cli.experts_show import Shown
+    from isles.cli.experts.show import Shown
 
     return Shown()
