@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.replan import replan
+
 if TYPE_CHECKING:
     from isles.network.links import Links
     from isles.network.routing.assign import Stages
     from isles.network.routing.plan import PipelinePlan
     from isles.report.sheet import Sheet
 
-app = typer.Typer(help="PipelinePlan partial, reordered pipelines for uneven links.", no_args_is_help=True)
+app = typer.Typer(help="Plan partial, reordered pipelines for uneven links.", no_args_is_help=True)
+app.command("replan")(replan)
 
 
 @app.command("plan")
