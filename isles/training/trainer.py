@@ -207,6 +207,7 @@ class Trainer:
     def _mend(self, recovery: Recovery) -> None:
         """Lose and mend stages, where that is asked for."""
         lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
+        self.optimizer.take_in()
         self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
         if self.world.rank == 0:
             for stage in lost:
