@@ -70,7 +70,7 @@ def close() -> None:
 
 def _started(rank: int) -> PipeHandle:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isles.launch.workers", "torch._dynamo"])
+    context.set_forkserver_preload(["isles.training.running.preload"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_live, args=(theirs,), name=f"gloo-{rank}", daemon=True)
     process.start()
