@@ -21,6 +21,9 @@ def resume(
     workers: Annotated[
         int | None, typer.Option(help="Go on with so many workers; says what is kept and lost. Default: as before.")
     ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Go back to the checkpoint of this inner step. Default: the newest.")
+    ] = None,
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
@@ -45,7 +48,7 @@ def resume(
     if torchrun.size() is None:
         start_server()
     with loading():
-        ready = prepare(run, workers, trust=trust)
+        ready = prepare(run, workers, step, trust=trust)
     torchrun.check(ready.config.world.workers)
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):

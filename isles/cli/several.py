@@ -47,19 +47,24 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
     from isles.report import write_picture, write_report
     from isles.report.comparison import INDEX, run_folder
     from isles.training.running.run import Interrupted, launch
+    from isles.training.running.starting import Interrupts
 
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in configs}
+    folder = out
     try:
-        for (name, seed), one in configs.items():
-            folder = out / run_folder(name, seed)
-            with Progress(f"{name}, seed {seed}:", one.world.workers, one.run.steps) as progress:
-                summaries[name].append(launch(one, folder, progress.line, progress.notice))
-            write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
-    except Interrupted as stop:
-        print(f"isles: {stop}; the runs after it were not begun", file=sys.stderr)
+        with Interrupts() as interrupts:
+            for (name, seed), one in configs.items():
+                interrupts.check()
+                folder = out / run_folder(name, seed)
+                with Progress(f"{name}, seed {seed}:", one.world.workers, one.run.steps) as progress:
+                    summaries[name].append(launch(one, folder, progress.line, progress.notice))
+                write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
+    except KeyboardInterrupt as stop:
+        what = str(stop) if isinstance(stop, Interrupted) else f"stopped after {folder}"
+        print(f"isles: {what}; the runs after it were not begun", file=sys.stderr)
         raise typer.Exit(130) from None
     (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     write_report(out)

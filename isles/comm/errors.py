@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from isles.errors import printable
@@ -67,6 +69,28 @@ class Elsewhere(CommError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.peer, self.view, self.here)
+
+
+class Malformed(CommError):
+    """What `peer` (-1: someone) sent is not what such a message can be: another length, places beyond the end."""
+
+    def __init__(self, peer: int, detail: str) -> None:
+        who = f"worker {peer}" if peer >= 0 else "a worker"
+        super().__init__(f"{who} sent what cannot be read: {detail}")
+        self.peer = peer
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.peer, self.detail)
+
+
+@contextmanager
+def sent_by(peer: int) -> Iterator[None]:
+    """While what `peer` sent is read: Malformed then names it."""
+    try:
+        yield
+    except Malformed as error:
+        raise Malformed(peer, error.detail) from None
 
 
 class WorkerFailed(CommError):
@@ -141,6 +165,7 @@ _TRAVELLERS: dict[str, type[Exception]] = {
         DeadlinePassed,
         Diverged,
         Elsewhere,
+        Malformed,
         WorkerFailed,
         NodeLost,
         RendezvousFailed,

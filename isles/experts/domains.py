@@ -7,6 +7,7 @@ so that nothing that is judged was seen before. A domain of difficulty "held_out
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from isles.tables import typed
 
 Difficulty = Literal["easy", "medium", "difficult", "held_out"]
 DomainPart = Literal["prior", "test"]
+TEXTS = "texts.json"
 TRAINED: tuple[Difficulty, ...] = ("easy", "medium", "difficult")
 _DEFAULTS: dict[str, Difficulty] = {
     "tables": "easy",
@@ -79,6 +81,21 @@ def of_difficulty(domains: Sequence[Domain], difficulty: Difficulty) -> list[Dom
     if not found:
         raise ValueError(f'no domain of difficulty "{difficulty}": add one as [domains.NAME] with a path')
     return found
+
+
+def known_texts(out: Path) -> dict[str, str]:
+    """By domain, the sha256 of the text that OUT was made with; empty where nothing was made yet."""
+    path = out / TEXTS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def keep_texts(out: Path, texts: Mapping[str, str]) -> None:
+    """Note these beside those that are known."""
+    known = known_texts(out)
+    if {**known, **texts} != known:
+        partial = out / f"{TEXTS}.partial"
+        partial.write_text(json.dumps({**known, **texts}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(out / TEXTS)
 
 
 class DomainText:

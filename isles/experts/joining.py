@@ -67,8 +67,10 @@ class Joined:
     def __init__(self, forest: Forest, joining: Joining) -> None:
         joining.check(forest)
         self.forest, self.joining = forest, joining
-        self.top = len(forest.experts) if joining.top is None else joining.top
-        mixture.top_k(mixture.uniform(len(forest.experts)), self.top)  # refuses more than there are
+        experts = len(forest.experts)
+        self.top = experts if joining.top is None else joining.top
+        if not 1 <= self.top <= experts:
+            raise ValueError(f"--top-experts {self.top}: choose 1 to {experts}, for there are {experts} experts")
         self.tokenizer = tokenizer_of(forest.experts[0])
         self.gate: Gate | None = gate_of(forest, self.tokenizer)
 

@@ -89,19 +89,34 @@ def template(system: str, cls: type) -> str:
     return "\n".join(lines) + "\n"
 
 
+def refuse_others(asked: ExperimentConfig[Any], out: Path) -> None:
+    """ValueError where OUT/experts.toml says something else than `asked`."""
+    path = out / KEPT
+    if path.exists() and read_toml(str(path)) != tomllib.loads(_text(asked)):  # the order of --set does not matter
+        raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
+
+
 def keep(asked: ExperimentConfig[Any], out: Path) -> None:
     """Write OUT/experts.toml, or see that it says the same. ValueError where it does not, or OUT cannot be made."""
+    refuse_others(asked, out)
+    make_directory(out)
+    path = out / KEPT
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(_text(asked), encoding="utf-8")
+        partial.replace(path)
+
+
+def make_directory(out: Path) -> None:
+    """`out`, where it is missing. ValueError where it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be made ({error.strerror}); name another directory") from error
-    path, text = out / KEPT, tomlkit.dumps({"system": {"name": asked.system}, **asked.tables})
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    elif read_toml(str(path)) != tomllib.loads(text):  # the order of --set does not matter
-        raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
+
+
+def _text(asked: ExperimentConfig[Any]) -> str:
+    return tomlkit.dumps({"system": {"name": asked.system}, **asked.tables})
 
 
 def kept(out: Path, cls: Mapping[str, type]) -> ExperimentConfig[Any]:

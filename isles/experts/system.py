@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from isles.experts.domains import Domain, DomainText, read_domains
+from isles.experts.domains import Domain, DomainText, keep_texts, known_texts, read_domains
 from isles.experts.jobs import ExpertJob, JobProgress, state, train
-from isles.experts.reading import ExperimentConfig, keep
+from isles.experts.reading import ExperimentConfig, keep, make_directory, refuse_others
 from isles.experts.tasks import ExpertTask, carry_out
 from isles.models import limits
 
@@ -29,7 +29,9 @@ class System(ABC, Generic[Own]):
         self.asked, self.own, self.base, self.out = asked, asked.own, asked.base, out
         self.context = limits(asked.base.model).context
         self.check()
-        keep(asked, out)
+        refuse_others(asked, out)
+        if not asked.domains:
+            make_directory(out)  # the default ones are written there
         characters: int = self.own.characters  # type: ignore[attr-defined]
         self.domains: list[Domain] = read_domains(asked.domains, out / "domains", characters, self.held_out)
 
@@ -39,8 +41,26 @@ class System(ABC, Generic[Own]):
 
     @cached_property
     def texts(self) -> dict[str, DomainText]:
-        """The text of every domain, read when it is first asked for. ValueError where one is (nearly) empty."""
-        return {domain.name: DomainText(domain, self.base.data, self.context) for domain in self.domains}
+        """The text of every domain, read when it is first asked for. ValueError where one is (nearly) empty, or
+        another one than OUT was made with.
+        """
+        return self._read(self.domains)
+
+    def _read(self, domains: Iterable[Domain]) -> dict[str, DomainText]:
+        known = known_texts(self.out)
+        texts = {domain.name: DomainText(domain, self.base.data, self.context) for domain in domains}
+        for name, text in texts.items():
+            if known.get(name, text.corpus.sha256) != text.corpus.sha256:
+                raise ValueError(
+                    f"domain {name!r}: {text.domain.path} holds another text than {self.out} was made with: put that "
+                    "one back, or name another --out"
+                )
+        return texts
+
+    def _bind(self, texts: Mapping[str, DomainText]) -> None:
+        """From now on OUT is of these settings and texts."""
+        keep(self.asked, self.out)
+        keep_texts(self.out, {name: text.corpus.sha256 for name, text in texts.items()})
 
     @property
     def trained(self) -> list[DomainText]:
@@ -74,7 +94,8 @@ class System(ABC, Generic[Own]):
         which no more has to be here than what they read: their text, and the run that they start from. True when all
         are done.
 
-        ValueError: unknown job, an empty domain, or the run that a job starts from is not there.
+        ValueError: unknown job, an empty domain, one whose text has changed, or the run that a job starts from is not
+        there. Only when these are known to be well does OUT belong to these settings.
         """
         jobs = self.jobs()
         for name in only:
@@ -83,10 +104,12 @@ class System(ABC, Generic[Own]):
         if not only:
             for remark in self.remarks():
                 progress.notice(remark)
-            _ = self.texts  # an empty domain is found before hours are spent on the others
-        carry_out(
-            self._tasks({name: job for name, (job, _) in jobs.items() if not only or name in only}), at_once, progress
-        )
+        wanted = {name: job for name, (job, _) in jobs.items() if not only or name in only}
+        tasks = self._tasks(wanted)
+        paths = {job.config.data.path for job in wanted.values()}
+        # All of them: an empty domain is found before hours are spent on the others.
+        self._bind(self._read(domain for domain in self.domains if domain.path in paths) if only else self.texts)
+        carry_out(tasks, at_once, progress)
         return all(state == "done" for _, state in self.jobs().values())
 
     def _tasks(self, wanted: Mapping[str, ExpertJob]) -> list[ExpertTask]:

@@ -27,7 +27,7 @@ from typing import Any, cast
 from isles.comm.errors import CommError, from_plain, to_plain
 from isles.experts.jobs import JobProgress
 from isles.training.running.server import start_server
-from isles.training.running.starting import first_interrupt
+from isles.training.running.starting import Interrupts, first_interrupt, warnings_told
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 
@@ -49,8 +49,10 @@ def carry_out(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) 
     Errors and KeyboardInterrupt as of the work itself; CommError for a process that died.
     """
     if at_once == 1:
-        for task in tasks:
-            task.work(progress)
+        with Interrupts() as interrupts:
+            for task in tasks:
+                task.work(progress)
+                interrupts.check()
     else:
         _Several(tasks, at_once, progress).carry_out()
 
@@ -145,7 +147,9 @@ def _serve(task: ExpertTask, pipe: Connection) -> None:
     message: tuple[str, Any] = ("done", None)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server that it was forked from
-        task.work(_Relayed(pipe))
+        progress = _Relayed(pipe)
+        with warnings_told(lambda event: progress.notice(event["notice"])):
+            task.work(progress)
     except KeyboardInterrupt:
         message = ("stopped", None)
     except Exception as error:  # the launcher raises it

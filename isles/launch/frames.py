@@ -2,7 +2,7 @@
 
     frame = b"isle" + length (4 bytes, big-endian) + JSON in UTF-8; a frame of length 0 says only "I am here"
 
-No pickle: what comes is plain data, and anything else is `Malformed`.
+No pickle: what comes is plain data, and anything else is `BadFrame`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEEPEST = 32  # tables and lists in each other; those of Isles have 6
 _NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
-class Malformed(ValueError):
+class BadFrame(ValueError):
     """What came is no message of Isles."""
 
 
@@ -32,22 +32,22 @@ def packed(message: Any) -> bytes:
 
 
 def length_of(head: bytes, longest: int) -> int:
-    """Of the body that follows the first `HEAD.size` bytes of a frame. Malformed where it is longer than `longest`."""
+    """Of the body that follows the first `HEAD.size` bytes of a frame. BadFrame where it is longer than `longest`."""
     mark, length = HEAD.unpack(head)
     if mark != MARK or length > longest:
-        raise Malformed("what answers there is not Isles")
+        raise BadFrame("what answers there is not Isles")
     return length
 
 
 def message_of(body: bytes) -> Any:
-    """The message of a body. Malformed where it is no JSON, or deeper than any message of Isles."""
+    """The message of a body. BadFrame where it is no JSON, or deeper than any message of Isles."""
     depth = 0
     for found in _NESTING.finditer(body):
         first = found[0][:1]
         depth += (first in b"[{") - (first in b"]}")
         if depth > _DEEPEST:
-            raise Malformed("what answers there is not Isles")
+            raise BadFrame("what answers there is not Isles")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Malformed("what answers there is not Isles") from error
+        raise BadFrame("what answers there is not Isles") from error

@@ -19,7 +19,7 @@ from typing import Any
 
 from isles.comm.errors import CommError
 from isles.launch import loop
-from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, Malformed, length_of, message_of, packed
+from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, BadFrame, length_of, message_of, packed
 
 SILENCE = 10.0  # seconds without a sign of life until the other side counts as lost
 _BEAT = 2.0  # seconds between signs of life
@@ -150,7 +150,7 @@ class Link:
                     self._room.clear()
                     self._wake()
                     await self._room.wait()
-        except (OSError, asyncio.IncompleteReadError, Malformed) as error:
+        except (OSError, asyncio.IncompleteReadError, BadFrame) as error:
             self._lost = LinkLost(reason(error))
             self._wake()
 
@@ -190,7 +190,7 @@ class Link:
 
 
 async def heard(reader: asyncio.StreamReader, longest: int) -> Any:
-    """The next message on a connection that is no link yet. Malformed, or EOFError where there is none."""
+    """The next message on a connection that is no link yet. BadFrame, or EOFError where there is none."""
     length = length_of(await reader.readexactly(HEAD.size), longest)
     return message_of(await reader.readexactly(length))
 
@@ -241,7 +241,7 @@ def plain(address: str) -> str:
 
 def reason(error: BaseException, seconds: float | None = None) -> str:
     """Why a connection is of no use, in words. seconds: how long it was waited; None: SILENCE."""
-    if isinstance(error, Malformed):
+    if isinstance(error, BadFrame):
         return str(error)
     if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError | RuntimeError):
         return "it closed the connection"

@@ -129,7 +129,7 @@ def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: li
     if state["method"] != method:
         raise ValueError(f"the state is of {state['method']}, this is {method}: use the method it was saved with")
     for field in fields(config):
-        here, saved = getattr(config, field.name), state["config"].get(field.name)
+        here, saved = getattr(config, field.name), state["config"].get(field.name, field.default)  # older: without it
         if here != saved:
             raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
     if state["shapes"] != shapes:

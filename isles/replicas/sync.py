@@ -30,6 +30,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
+from isles.replicas.elsewhere import warn_if_averaged_by_torch
 from isles.replicas.flat import FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
@@ -110,6 +111,7 @@ class ReplicaSync(Wrapping):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
+        self._looked = False
         self._begin()
 
     def as_replica(self) -> Replica:
@@ -133,6 +135,9 @@ class ReplicaSync(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._looked:  # not before: whoever drives the model may have put something around it since
+            self._looked = True
+            warn_if_averaged_by_torch(type(self).__name__, self.parameters, self.group)
         self.replica.gradients()
         self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()

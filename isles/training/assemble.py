@@ -58,6 +58,7 @@ def wrapped(
             inner = inside(part, _stepped(config, part, kind, peers, manage), island, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
+        weighs_samples(config)  # or refuses
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
         optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
@@ -67,6 +68,17 @@ def wrapped(
     except ValueError as error:
         keys = [field.name for field in fields(config.replicas)]
         raise ValueError(in_section("replicas", str(error), keys)) from error
+
+
+def weighs_samples(config: Config) -> bool:
+    """Whether workers count by their shares of the text. ValueError where several workers are one replica: the share is
+    that of one.
+    """
+    if getattr(config.replicas, "weights", "equal") == "equal":
+        return False
+    if config.world.inner > 1 or config.pipeline.stages > 1:
+        raise ValueError('replicas.weights = "samples": shares are of single workers; choose "equal", or no islands')
+    return True
 
 
 def _stepped(

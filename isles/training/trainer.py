@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,14 +31,16 @@ from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import Recovery
+from isles.replicas.loop.outer import OuterSync
 from isles.schema import Metrics
-from isles.training.assemble import wrapped
+from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.memory import PlannedMemory
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints, no_half_file
+from isles.training.records.finite import first_nan, not_finite
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
@@ -74,6 +76,8 @@ class Trainer:
             config, model, world.outer, world.inner, world.stage, manage, everyone=world.world
         )
         self.model = self.optimizer.model
+        if weighs_samples(config):
+            notices += self._weigh()
         self.device = self.memory.device(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
@@ -99,6 +103,15 @@ class Trainer:
         compared = world.outer.size > 1 and firsts and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
+
+    def _weigh(self) -> list[str]:
+        """Tell the others how much text this worker has."""
+        assert isinstance(self.optimizer, OuterSync) and self.text is not None
+        loader = self.text.loader
+        self.optimizer.weigh(loader.sequences)
+        if loader.split == "by_file":
+            return []
+        return ['weights = "samples": all workers have equal shares of the text with data.split = "iid"']
 
     def _whole_model(self) -> nn.Module:
         """The model of the run."""
@@ -133,7 +146,9 @@ class Trainer:
             due = run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps
             if out is not None and (stopping or due):
                 self._refuse_not_finite(step, self.losses)
-                Checkpoints(out).write_shard(step, self.world.rank, self.state_dict())
+                state = self.state_dict()
+                self._refuse_broken(step, state)
+                Checkpoints(out).write_shard(step, self.world.rank, state)
                 self.world.report({"checkpoint": step, "worker": self.world.rank})
             if stopping:
                 self._report_spans(self.timeline.rest())
@@ -219,11 +234,18 @@ class Trainer:
         values = torch.stack(list(losses)).tolist() if losses else []
         for step, loss in enumerate(values, last - len(values) + 1):
             if not math.isfinite(loss):
-                raise WorkerFailed(
-                    self.world.rank,
-                    f"its loss is {loss} at inner step {step}: lower inner.lr (now {self.config.inner.lr:g}), or "
-                    "replicas.outer_lr where the method has one",
-                )
+                raise self._diverged(f"its loss is {loss} at inner step {step}")
+
+    def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
+        """WorkerFailed where weights, or what the next steps make of them, are no numbers after `step`."""
+        names = {name for name, _ in self.model.named_parameters()}
+        broken = not_finite(state["model"], names) or first_nan(state)
+        if broken is not None:
+            raise self._diverged(f"its weights are not finite after inner step {step} ({broken})")
+
+    def _diverged(self, what: str) -> WorkerFailed:
+        mend = f"lower inner.lr (now {self.config.inner.lr:g}), or replicas.outer_lr where the method has one"
+        return WorkerFailed(self.world.rank, f"{what}: {mend}")
 
     def _batches(self) -> Iterator[Tensor]:
         """Those of one inner step, each read when it is asked for; none where this worker does not read."""
@@ -278,6 +300,7 @@ class Trainer:
         traffic, workers = self.world.world.traffic, self.world.size
         computing = self.training_seconds - traffic.total("blocked_seconds", *_WAITS)
         self.optimizer.finish()
+        self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_spans(self.timeline.rest())
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
@@ -289,6 +312,8 @@ class Trainer:
         model = self.model_step.whole(self.optimizer)
         reports = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
         final = model if reports else None
+        if final is not None:
+            self._refuse_broken(self.optimizer.steps, {"model": final.state_dict()})
         if final is not None and out is not None:
             save_model(final, out / "model.safetensors")
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from isles.cli import app
+from isles.cli.progress import Progress
 from tests.training.runs import TINY, write_text
 
 METHODS = ["none", "ddp", "noloco"]
@@ -60,3 +64,20 @@ def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> Non
     done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out), *more))
     assert isinstance(done.exception, ValueError) and said in str(done.exception)
     assert not out.exists()
+
+
+def test_ctrl_c_at_the_end_of_a_run_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last inner step of the first run nothing of that is left to stop; those after it are not begun."""
+    line = Progress.line
+
+    def pressed(self: Progress, values: dict[str, Any]) -> None:
+        line(self, values)
+        if values["step"] == 4 and values["worker"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Progress, "line", pressed)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out)))
+    assert done.exit_code == 130, done.output
+    assert "the runs after it were not begun" in done.stderr
+    assert (out / "none-0" / "summary.json").exists() and not (out / "none-1").exists()

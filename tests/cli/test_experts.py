@@ -87,7 +87,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["eval", "missing.json", "--data", "easy.txt"], ["'gone' is missing", "model.safetensors", "copy"]),
     (["eval", "tongues.json", "--data", "easy.txt"], ["different tokenizers", "'words'"]),
     (["eval", "one.json", "--data", "easy.txt", "--prior", "best"], ["unknown prior 'best'"]),
-    (["eval", "one.json", "--data", "easy.txt", "--top-experts", "2"], ["top_k = 2", "choose 1 to 1"]),
+    (["eval", "one.json", "--data", "easy.txt", "--top-experts", "2"], ["--top-experts 2: choose 1 to 1"]),
     (["eval", "one.json", "--data", "empty.txt"], ["holds no text"]),
     (["eval", "one.json", "--data", "short.txt"], ["(nearly) empty", "give more text"]),
     (["generate", "one.json", "--prompt", ""], ["the prompt is empty"]),
@@ -132,6 +132,15 @@ def test_an_empty_domain_is_found_before_anything_is_trained(
     code, error = answer("experts", "hdee", config, "--out", str(tmp_path / "new"), *sets(*HDEE))
     assert (code, is_one_line(error), match in error) == (2, True, True), error
     assert not list(tmp_path.rglob("metrics.jsonl"))
+    assert not (tmp_path / "new").exists()  # nor does it belong to these settings
+
+
+def test_a_warning_is_a_note(folder: Path, tmp_path: Path, answer: Answer) -> None:  # noqa: F811
+    """Not a line of our source."""
+    shutil.copy(folder / "easy.txt", tmp_path / "easy.txt")
+    (tmp_path / "left.out").write_bytes(b"\x00\x01" * 50)
+    code, error = answer("experts", "eval", "one.json", "--data", str(tmp_path))
+    assert code == 0 and error.startswith("note: ") and "left.out" in error and "Warning" not in error, error
 
 
 def test_a_directory_is_gone_on_with_job_by_job(

@@ -12,7 +12,7 @@ import isles
 from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
 from isles.comm.collectives.headers import Headers, Stamp
 from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
-from isles.comm.errors import Diverged
+from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Steps
 
@@ -50,7 +50,7 @@ def test_the_smallest_form_is_taken() -> None:
     for count in (0, 1, 50, 100, elements // 20, elements // 16, elements):
         chosen = places_bytes(smallest(count, elements), count, elements)
         assert chosen == min(4 * count, 2 * count + 400, elements // 8)
-    with pytest.raises(ValueError, match="2 places were announced as 3"):
+    with pytest.raises(Malformed, match="2 places were announced as 3"):
         unpack("blocks", torch.tensor([3, 0, 0, 0, 1, 0, 2, 0], dtype=torch.uint8), 10)
 
 
@@ -76,7 +76,7 @@ def gathers(world: Mesh) -> tuple[dict[int, Tensor], dict[int, Tensor], int]:
 
 
 def test_a_length_that_cannot_be_is_no_message() -> None:
-    """A member that announces more than there can be, or less than nothing, is on another protocol: Diverged."""
+    """A member that announces more than there can be, or less than nothing, is on another protocol: Malformed."""
 
     def announces(call: Any, nbytes: int) -> Steps[tuple[int, ...]]:
         headers = Headers(call, Stamp(1), 0, note=nbytes)
@@ -90,5 +90,5 @@ def test_a_length_that_cannot_be_is_no_message() -> None:
 
     for nbytes in (101, -1):
         errors = isles.run_virtual(worker, 2, links=LINKS, args=(nbytes,), return_errors=True)
-        assert isinstance(errors[0], Diverged) and errors[0].peer == 1
+        assert isinstance(errors[0], Malformed) and errors[0].peer == 1
         assert f"it announces {nbytes} bytes, 100 are possible" in str(errors[0])

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from isles.comm.errors import CommError, DeadlinePassed, PeerLost
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import Tag
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
@@ -214,7 +214,7 @@ def test_sizes_that_differ_are_told_to_the_receiver(slots):
         return recv(transport, 1, size=11).wait()
 
     error, sent = VirtualCluster(2, links=KBIT, slots=slots).run(worker, return_errors=True)
-    assert isinstance(error, ValueError) and "10 bytes" in str(error) and "11 bytes" in str(error)
+    assert isinstance(error, Malformed) and error.peer == 1 and "10 bytes" in str(error) and "11 bytes" in str(error)
     assert sent is None
 
 

@@ -9,9 +9,13 @@ import pytest
 from safetensors.torch import load_file
 
 from isles.experts.jobs import ExpertJob, JobProgress, state, train
+from isles.experts.systems import opened
 from isles.training.config.sections import Config
 from isles.training.records.lock import locked
+from tests.experts.small import asked, made, write_domains
 from tests.training.runs import tiny, write_text
+
+FEWEST = ["hdee.variants=['m-ho-i-ho']", "hdee.baselines=[]", "hdee.steps=[1, 2, 3]", "hdee.seed_steps=1"]
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +85,28 @@ def test_a_run_that_goes_on_is_left_alone_and_another_one_is_refused(text: Path,
     other = replace(config, run=replace(config.run, steps=7))
     with pytest.raises(ValueError, match="holds a run of other settings"):
         train(job(other), tmp_path, JobProgress())
+
+
+def test_a_text_that_has_changed_is_noticed(tmp_path: Path) -> None:
+    """OUT belongs to its texts as to its settings, from the moment that both are known to be well."""
+    config, out = write_domains(tmp_path / "texts"), tmp_path / "out"
+    system = opened(asked("hdee", config), out)
+    assert not out.exists()
+    text = tmp_path / "texts" / "easy.txt"
+    before = text.read_text()
+    text.write_text("")
+    with pytest.raises(ValueError, match="domain 'easy'"):
+        system.train(JobProgress())
+    assert not out.exists()
+    text.write_text(before)
+    with pytest.raises(ValueError, match="--job bogus"):
+        opened(asked("hdee", config), out).train(JobProgress(), only=["bogus"])
+    assert not out.exists()
+    made("hdee", config, out, *FEWEST)
+    text.write_text(before.replace(" ", "  ", 1))
+    for only in ((), ("seed-0/easy-f24-t2-r1",)):
+        with pytest.raises(ValueError, match=r"domain 'easy': .* holds another text than .*out was made with"):
+            opened(asked("hdee", config, *FEWEST), out).train(JobProgress(), only=only)
+    with pytest.raises(ValueError, match="holds another text"):
+        opened(asked("hdee", config, *FEWEST), out).evaluate(JobProgress())
+    opened(asked("hdee", config, *FEWEST), out).train(JobProgress(), only=("seed-0/medium-f24-t2-r1",))

@@ -15,6 +15,7 @@ from isles.comm.errors import CommError, PeerLost
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.tasks import ExpertTask, carry_out
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.running.starting import first_interrupt
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import HDEE, made, write_domains
 
@@ -104,3 +105,19 @@ def test_a_stop_reaches_all_and_the_same_command_goes_on(ended_by: signal.Signal
         assert len({len(list((path / "checkpoints").glob("step-*"))) for path in under_way()}) == 1
     assert gone(command.mark)
     assert len(under_way()) == 2 and not list(tmp_path.rglob("*-r1/summary.json"))
+
+
+def interrupted_too_late(folder: Path, progress: JobProgress) -> None:
+    with first_interrupt(lambda: None):  # as a run does that has taken its last step
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+    (folder / "first").touch()
+
+
+def test_a_stop_that_comes_too_late_for_one_stops_the_others(tmp_path: Path) -> None:
+    tasks = [ExpertTask(name="first", work=partial(interrupted_too_late, tmp_path))]
+    before = signal.getsignal(signal.SIGINT)
+    for more in ([], [ExpertTask(name="second", work=partial(tell, tmp_path, "second", 0.0))]):
+        with pytest.raises(KeyboardInterrupt):
+            carry_out([*tasks, *more], 1, JobProgress())
+    assert [path.name for path in tmp_path.iterdir()] == ["first"] and signal.getsignal(signal.SIGINT) is before

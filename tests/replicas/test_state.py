@@ -13,13 +13,17 @@ from torch import nn
 import isles
 from isles.comm.mesh import Mesh
 from tests.covers import share
+from tests.gloo import run_gloo
 from tests.replicas.workers import (
     LINKS,
     RUNS,
     Net,
     adamw,
+    bits,
     checkpointed,
     learned,
+    load,
+    save,
     sgd,
     train_step,
     weights,
@@ -231,12 +235,42 @@ def test_a_run_may_be_taken_back_while_something_is_in_flight() -> None:
             if len(logs) == 1:
                 assert optimizer.flights  # type: ignore[attr-defined]  # sent at 12, lands at 13
                 torch.nn.utils.vector_to_parameters(weights_then, optimizer.model.parameters())
-                optimizer.settle()
-                saved["transport"] = world.transport.state_dict()  # a virtual clock does not go back
                 optimizer.load_state_dict(saved)
         assert logs[1] == logs[0][8:]
 
     isles.run_virtual(worker, 2, links=LINKS)
+
+
+def taken_back(world: Mesh, name: str) -> tuple[list[Any], list[Any]]:
+    """What steps 5 to 10 came to, and then once more from the state after step 4, in the same run."""
+    optimizer = wrap(world, name, Net(seed=world.rank))
+    logs: list[list[Any]] = []
+    for first in (1, 5):
+        log = []
+        for step in range(first, 11):
+            log.append((train_step(optimizer, world.rank, step), bits(weights(optimizer.model))))
+            if step == 4 and first == 1:
+                file = save(optimizer)
+        logs.append(log)
+        if first == 1:
+            load(optimizer, file)
+    return logs[0][4:], logs[1]
+
+
+BACK = ["ddp", "diloco", "noloco", "streaming-diloco", "dilocox", "demo"]
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_a_run_may_be_taken_back(name: str) -> None:
+    """On a virtual clock, which goes on meanwhile."""
+    for before, again in isles.run_virtual(taken_back, 3, links=LINKS, args=(name,)):
+        assert before == again
+
+
+@pytest.mark.long
+def test_a_run_of_processes_may_be_taken_back() -> None:
+    for before, again in run_gloo(taken_back, 3, args=("noloco",)):
+        assert before == again
 
 
 def test_the_start_is_a_checkpoint_too() -> None:

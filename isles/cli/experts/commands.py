@@ -32,6 +32,13 @@ AtOnceOption = Annotated[
 Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far they are, and train nothing.")]
 
 
+@app.callback()
+def _experts(context: typer.Context) -> None:
+    from isles.training.running.starting import warnings_told
+
+    context.with_resource(warnings_told(lambda event: print(f"note: {event['notice']}", file=sys.stderr)))
+
+
 @app.command("hdee")
 def hdee(
     config: ConfigArgument = None,
@@ -85,6 +92,7 @@ def evaluate(
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts.show import print_forest, print_results
     from isles.experts.joining import Joining
+    from isles.training.running.starting import warnings_told
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if path.is_dir():
@@ -92,7 +100,7 @@ def evaluate(
             raise ValueError(f"options judge one forest: name a file of {path}/seed-N/forests, or leave them out")
         system = _opened(path)
         _refuse_undone(system)
-        with _progress() as progress:
+        with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
             results = system.evaluate(progress)
         print_results(results, path)
         return
@@ -243,6 +251,7 @@ def _run(words: _Words, out: Path | None, listing: bool) -> None:
     from isles.cli.experts.show import print_jobs, print_results
     from isles.experts.reading import read
     from isles.experts.systems import opened, settings
+    from isles.training.running.starting import warnings_told
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     asked = read(words.system, settings(words.system), words.config, words.assignments, quick=words.quick)
@@ -252,7 +261,7 @@ def _run(words: _Words, out: Path | None, listing: bool) -> None:
         print_jobs(system)
         return
     try:
-        with _progress() as progress:
+        with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
             done = system.train(progress, words.only, words.at_once)
             results = system.evaluate(progress) if done else None
     except KeyboardInterrupt:

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from isles.comm.errors import Malformed
+
 
 class Codec(ABC):
     """A pure function from a flat tensor to packed bytes and back.
@@ -49,7 +51,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """uint8 wire -> flat tensor (elements,) of `dtype`. May be a view of the wire."""
+        """uint8 wire -> flat tensor (elements,) of `dtype`. May be a view of the wire. Malformed for a wire of another
+        length.
+        """
+
+    def refuse_other_length(self, wire: Tensor, elements: int, dtype: torch.dtype) -> None:
+        """Malformed unless `wire` is as long as `elements` entries of `dtype` make it: what `decode` begins with."""
+        expected = self.wire_bytes(elements, dtype)
+        if wire.numel() != expected:
+            raise Malformed(-1, f"{wire.numel()} bytes for {elements} entries, which {self.name} makes {expected} of")
 
     def decode_into(self, wire: Tensor, out: Tensor) -> None:
         """The same, into ready memory (elements,): fresh pages cost more than the arithmetic."""
@@ -60,4 +70,5 @@ def as_bytes(x: Tensor) -> Tensor:
     """The memory of the contiguous tensor x as flat uint8, without a copy. ValueError if it is not contiguous."""
     if not x.is_contiguous():  # reshape would copy, and what arrives in the copy would be lost
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is not contiguous: send and receive x.contiguous()")
-    return x.view(-1).view(torch.uint8)
+    flat = x.as_strided((1,), (1,)) if x.numel() == 1 else x.view(-1)  # one entry is contiguous with any stride
+    return flat.view(torch.uint8)

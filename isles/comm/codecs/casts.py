@@ -21,6 +21,7 @@ class Identity(Codec):
         return as_bytes(x)
 
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
         return wire.view(dtype)
 
 
@@ -37,4 +38,5 @@ class BFloat16(Codec):
         return as_bytes(x.to(torch.bfloat16))
 
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
         return wire.view(torch.bfloat16).to(dtype)

@@ -24,13 +24,15 @@ class LowRank:
 
     min_compression_rate: a tensor of shape (m, ...), seen as a matrix (m, n), is compressed where
     rank (m + n) min_compression_rate < m n; the others travel dense: in `values` where those are exact or a cast, else
-    int8. start: so many rounds at the start travel dense altogether.
+    int8. start: so many rounds at the start travel dense altogether. adapts: the rank is another one from round to
+    round, so members agree on lengths before anything is received.
     """
 
     rank: int
     values: Codec = field(default_factory=Identity)
     min_compression_rate: float = 2.0
     start: int = 0
+    adapts: bool = False
     lossless: ClassVar[bool] = False
     biased: ClassVar[bool] = True
     shared_mask: ClassVar[bool] = False

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isles.comm.errors import Malformed
+
 FORMS = ("blocks", "indices", "bitmap")
 _BLOCK = 1 << 16
 
@@ -45,7 +47,7 @@ def pack(form: str, places: Tensor, elements: int) -> Tensor:
 
 
 def unpack(form: str, packed: Tensor, elements: int) -> Tensor:
-    """The inverse, int64 (c,). ValueError for what is no such message."""
+    """The inverse, int64 (c,). Malformed for what is no such message: it is held against `elements`, not believed."""
     held = packed.numpy()
     if form == "indices":
         places = held.copy().view(np.uint32).astype(np.int64)  # a copy begins where numbers may
@@ -53,8 +55,10 @@ def unpack(form: str, packed: Tensor, elements: int) -> Tensor:
         front = 4 * -(-elements // _BLOCK)
         counts, low = held[:front].copy().view(np.uint32), held[front:].copy().view(np.uint16)
         if counts.sum() != len(low):
-            raise ValueError(f"{len(low)} places were announced as {counts.sum()}")
+            raise Malformed(-1, f"{len(low)} places were announced as {counts.sum()}")
         places = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
     else:
         places = np.flatnonzero(np.unpackbits(held, count=elements, bitorder="little"))
+    if len(places) and places.max() >= elements:
+        raise Malformed(-1, f"place {places.max()} of {elements}")
     return torch.from_numpy(places)

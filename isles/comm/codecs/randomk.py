@@ -43,6 +43,7 @@ class RandomK(Codec):
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
         out_CB = torch.zeros(chunks, CHUNK, dtype=dtype)
         out_CB.scatter_(1, self._places(chunks), wire.view(dtype).view(chunks, self.kept))

@@ -65,12 +65,14 @@ class ScaledBlocks(Codec):
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)  # before there is room for so many
         out = torch.empty(elements, dtype=dtype)
         self.decode_into(wire, out)
         return out
 
     @override
     def decode_into(self, wire: Tensor, out: Tensor) -> None:
+        self.refuse_other_length(wire, len(out), out.dtype)
         room, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(out, wire):
             if out.dtype is torch.float32 and part.shape[1] == self.block:  # in place: what is written once is in cache

@@ -11,6 +11,7 @@ memory is one where rows are 64 long).
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -27,19 +28,30 @@ class TopK(Codec):
     """k: entries kept of each chunk, even. values: form of the values on the wire."""
 
     lossless, biased, shared_mask = False, True, False
+    kind = "topk"
     block = CHUNK
 
     def __init__(self, k: int, values: Codec | None = None) -> None:
         if not 0 < k <= CHUNK or k % 2:
-            raise ValueError(f"topk:{k}: choose an even number of entries a chunk, 2 to {CHUNK}")
+            raise ValueError(f"{self.kind}:{k}: choose an even number of entries a chunk, 2 to {CHUNK}")
         self.k, self.values = k, values or BFloat16()
-        self.name = f"topk:{k}" + ("" if values is None else f"+{values.name}")
+        self.name = f"{self.kind}:{k}" + ("" if values is None else f"+{values.name}")
 
     @property
     @override
     def back(self) -> Codec:
         """A mean of several has several times as many entries."""
         return Identity()
+
+    @override
+    def salted(self, salt: int, member: int) -> Codec:
+        """Its values are rounded anew in every exchange, by every member."""
+        values = self.values.salted(salt, member)
+        if values is self.values:
+            return self
+        anew = copy.copy(self)
+        anew.values = values
+        return anew
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
@@ -54,6 +66,7 @@ class TopK(Codec):
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
         kept = self.k * chunks
         front = self.values.wire_bytes(kept, torch.float32)
@@ -74,9 +87,10 @@ class TopK(Codec):
 class DCTTopK(TopK):
     """The largest coefficients of a chunk of 64 x 64, transformed."""
 
+    kind = "dct_topk"
+
     def __init__(self, k: int, values: Codec | None = None) -> None:
         super().__init__(k, values)
-        self.name = f"dct_{self.name}"
         self._basis = dct_basis(math.isqrt(CHUNK))
 
     @override

@@ -113,7 +113,7 @@ class Factors(Averaging):
             return (yield from mean(call, buffer, self.form.dense, stamp, None, residual, part))
         inputs = [matrix.of(buffer) for matrix in self.matrices]
         first = _flat([a @ _orth(q) for a, q in zip(inputs, self.bases, strict=True)])
-        exchanges = [mean(call, first, self.form.values, stamp, part=part)]
+        exchanges = [mean(call, first, self.form.values, stamp, part=part, agree_first=self.form.adapts)]
         dense, left = self._pick(buffer), None if residual is None else self._pick(residual)
         if len(dense):
             exchanges.append(mean(call, dense, self.form.dense, stamp, residual=left, part=_DENSE))

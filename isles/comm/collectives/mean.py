@@ -18,7 +18,8 @@ segments and the reduction of one hides behind the transfer of the next.
 
 The header (view, round, step, hash of the anchor, a digest of what is averaged) travels beside the data, so that a
 member that is elsewhere is noticed in the same round trip. On gloo a message that is longer than its receive ends the
-process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made.
+process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made, and by the
+headers before anything else in rounds whose lengths members adapt by themselves.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def mean(
     own: Tensor | None = None,
     residual: Tensor | None = None,
     part: int = 0,
+    agree_first: bool = False,
 ) -> Steps[tuple[int, ...]]:
     """Replace flat `buffer` (n,) by the mean over the call's group, without the members whose stamp says `broken`. The
     positions of those that it is the mean of, ascending; where there are none it is zero.
@@ -117,6 +119,8 @@ def mean(
     by what of this member's buffer got into the mean: with the buffer itself in it, the encodings' error is left, and
     over the members of use residuals + their number * mean = sum of buffers (but what the second encoding of a broken
     member's shard loses). part: tells apart several buffers of one round (0 to 3).
+    agree_first: wait for the headers before anything else is posted, a latency more: where members may come to other
+    lengths by themselves.
     Raises Elsewhere for a member of another view, Diverged when a member's stamp differs or it averages something else.
     After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
@@ -126,15 +130,17 @@ def mean(
     wires = _Wires()
     waiting: _Segment | None = None
     usable: tuple[int, ...] = ()
+    if agree_first:
+        usable = yield from headers.compare()
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
         pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
         phase = part + _PARTS * (1 + 2 * index)
         segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
             call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
         )
-        if waiting is None:
+        if waiting is None and not agree_first:
             usable = yield from headers.compare()  # the first segment is already on its way behind them
-        else:
+        elif waiting is not None:
             yield from waiting.finish(usable)
             waiting.release()
         waiting = segment

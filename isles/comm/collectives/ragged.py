@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Headers, Stamp
-from isles.comm.errors import Diverged
+from isles.comm.errors import Malformed
 from isles.comm.transport import Steps
 
 _HEADER, _BODY = 0, 1  # phases
@@ -24,7 +24,8 @@ def ragged_bytes(nbytes: int, size: int) -> int:
 
 def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[dict[int, Tensor]]:
     """The `wire` (flat uint8) of every member whose stamp does not say `broken`, by position in ascending order. most:
-    bytes that no message may exceed. Raises Diverged when a member's stamp differs.
+    bytes that no message may exceed. Raises Diverged when a member's stamp differs,
+    Malformed where more is announced.
     """
     group = call.group
     headers = Headers(call, stamp, _HEADER, note=wire.numel())
@@ -34,7 +35,7 @@ def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[di
     for position in group.others:
         nbytes = headers.note(position)
         if not 0 <= nbytes <= most:
-            raise Diverged(group.ranks[position], stamp.step, f"it announces {nbytes} bytes, {most} are possible")
+            raise Malformed(group.ranks[position], f"it announces {nbytes} bytes, {most} are possible")
         gathered[position] = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             works.append(call.recv(position, gathered[position], _BODY))

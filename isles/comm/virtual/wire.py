@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from isles.comm.errors import PeerLost
+from isles.comm.errors import Malformed, PeerLost
 from isles.comm.tags import Tag
 from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, EventQueue
 from isles.comm.virtual.transfer import VirtualWork
@@ -255,9 +255,7 @@ def _fill(message: VirtualMessage, receive: VirtualWork) -> None:
     if receive.is_abandoned():
         return
     if data.nbytes != out.numel():
-        message.error = ValueError(
-            f"{message.tag} from worker {message.source} to {message.target}: a message of {data.nbytes} bytes met a "
-            f"receive of {out.numel()} bytes; both sides must agree on the size"
-        )
+        what = f"a message of {data.nbytes} bytes met a receive of {out.numel()} bytes ({message.tag})"
+        message.error = Malformed(message.source, f"{what}; both sides must agree on the size")
         return
     out.numpy()[:] = data

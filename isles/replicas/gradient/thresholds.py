@@ -20,6 +20,7 @@ from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
 from isles.comm.collectives.averaging import Coded
 from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
 from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
+from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps
 from isles.network.planner.planned import MessagePattern, Ragged
 from isles.replicas.flat import FlatParameters
@@ -127,7 +128,10 @@ class Thresholds(Reduction):
             return (yield from self.exact.mean(call, flat, stamp, None, None, 0))
         wires = yield from gather_ragged(call, self._wire, stamp, self._message_bytes(self.layout.numel))
         if len(wires) == call.group.size:  # else nobody takes this step
-            self._theirs = [self._decode(wire) for wire in wires.values()]
+            self._theirs = []
+            for position, wire in wires.items():
+                with sent_by(call.group.ranks[position]):
+                    self._theirs.append(self._decode(wire))
             self._own = self._theirs[call.group.rank][1]
         return tuple(wires)
 
@@ -229,15 +233,22 @@ class Thresholds(Reduction):
         return torch.cat((word, values, pack(form, picked, elements)))
 
     def _decode(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Places and values of a message."""
+        """Places and values of a message. Malformed where its count is not that of what follows."""
         dtype = self.layout.dtype
         if not len(wire):
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
+        if len(wire) < _WORD:
+            raise Malformed(-1, f"a message of {len(wire)} bytes")
         count, form = divmod(int(wire[:_WORD].view(torch.int64)), len(FORMS))
-        total = len(self.whole) + count
+        total, elements = len(self.whole) + count, self.layout.numel
+        if not 0 <= count <= elements - len(self.whole) or len(wire) != self._length(FORMS[form], count):
+            raise Malformed(-1, f"{count} places of {elements} in a message of {len(wire)} bytes")
         values_end = _WORD + self.rule.codec.wire_bytes(total, dtype)
         values = self.rule.codec.decode(wire[_WORD:values_end], total, dtype)
-        return torch.cat((self.whole, unpack(FORMS[form], wire[values_end:], self.layout.numel))), values
+        places = unpack(FORMS[form], wire[values_end:], elements)
+        if len(places) != count:
+            raise Malformed(-1, f"{count} places announced, {len(places)} marked")
+        return torch.cat((self.whole, places)), values
 
     def _message_bytes(self, count: int) -> int:
         """Length of a message of `count` places."""
@@ -245,4 +256,9 @@ class Thresholds(Reduction):
         if not total:
             return 0
         form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
-        return _WORD + self.rule.codec.wire_bytes(total, self.layout.dtype) + places_bytes(form, count, elements)
+        return self._length(form, count)
+
+    def _length(self, form: str, count: int) -> int:
+        """Of a message of `count` places in `form`."""
+        values = self.rule.codec.wire_bytes(len(self.whole) + count, self.layout.dtype)
+        return _WORD + values + places_bytes(form, count, self.layout.numel)

@@ -103,6 +103,8 @@ class Fragment:
         anchors = parts.anchor_codec
         self.anchor_averaging = None if anchors is None else averaging(anchors, *self.flat.layout)
         self.scratch = self.flat.scratch()
+        self.weight = 1.0
+        """What this worker's payload is scaled by before it is encoded (`weights`)."""
         self.rounds = 0
         self.landed = 0
         """Times that the outer rule moved the anchor."""

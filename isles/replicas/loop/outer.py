@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from warnings import warn
 
@@ -29,23 +28,18 @@ from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.network.planner.planned import PlannedExchange, Rhythm
+from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
+from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.loop.sweep import Sweep
+from isles.replicas.loop.weights import agreed_factor, refuse_weights, weights_of
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Composition, OnBroken
+from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.legal import warnings
-from isles.replicas.schedule import Held, landings, outer_memory, planned_rounds
-from isles.replicas.sync import MethodConfig, ReplicaSync
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuterConfig(MethodConfig):
-    """What every outer method takes."""
-
-    on_broken: OnBroken = "skip"
-    """Where a worker's share is not finite: skip, nobody takes that round; leave out, the mean is of the others'."""
+from isles.replicas.schedule import Held, landings, opening_exchanges, outer_memory, planned_rounds
+from isles.replicas.sync import ReplicaSync
 
 
 class OuterSync(ReplicaSync):
@@ -73,6 +67,9 @@ class OuterSync(ReplicaSync):
         self.fragments = fragments_of(parts, self.parameters, self.shares)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
+        self._weighed = weights_of(self.config) == "equal"
+        if not self._weighed:
+            refuse_weights(parts, self.roster)
         self.skipped = 0
         """Rounds of a fragment that were skipped, because somebody's share was not finite."""
         self.healed = 0
@@ -112,6 +109,24 @@ class OuterSync(ReplicaSync):
         for fragment in self.fragments:
             if fragment.ahead is not None:
                 self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
+
+    def weigh(self, samples: float) -> None:
+        """With weights = "samples": count this worker in every mean by its number of samples (0 or more, of one unit on
+        all workers). All call it together, after wrapping and after each `load_state_dict` into a new optimizer, before
+        the next round. Bytes sent: 8 to each of the others.
+        """
+        if weights_of(self.config) == "equal":
+            raise ValueError('weigh() is for weights = "samples": choose that, or leave it out')
+        factor = agreed_factor(self.group, samples)
+        for fragment in self.fragments:
+            fragment.weight = factor
+        self._weighed = True
+
+    @override
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """The numbers of samples too, which are as long as a hash."""
+        hashes = 2 if weights_of(self.config) == "equal" else 3
+        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size, hashes)
 
     @override
     def settle(self) -> None:
@@ -236,6 +251,10 @@ class OuterSync(ReplicaSync):
         landing = [flight for flight in self.flights if flight.lands <= self.steps]
         if not (sending or landing):
             return
+        if not self._weighed:
+            raise ValueError(
+                'weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round'
+            )
         self.catch_up()
         leaving = self._snapshots(sending)
         if not all(usable for *_, usable in leaving):

@@ -80,6 +80,8 @@ class Sweep:
         block = self.blocks[i]
         reference = self.flat.rounded(block, self.references[i])
         self.parts.rule.form(out, block.read(self.scratch), reference, self.anchors[i])
+        if self.fragment.weight != 1.0:
+            out.mul_(self.fragment.weight)
 
     def _land(self, i: int, answer: Answer) -> None:
         block, anchor = self.blocks[i], self.anchors[i]

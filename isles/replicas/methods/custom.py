@@ -21,8 +21,9 @@ from isles.replicas.checks import (
     positive_rate,
     uneven_fragments,
 )
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
-from isles.replicas.loop.outer import OuterConfig, OuterSync
+from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.fedavg import Descent
 from isles.replicas.methods.localsgd import Average
@@ -57,7 +58,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(OuterConfig):
+class CustomConfig(WeightedConfig):
     """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
     default of the method that the member comes from.
     """
@@ -106,6 +107,7 @@ class CustomConfig(OuterConfig):
     """The live weights' share where they blend; left out, 0.5."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for axis in ("mixing", "reading", "rule", "landing"):
             one_of(axis, getattr(self, axis), AXES[axis])
         form(self.codec)  # refuses an unknown one

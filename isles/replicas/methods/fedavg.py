@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, positive_rate
-from isles.replicas.loop.outer import OuterConfig, OuterSync
+from isles.replicas.loop.config import WeightedConfig
+from isles.replicas.loop.outer import OuterSync
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
@@ -27,7 +28,7 @@ from isles.replicas.parts.mixing import Everyone
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(OuterConfig):
+class FedAvgConfig(WeightedConfig):
     """Settings of `fedavg`."""
 
     sync_every: int = 50
@@ -44,6 +45,7 @@ class FedAvgConfig(OuterConfig):
     """Factor on it each round, 0..1."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         form(self.codec)  # refuses an unknown one

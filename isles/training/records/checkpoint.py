@@ -26,6 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isles.training.records.finite import first_nan
+
 State = dict[str, Any]
 
 _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
@@ -96,8 +98,9 @@ class Checkpoints:
     def commit(
         self, step: int, seats: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
     ) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). seats: the workers whose state
-        it is, all that were left of the run. facts: for the manifest.
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all), and later ones: they are of a
+        run that has gone back since. seats: the workers whose state it is, all that were left of the run. facts: for
+        the manifest.
 
         own: the workers of this machine; None: all. The others' shards lie on other machines.
         """
@@ -105,10 +108,13 @@ class Checkpoints:
         here = seats if own is None else [worker for worker in own if worker in seats]
         names = [f"worker-{worker}{suffix}" for worker in here for suffix in (".safetensors", ".json")]
         files = {name: (folder / name).stat().st_size for name in names}
-        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **facts, "files": files}
+        looked = {"finite": True}  # by each worker, before it wrote
+        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts, "files": files}
         _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
         _sync_folder(self.folder)
-        for old in self.steps()[:-keep] if keep else []:
+        there = self.steps()
+        earlier, later = [old for old in there if old <= step], [new for new in there if new > step]
+        for old in [*later, *(earlier[:-keep] if keep else [])]:
             (self._at(old) / "manifest.json").unlink()  # first: half a deletion is then no checkpoint
             shutil.rmtree(self._at(old))
 
@@ -133,6 +139,17 @@ class Checkpoints:
     def absent(self, step: int) -> list[int]:
         """Those of `seats` whose shards do not lie here, but on other machines."""
         return [worker for worker in self.seats(step) if not self._shard(step, worker).exists()]
+
+    def broken(self, step: int) -> str | None:
+        """What is wrong with the weights of `step`; None where they are all numbers. Those of earlier versions, which
+        did not look before they wrote, are read; shards on other machines are not.
+        """
+        if self.manifest(step).get("finite"):
+            return None
+        for worker in sorted({*self.seats(step)} - {*self.absent(step)}):
+            if (path := first_nan(self.read_shard(step, worker))) is not None:
+                return f"worker {worker}'s {path} is no number any more"
+        return None
 
     def read_shard(self, step: int, worker: int) -> State:
         """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""

@@ -55,18 +55,15 @@ class Resumption:
     notes: list[str]
 
 
-def prepare(run: Path, workers: int | None, *, trust: bool = False) -> Resumption:
-    """Make the newest checkpoint of `run` one of `workers` workers (None: as config.toml says), and config.toml too.
-    trust: import what that names, whoever made the run.
+def prepare(run: Path, workers: int | None, step: int | None = None, *, trust: bool = False) -> Resumption:
+    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers (None: as config.toml
+    says), and config.toml too. trust: import what that names, whoever made the run.
 
-    ValueError: there is no checkpoint, the run cannot be with so many workers, or it is going on; then nothing is
-    changed.
+    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers, or it
+    is going on; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
-    steps = checkpoints.steps()
-    if not steps:
-        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
-    step = steps[-1]
+    step = _chosen(checkpoints, run, step)
     flags = {} if workers is None else {"world.workers": workers}
     config = read_config(str(run / "config.toml"), flags, [], trust=trust)
     seats, after = checkpoints.seats(step), config.world.workers
@@ -99,6 +96,26 @@ def prepare(run: Path, workers: int | None, *, trust: bool = False) -> Resumptio
         partial.write_text(to_toml(config), encoding="utf-8")
         os.replace(partial, run / "config.toml")
     return Resumption(config, step, _notes(common, seats, after, step))
+
+
+def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
+    """The checkpoint to go on from. ValueError, with the newest good one, where it is none to go on from."""
+    steps = checkpoints.steps()
+    if not steps:
+        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ValueError(f"--step {chosen}: there is no whole checkpoint of it; there are {', '.join(map(str, steps))}")
+    if (what := checkpoints.broken(chosen)) is None:
+        return chosen
+    good = next((older for older in reversed(steps) if older < chosen and checkpoints.broken(older) is None), None)
+    mend = (
+        "and none before it is good: start again, with a lower inner.lr"
+        if good is None
+        else f"go back to the newest good one with: isles resume {run} --step {good}, and lower inner.lr in "
+        f"{run / 'config.toml'} first"
+    )
+    raise ValueError(f"{run}: the checkpoint of step {chosen} is not to go on from ({what}); {mend}")
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> No
             if steps
             else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
         )
+        if len(steps) > 1:
+            error.add_note(f"or further back with --step {steps[-2]}")
 
 
 def has_room(error: BaseException) -> bool:

@@ -37,7 +37,8 @@ def met(
 ) -> Iterator[NodeGroup]:
     """The machines of this run, for as long as it goes; then they part, and are told what went wrong if anything did.
 
-    resume: None for a new run. `node_group.facts["resume"]` is then the step of the newest checkpoint that all have.
+    resume: None for a new run, else the step to go on from: `node_group.facts["resume"]` is then that of the newest
+    checkpoint up to it that all have.
     tell: is told what is being waited for.
     """
     if node_spec.nodes == 1:
@@ -55,7 +56,7 @@ def met(
         )
     description = {
         "config": tomllib.loads(to_toml(config)),
-        "checkpoints": None if resume is None else Checkpoints(out).steps(),
+        "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }
     if node_spec.shared_directory:

@@ -45,6 +45,8 @@ def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
     def first(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
+        if isinstance(before, Interrupts):
+            before.asked = True
         stop()
 
     before = signal.signal(signal.SIGINT, first)
@@ -52,6 +54,35 @@ def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Interrupts:
+    """Around several pieces of work, one after another: a Ctrl-C that came too late for the one under way, which was
+    done by then, stops those after it. Elsewhere it is KeyboardInterrupt as ever.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self, *_: object) -> None:
+        """The handler."""
+        self.asked = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """KeyboardInterrupt where Ctrl-C was pressed. Called before each piece."""
+        if self.asked:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

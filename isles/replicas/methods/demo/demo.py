@@ -33,7 +33,7 @@ from torch import nn
 from typing_extensions import override
 
 from isles.comm.collectives.basic import all_gather
-from isles.comm.errors import Diverged, WorkerFailed
+from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size, gathered
 from isles.replicas.flat import FlatParameters, digest
 from isles.replicas.methods.demo.config import DeMoConfig
@@ -127,8 +127,10 @@ class DeMo(ReplicaSync):
         transfer = group.start(all_gather(group.call(), wire), nbytes=(group.size - 1) * wire.numel())
         own = momentum.packing.unpack(wire)
         momentum.subtract(values if momentum.packing.exact else own.values, places)
-        wires = enumerate(transfer.wait())
-        everyone = [own if position == group.rank else momentum.packing.unpack(theirs) for position, theirs in wires]
+        everyone = []
+        for rank, theirs in zip(group.ranks, transfer.wait(), strict=True):
+            with sent_by(rank):
+                everyone.append(own if rank == group.transport.rank else momentum.packing.unpack(theirs))
         self._exchanged = True
         self._compare_headers(everyone)
         momentum.decode(everyone)

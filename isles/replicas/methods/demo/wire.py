@@ -20,6 +20,7 @@ from typing_extensions import override
 from isles.comm.codecs import Codec, codec
 from isles.comm.codecs.sign import Sign
 from isles.comm.codecs.topk import pack_places, unpack_places
+from isles.comm.errors import Malformed
 from isles.replicas.methods.demo.blocks import BlockGroup, Blocks
 from isles.replicas.methods.demo.config import Values
 
@@ -43,6 +44,7 @@ class Bits(Codec):
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
         out = torch.empty(8 * len(wire))
         Sign().unpack(wire, out)
         return out[:elements].to(dtype)
@@ -97,7 +99,9 @@ class Packing:
         return torch.cat(parts)
 
     def unpack(self, wire: Tensor) -> Sent:
-        """The inverse."""
+        """The inverse. Malformed for a message of another length, or with a place beyond the end of its block."""
+        if len(wire) != self.nbytes:
+            raise Malformed(-1, f"{len(wire)} bytes for a step of {self.nbytes}")
         if wire.storage_offset() % 8:  # numbers begin where numbers may
             wire = wire.clone()
         step, digest = wire[:HEADER_BYTES].view(torch.int64).tolist()
@@ -107,7 +111,10 @@ class Packing:
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
                 last = front + _places_bytes(group, self.counts[index])
-                _unpack(group, wire[front:last], places[self._of(index)])
+                own = places[self._of(index)]
+                _unpack(group, wire[front:last], own)
+                if len(own) and int(own.max()) >= group.entries:
+                    raise Malformed(-1, f"place {int(own.max())} in a block of {group.entries} entries")
                 front = last
         return Sent(step, digest, values, places)
 

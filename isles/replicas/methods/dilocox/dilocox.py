@@ -29,8 +29,9 @@ from isles.comm.codecs import CODECS, Form, codec
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.fragment import Fragment
-from isles.replicas.loop.outer import OuterConfig, OuterSync
+from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
 from isles.replicas.parts.cadence import EveryH
@@ -41,7 +42,7 @@ from isles.replicas.parts.mixing import Everyone
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoXConfig(OuterConfig):
+class DiLoCoXConfig(WeightedConfig):
     """Settings of `dilocox`."""
 
     sync_every: int = 125
@@ -72,6 +73,7 @@ class DiLoCoXConfig(OuterConfig):
     """Part of the mean's square that the ranks are to hold, 0..1; left out, 0.95."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
@@ -151,6 +153,7 @@ class DiLoCoX(OuterSync):
                 energy=config.held,
                 last=form.rank,
             )
+            form = replace(form, adapts=True)
         return Composition(
             cadence=EveryH(config.sync_every, rounds_late=0 if config.delay == "none" else 1),
             mixing=Everyone(),

@@ -1,0 +1,54 @@
+"""How much each worker counts in the mean (DiLoCo, section 2: g = sum_i w_i g_i, with w_i as large as its shard).
+
+    equal      w_i = 1/N
+    samples    w_i = n_i / sum n:  a worker scales what it sends by N w_i, before it is encoded, and the mean is theirs
+
+The n_i are told once, before the first round, and not sent again: every worker gives its own to `OuterSync.weigh`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from isles.comm.group import Group
+from isles.comm.roster import FixedRoster, Roster
+from isles.replicas.parts.interfaces import Composition
+from isles.replicas.sync import MethodConfig
+
+Weights = Literal["equal", "samples"]
+
+
+def weights_of(config: MethodConfig) -> Weights:
+    """ "equal" for a method that knows nothing else."""
+    return getattr(config, "weights", "equal")
+
+
+def refuse_weights(parts: Composition, roster: Roster) -> None:
+    """ValueError where a scaled payload would not make the weighted mean."""
+    if not parts.mixing.agrees:
+        why = "it takes no mean over all workers"
+    elif parts.rule.keeps_left:
+        why = "what does not travel stays a worker's own, and would be scaled too"
+    elif parts.on_broken == "leave out":
+        why = "who is left out would count in the divisor"
+    elif parts.on_peer_failure == "solo" or not isinstance(roster, FixedRoster):
+        why = "workers may be lost or change, and weights are of those of the start"
+    else:
+        return
+    raise ValueError(f'weights = "samples": {why}; choose "equal"')
+
+
+def agreed_factor(group: Group, samples: float) -> float:
+    """N w of this worker among those of `group`, who all ask at once. Bytes sent: 8 to each of the others. ValueError
+    for what is no number of samples.
+    """
+    if not 0 <= samples < math.inf:
+        raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")
+    told = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64))
+    total = math.fsum(float(each) for each in told)
+    if not total > 0:
+        raise ValueError("weigh(0) on all workers: at least one must have samples")
+    return group.size * float(samples) / total
