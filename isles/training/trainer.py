@@ -84,8 +84,8 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        firsts = world.inner.rank == 0 and world.stage.rank == 0  # one worker speaks for its replica
-        compared = world.outer.size > 1 and firsts and self.optimizer.shares
+        speaks = world.inner.rank == 0  # for those that hold the same
+        compared = world.outer.size > 1 and speaks and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
 
@@ -218,7 +218,8 @@ class Trainer:
         self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
         if self.sample is not None:
             self.optimizer.catch_up()
-            self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
+            sample = {"sample": self.sample.read(), "weights": self.sample.weights}
+            self.world.report(sample | {"step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
 
     def _report_spans(self, spans: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from isles.comm.layout import grid_of
 from isles.launch.nodes import NodeGroup
 from isles.schema import SpreadMetrics
 from isles.training.config.reading import to_toml
@@ -43,7 +44,8 @@ class Records:
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-        self.spread = Spread(config.replicas_in_all)
+        grid = grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
+        self.spread = Spread({rank: at.stage for rank, at in enumerate(grid.coordinates) if at.inner == 0})
 
     def __enter__(self) -> Records:
         return self
@@ -64,7 +66,7 @@ class Records:
         elif "corpus" in event:
             self._same_corpus(event["corpus"], event["rank"])
         elif "sample" in event:
-            self._spread(self.spread.take(event["step"], event["worker"], event["sample"]))
+            self._spread(self.spread.take(event["step"], event["worker"], event["sample"], event["weights"]))
         elif "spans" in event:
             with (self.out / TIMELINE).open("a", encoding="utf-8") as file:
                 file.writelines(as_json(span) + "\n" for span in event["spans"])
