@@ -167,6 +167,7 @@ class _Share:
         following = route.following(task)
         assert following is not None
         self._send(following, self.form.pack(payload, side, tokens if following.kind == "F" else None))
+        _give_up_numbers(payload)
 
     def _loss(self, task: Task) -> None:
         """The loss at the origin."""
@@ -251,6 +252,11 @@ class _Share:
             share = shares.loss[here] if task.kind == "L" else shares.backward[here]
         transport = self.group.transport
         transport.compute(share * transport.step_seconds)
+
+
+def _give_up_numbers(sent: Tensor) -> None:
+    """Free what has been sent: its backward pass begins at its shape. What autograd has kept of it stays."""
+    sent.data = sent.data.new_zeros(()).expand(sent.shape)
 
 
 @lru_cache(maxsize=16)  # workers of one process ask for the same
