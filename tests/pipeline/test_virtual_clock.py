@@ -25,6 +25,8 @@ NETWORKS = {
     "narrow": Links(bandwidth=3e4, downlink=[1e4, 2e4, 3e4], latency=0.2, uplinks=[0, 0, 1, 1, 2, 2]),
 }
 
+CELLS = [Cell(3, 2, 4, "random"), Cell(3, 2, 5, home=True, limit="1f1b"), Cell(2, 3, 3, "random", home=True)]
+
 
 def seconds_of(cell: Cell) -> TaskSeconds:
     """Of stages that differ."""
