@@ -25,6 +25,7 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
+from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds
 from isles.network.routing.routes import Route, Task
@@ -87,6 +88,8 @@ class Executor:
         self.device = next(stage.parameters()).device
         self.most_held = 0
         """Forwards held at once at the most, in all steps so far."""
+        self.played: Sequence[Span] = ()
+        """The last step's tasks at this worker, without their waits, in seconds of its clock."""
 
     def step(self, number: int, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Forward and backward of inner step `number`, counted from 1: `.grad` of the stage becomes the mean over
@@ -99,7 +102,7 @@ class Executor:
         tasks = _orders(routes, tuple(sorted(self.ways.room.items()))).get(self.group.rank, [])
         share = _Share(self, {route.microbatch: route for route in routes}, tokens, (number - 1) * len(routes))
         share.run(tasks)
-        self.most_held = max(self.most_held, share.most_held)
+        self.most_held, self.played = max(self.most_held, share.most_held), share.played
         return share.losses
 
 
@@ -117,18 +120,23 @@ class _Share:
         self.sends: list[Work] = []
         self.losses: dict[int, Tensor] = {}
         self.most_held = 0
+        self.played: list[Span] = []
+        self.began = 0.0
+        """When the task under way had what it begins with."""
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Do `tasks`, then wait until what they sent is gone."""
-        backwards = sum(task.kind != "F" for task in tasks)
+        backwards, now = sum(task.kind != "F" for task in tasks), self.group.transport.now
         for task in self._in_order(tasks):
+            self.began = now()
             if task.kind == "F":
                 self._forward(task)
                 self.most_held = max(self.most_held, len(self.held))
-                continue
-            backwards -= 1
-            with self.executor.quiet() if backwards else nullcontext():
-                self._loss(task) if task.kind == "L" else self._backward(task)
+            else:
+                backwards -= 1
+                with self.executor.quiet() if backwards else nullcontext():
+                    self._loss(task) if task.kind == "L" else self._backward(task)
+            self.played.append(Span(self.group.rank, task, self.began, now()))
         if self.sends:
             self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
 
@@ -222,7 +230,9 @@ class _Share:
         if task in self.local:
             return self.local.pop(task)
         self.inbox.post(task)
-        return self.inbox.take(task)
+        wire = self.inbox.take(task)
+        self.began = self.group.transport.now()
+        return wire
 
     def _send_back(self, task: Task, leaf: Tensor | None) -> None:
         """The gradient of what `task` began with, to whoever sent that."""

@@ -125,7 +125,7 @@ class Trainer:
                 Checkpoints(out).write_shard(step, self.world.rank, self.state_dict())
                 self.world.report({"checkpoint": step, "worker": self.world.rank})
             if stopping:
-                self._report_spans(self.timeline.rest())
+                self._report_last_spans()
                 return None
         return self.conclude(out)
 
@@ -226,6 +226,10 @@ class Trainer:
         if spans:
             self.world.report({"spans": spans})
 
+    def _report_last_spans(self) -> None:
+        tasks = self.timeline.tasks(self.optimizer.steps, self.model_step.played, self.clock_before)
+        self._report_spans([*self.timeline.rest(), *tasks])
+
     def metrics(self, val_loss: float | None) -> Metrics:
         """The line for the steps since the last one."""
         self._refuse_not_finite(self.optimizer.steps, self.losses)
@@ -253,7 +257,7 @@ class Trainer:
         computing = self.training_seconds - traffic.total("blocked_seconds", *_WAITS)
         self.optimizer.finish()
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
-        self._report_spans(self.timeline.rest())
+        self._report_last_spans()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         across = int(traffic.total("bytes_sent", "outer"))  # where there are islands
         blocked = traffic.total("blocked_seconds", *_WAITS)
