@@ -8,7 +8,7 @@ from tests.gloo import run_gloo
 from tests.pipeline import torch_schedules
 
 
-@pytest.mark.parametrize("kind", torch_schedules.SCHEDULES)
+@pytest.mark.parametrize("kind", ["all", "1f1b"])
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_losses_and_gradients_are_those_of_torchs_schedules(stages: int, kind: str) -> None:
     """GPipe and 1F1B, to the bit."""
