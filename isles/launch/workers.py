@@ -29,7 +29,6 @@ from isles.launch.worker import WorkerSpec
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
 _GRACE = 5.0  # seconds in which the worker that is the cause may be heard of, after one that only noticed
 _KNOWN = 1.0  # seconds that the others have once the cause is known
-_SILENT = 0.2  # seconds that are left to workers whom the others, all of them gone, have found silent
 
 
 def run_local(
@@ -117,8 +116,8 @@ class Workers:
                             else:
                                 grace = min(_KNOWN if is_cause(value) else _GRACE, _GRACE)
                                 ends_at = min(time.monotonic() + grace, ends_at or math.inf)
-                                if waiting <= self._silent(results).keys():
-                                    ends_at = min(time.monotonic() + _SILENT, ends_at)
+                if on_failure is None and waiting and waiting <= self._silent(results).keys():
+                    break  # nobody is left who could name another cause
                 if bounds is not None and not settled and waiting and bounds.keys() >= waiting:
                     settled = True
                     self._tell(("stop", max(bounds.values())))
@@ -133,7 +132,7 @@ class Workers:
                 self.failures.append(rank)
         finally:
             self._tell("close")
-            self._end(_GLANCE if waiting else 1.0 if self.failures else 10.0)
+            self._end(0.0 if waiting else 1.0 if self.failures else 10.0)
         return results
 
     def _silent(self, results: Sequence[Any]) -> dict[int, Exception]:
