@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline [--json]
 
 Against torch.distributed.pipelining's Schedule1F1B: the same two stages in the same two processes over gloo, as many
-forwards in flight, in turns, fifteen pairs of a few steps each; two sizes. Virtual: 16 workers (4 stages, 4 replicas) of
-a model of 2 million parameters in one process, against a loop over the same microbatches with the whole model. Soak: 300
-steps of two processes; threads and resident memory after 50 steps and at the end. Exit code 1 if a bound is missed.
+forwards in flight, in turns, fifteen pairs of a few steps each; two sizes. Virtual: 16 workers (4 stages, 4 replicas)
+of a model of 2 million parameters in one process, against a loop over the same microbatches with the whole model. Soak:
+300 steps of two processes; threads and resident memory after 50 steps and at the end. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations

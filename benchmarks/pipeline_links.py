@@ -2,11 +2,11 @@
 
     python -m benchmarks.pipeline_links [--steps 5] [--json]
 
-Six machines as network namespaces, one cable each; to every other machine a token bucket of its own (`tc htb`, filters by
-address) at 8, 16 or 40 Mbit/s, drawn from a seed. Two replicas of three stages, four microbatches each, loss at the
+Six machines as network namespaces, one cable each; to every other machine a token bucket of its own (`tc htb`, filters
+by address) at 8, 16 or 40 Mbit/s, drawn from a seed. Two replicas of three stages, four microbatches each, loss at the
 origin; messages of 256 kB. Computation is paced by sleep (60 ms forward, 20 ms loss, 120 ms backward), so that six
-machines fit on any processor. Routes: fixed, random, and of two visits (a third of the stages skipped). Exit code 1 if a
-median is not within a tenth of the prediction, or the ways come in another order than predicted. Linux and root.
+machines fit on any processor. Routes: fixed, random, and of two visits (a third of the stages skipped). Exit code 1 if
+a median is not within a tenth of the prediction, or the ways come in another order than predicted. Linux and root.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from isles.models.stages import Stage
 from isles.network.links import Links
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds, in_order, replay
-from isles.network.routing.routes import Route, Task, fixed_routes, position, random_routes
+from isles.network.routing.routes import Route, Task, fixed_routes, random_routes
 from isles.network.routing.wires import MessageLines, Sizes
 from isles.network.topology import Topology
 from isles.pipeline.boundaries.none import FullStream
@@ -68,9 +68,8 @@ class Paced(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
 
-    def forward(
-        self, x: Tensor, targets: Tensor | None = None, *, enter: bool = False, leave: bool = False, through: bool = True
-    ) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, enter: bool = False, leave: bool = False,
+                through: bool = True) -> Tensor:  # fmt: skip
         if enter:
             x = self.scale.expand(len(x), LENGTH, WIDTH)
         if through:
@@ -111,7 +110,8 @@ def predicted(routes: Sequence[Route]) -> float:
     network = Links(bandwidth=[[rate / FRAME for rate in row] for row in rates()])
     sizes = Sizes(**{name: FORM.nbytes(Task(kind, 0, 0)) for name, kind in _KINDS.items()})
     seconds = TaskSeconds(forward=[FORWARD] * MACHINES, loss=[LOSS] * MACHINES, backward=[BACKWARD] * MACHINES)
-    return replay(routes, seconds, MessageLines(Topology(MACHINES, network), sizes), in_order(orders(routes, {}))).makespan
+    wire = MessageLines(Topology(MACHINES, network), sizes)
+    return replay(routes, seconds, wire, in_order(orders(routes, {}))).makespan
 
 
 _KINDS = {"forward": "F", "home": "L", "backward": "B"}
