@@ -67,7 +67,7 @@ SIZES = {
     "width 64, 4 microbatches of 2 x 64": Size(d_model=64, context=64, microbatches=4, sequences=2, steps=6),
     "width 128, 8 microbatches of 4 x 128": Size(d_model=128, context=128, microbatches=8, sequences=4, steps=2),
 }
-VIRTUAL = Size(d_model=192, context=64, microbatches=4, sequences=4, steps=1)
+VIRTUAL = Size(d_model=192, context=64, microbatches=4, sequences=2, steps=1)
 
 
 def pipeline_of(size: Size, stages: int, in_flight: str) -> isles.Pipeline:
@@ -144,8 +144,8 @@ def plain_steps(replicas: int, steps: int) -> None:
 
 def cpu_rows() -> list[Row]:
     torch.set_num_threads(1)
-    steps, few, pairs = 4, 1, []
-    for _ in range(6):
+    steps, few, pairs = 2, 1, []
+    for _ in range(5):
         seconds = []
         for work in (
             lambda count: isles.run_virtual(virtual_steps, 16, links="lan", args=(count,), step_seconds=0.0),
