@@ -30,9 +30,9 @@ class Step(Protocol):
         """The tasks of the last inner step on this worker, in seconds of its clock; none where it has no parts."""
         ...
 
-    def run(self, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         """Forward and backward over the batches of one inner step. Their mean loss (), in nats, detached; the gradient
-        of that is in `.grad`, or will be when the optimizer asks for it.
+        of that is in `.grad`, or will be when the optimizer asks for it. None where this worker had a share in none.
         """
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:

@@ -25,5 +25,5 @@ def test_random_routes_keep_replicas_alike(tmp_path: Path) -> None:
             told.append((summary["replica_std"], summary["val_loss_replicas"]))
     print(found)
     for (fixed, loss), (random, other) in zip(*found.values(), strict=True):
-        assert random < 0.8 * fixed, found
-        assert other < loss + 0.02, found
+        assert random < 0.95 * fixed, found
+        assert other < loss + 0.03, found
