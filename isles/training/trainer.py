@@ -207,6 +207,7 @@ class Trainer:
     def _mend(self, recovery: Recovery) -> None:
         """Lose and mend stages, where that is asked for."""
         lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
+        self.optimizer.take_in()
         self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
         if self.world.rank == 0:
             for stage in lost:
@@ -254,7 +255,8 @@ class Trainer:
 
     def _report_last_spans(self) -> None:
         tasks = self.timeline.tasks(self.optimizer.steps, self.model_step.played, self.clock_before)
-        self._report_spans([*self.timeline.rest(), *tasks])
+        self._report_spans(self.timeline.rest())
+        self._report_spans(tasks)
 
     def metrics(self, val_loss: float | None) -> Metrics:
         """The line for the steps since the last one."""

@@ -81,12 +81,16 @@ class Spread:
     def _whole(self, steps: Sequence[int]) -> dict[int, float]:
         """Of those among `steps` of which all samples are there; a lost worker's own is left out."""
         whole = [step for step in steps if self.left and self._samples[step].keys() >= self.left.keys()]
-        return {step: self._over_stages(self._samples.pop(step)) for step in whole}
+        spreads = {step: self._over_stages(self._samples.pop(step)) for step in whole}
+        return {step: spread for step, spread in spreads.items() if spread is not None}
 
-    def _over_stages(self, samples: Mapping[int, tuple[str, int]]) -> float:
+    def _over_stages(self, samples: Mapping[int, tuple[str, int]]) -> float | None:
+        """None where samples of one stage are not of one length."""
         squares, weights = 0.0, 0
         for stage in sorted(set(self.left.values())):
             own = [samples[worker] for worker in sorted(self.left) if self.left[worker] == stage]
+            if len({len(sample) for sample, _ in own}) > 1:
+                return None
             size = own[0][1]
             squares, weights = squares + size * variance_of([sample for sample, _ in own]), weights + size
         return (squares / weights) ** 0.5

@@ -93,7 +93,7 @@ class Timeline:
                 "end": round(end + offset, 6),
                 "microbatch": task.microbatch,
             }
-            for _, task, start, end in played
+            for _, task, start, end in played[:KEPT]
         ]
 
     def _close_stretch(self) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import defaultdict
+import tomllib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from isles.comm.layout import grid_of
 from isles.launch.nodes import NodeGroup
 from isles.schema import SpreadMetrics
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.training.config.trust import names_in, vouch
+from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
@@ -44,8 +46,7 @@ class Records:
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-        grid = grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
-        self.spread = Spread({rank: at.stage for rank, at in enumerate(grid.coordinates) if at.inner == 0})
+        self.spread = Spread(_sampling(config))
 
     def __enter__(self) -> Records:
         return self
@@ -90,7 +91,7 @@ class Records:
             del self.shards[step]
             seats = sorted(self.left)
             self.node_group.tell({"command": {"commit": step, "seats": seats}})
-            commit(self.config, self.out, step, self.node_group, seats)
+            commit(self.config, self.out, step, seats, self.node_group)
 
     def _lose(self, worker: int) -> None:
         """What waited for `worker` alone waits no more."""
@@ -114,14 +115,22 @@ class Records:
             )
 
 
+def _sampling(config: Config) -> dict[int, int]:
+    """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it."""
+    stages = {rank: at.stage for rank, at in enumerate(layout_of(config).coordinates) if at.inner == 0}
+    replicas = Counter(stages.values())
+    return {rank: stage for rank, stage in stages.items() if replicas[stage] > 1}
+
+
 def write_config(config: Config, out: Path) -> None:
-    """RUN/config.toml, once."""
+    """RUN/config.toml, once, with a record that what it names was typed here."""
     path = out / CONFIG
     if not path.exists():
         path.write_text(to_toml(config), encoding="utf-8")
+        vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
-def commit(config: Config, out: Path, step: int, node_group: NodeGroup, seats: Sequence[int]) -> None:
+def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_group: NodeGroup) -> None:
     """Make the checkpoint of `step`, which the workers `seats` have all written, exist on this machine."""
     write_config(config, out)
     keep = config.run.keep_checkpoints
