@@ -39,7 +39,8 @@ SAMPLE = {"sample": "AAAAAA==", "weights": 3, "step": 0, "worker": 1}
 GOOD: list[tuple[str, Any]] = [
     ("event", {"notice": "words"}), ("event", {"checkpoint": 4, "worker": 1}),
     ("event", {"corpus": "0" * 64, "rank": 1}), ("event", SAMPLE),
-    ("event", {"spans": [SPAN, SPAN | {"kind": "forward", "microbatch": 3}]}), ("event", LINE), ("held", 3), ("done", RESULT), ("done", None),
+    ("event", {"spans": [SPAN, SPAN | {"kind": "forward", "microbatch": 3}]}), ("event", LINE),
+    ("held", 3), ("done", RESULT), ("done", None),
 ]  # fmt: skip
 EVIL = "20/../../../victim/checkpoints/step-260"
 BAD: list[tuple[str, Any]] = [
