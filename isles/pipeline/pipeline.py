@@ -119,20 +119,9 @@ class Pipeline:
         self.reads = here.stage == 0
         """Whether this worker wants text."""
         self._replica, self._steps = here.replica, 0
-        form = StageForm(
-            sequences=batch_size // self.config.microbatches,
-            length=context,
-            vocab=vocab or 1 << 31,
-            dtype=next(self.stage.parameters()).dtype,
-            boundary=FullStream(self.stage.width),
-        )
-        ways = Ways(
-            room=in_flight(self.config.in_flight, replicas, stages),
-            order=self.config.order,
-            recompute=self.config.recompute,
-            shares=self.cut.shares(self.config.microbatches, replicas, recompute=self.config.recompute),
-        )
-        router = _router(self.config, replicas, stages, home=self.cut.home, seed=seed)
+        form = form_of(self.stage, self.config.microbatches, batch_size=batch_size, context=context, vocab=vocab)
+        ways = ways_of(self.config, self.cut, replicas)
+        router = router_of(self.config, replicas, home=self.cut.home, seed=seed)
         self.executor = Executor(
             self.stage, world.pipeline, router, form, self.config.microbatches, ways, quiet=quiet, autocast=autocast
         )
@@ -164,7 +153,29 @@ class Pipeline:
         return assembled(self.stage, self.world.stage, whole, self.cut.pieces)
 
 
-def _router(config: PipelineConfig, replicas: int, stages: int, *, home: bool, seed: int) -> Router:
+def form_of(stage: Stage, microbatches: int, *, batch_size: int, context: int, vocab: int | None) -> StageForm:
+    """The messages about a microbatch, of which `batch_size` sequences make so many; see `Pipeline`."""
+    return StageForm(
+        sequences=batch_size // microbatches,
+        length=context,
+        vocab=vocab or 1 << 31,
+        dtype=next(stage.parameters()).dtype,
+        boundary=FullStream(stage.width),
+    )
+
+
+def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
+    """How steps run."""
+    return Ways(
+        room=in_flight(config.in_flight, replicas, len(cut.pieces)),
+        order=config.order,
+        recompute=config.recompute,
+        shares=cut.shares(config.microbatches, replicas, recompute=config.recompute),
+    )
+
+
+def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> Router:
+    """Which way the microbatches go. seed: of random routes."""
     if config.routing == "random":
-        return RandomRouter(replicas, stages, config.microbatches, home, seed)
-    return FixedRouter(replicas, stages, config.microbatches, home)
+        return RandomRouter(replicas, config.stages, config.microbatches, home, seed)
+    return FixedRouter(replicas, config.stages, config.microbatches, home)
