@@ -41,7 +41,6 @@ from isles.training.dry_stages import (
     form,
     most_forwards,
     opening_bytes,
-    planned_stages,
     staged_steps,
 )
 from isles.training.dry_time import Transfers, transfers
@@ -175,7 +174,7 @@ def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSt
     if config.pipeline.stages == 1:
         return [model], None
     cut = planned_cut(config)
-    stages = planned_stages(config, cut)
+    stages = [Stage(model, piece) for piece in cut.pieces]
     asks = bool(config.inner.max_norm) and config.pipeline.clip == "model"
     return list(stages), staged_steps(config, cut, stages[0], asks_norm=asks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from isles.models import limits, sketch
+from isles.models import limits
 from isles.models.stages import Stage
 from isles.network.planner.planned import Tree
 from isles.network.planner.stages import StagedSteps
@@ -47,11 +47,6 @@ class StagePlan:
     forwards: int
     kept: int
     bytes_a_step: int
-
-
-def planned_stages(config: Config, cut: Cut) -> list[Stage]:
-    """The stages, without numbers."""
-    return [Stage(sketch(config.model), piece) for piece in cut.pieces]
 
 
 def form(config: Config, stage: Stage) -> StageForm:

@@ -20,6 +20,9 @@ ANSWER = 8
 """Bytes of a stage's part of the gradient's norm."""
 
 
+_KEPT = 8  # steps whose tasks are remembered, for workers that are at different ones
+
+
 class PlannedTask(NamedTuple):
     """A task at one worker. kind: forward, loss or backward. share: of an inner step's computing. begins, ends: (the
     other worker's rank, the message's key) where it begins with a message and where it ends with one. nbytes: of the
@@ -44,6 +47,9 @@ class SteadyStep:
     for_stages: tuple[float, ...]
 
 
+TasksByRank = dict[int, list[PlannedTask]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedSteps:
     """Steps of replicas cut into stages.
@@ -61,7 +67,8 @@ class StagedSteps:
     columns: Sequence[Sequence[int]]
     stages: int
     asks_norm: bool
-    _known: dict[Sequence[Route], dict[int, list[PlannedTask]]] = field(default_factory=dict)
+    _made_for: dict[Sequence[Route], TasksByRank] = field(default_factory=dict)
+    _of_step: dict[int, TasksByRank] = field(default_factory=dict)
 
     @property
     def computed(self) -> tuple[float, ...]:
@@ -96,19 +103,24 @@ class StagedSteps:
         asked = gathered(ANSWER, self.stages).messages(self.stages) if self.asks_norm else 0
         return between + asked * sum(len(column) // self.stages for column in self.columns)
 
-    def _tasks(self, step: int) -> dict[int, list[PlannedTask]]:
-        routes = tuple(self.routes(step))
-        if routes not in self._known:
-            if len(self._known) > 1:
-                self._known.clear()  # routes that are drawn anew for each step
-            self._known[routes] = self._made(routes)
-        return self._known[routes]
+    def _tasks(self, step: int) -> TasksByRank:
+        if step not in self._of_step:
+            if len(self._of_step) > _KEPT:
+                del self._of_step[min(self._of_step)]
+            self._of_step[step] = self._tasks_of(tuple(self.routes(step)))
+        return self._of_step[step]
 
-    def _made(self, routes: Sequence[Route]) -> dict[int, list[PlannedTask]]:
+    def _tasks_of(self, routes: tuple[Route, ...]) -> TasksByRank:
+        if routes not in self._made_for:
+            self._made_for.clear()  # routes that are drawn anew for each step do not come again
+            self._made_for[routes] = self._made(routes)
+        return self._made_for[routes]
+
+    def _made(self, routes: Sequence[Route]) -> TasksByRank:
         by_number = {route.microbatch: route for route in routes}
         before = {following: task for route in routes for task in route.tasks() if (following := route.following(task))}
         listed = orders(routes, self.most_held)
-        made: dict[int, list[PlannedTask]] = {}
+        made: TasksByRank = {}
         for column in self.columns:
             for position, tasks in listed.items():
                 made[column[position]] = [
