@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from isles.cli import torchrun
+from isles.cli.loading import loading
 from isles.cli.train import Node, Nodes, Rendezvous
 from isles.cli.train import run as run_with_progress
 
@@ -39,7 +40,8 @@ def resume(
         )
     if torchrun.size() is None:
         start_server()
-    ready = prepare(run, workers)
+    with loading():
+        ready = prepare(run, workers)
     torchrun.check(ready.config.world.workers)
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.cli import torchrun
+from isles.cli.loading import loading
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -71,7 +72,8 @@ def train(
     tables = gather(config, flags, set_ or [])
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         start_server()  # it loads torch while this process does
-    resolved = resolve(tables)
+    with loading():
+        resolved = resolve(tables)
     if dry_run:
         from isles.cli.dry_run import show
 
@@ -82,10 +84,11 @@ def train(
 
 def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
-    from isles.cli.progress import Progress
-    from isles.launch.nodes import split
-    from isles.training.running.follow import follow
-    from isles.training.running.run import Interrupted, launch
+    with loading():
+        from isles.cli.progress import Progress
+        from isles.launch.nodes import split
+        from isles.training.running.follow import follow
+        from isles.training.running.run import Interrupted, launch
 
     try:
         if torchrun.size() is not None:

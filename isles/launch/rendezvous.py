@@ -69,7 +69,7 @@ def _host(
             if time.monotonic() > ends_at:
                 raise RendezvousFailed(
                     f"{admission.missing_in_words()} did not come to {node_spec.rendezvous} within {seconds:g} s: "
-                    "start the same command there, or raise world.meeting_deadline"
+                    "start the same command there, or raise world.join_deadline"
                 )
             admission.admit(listener)
         here = {link.here for link in admission.links.values()}

@@ -184,7 +184,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (train(*NODES, "2"), ["--nodes 2", 'world.backend = "virtual" runs on one machine']),
     (train(*NODES, "9", "world.backend=distributed"), ["--nodes 9", "world.workers = 2", "raise it"]),
     (train("world.backend=distributed", "--nodes", "2", "--rendezvous", "192.0.2.1:29400"), ["no address of this"]),
-    (["train", "--set", "world.meeting_deadline=0"], ["world.meeting_deadline = 0", "choose a positive"]),
+    (["train", "--set", "world.join_deadline=0"], ["world.join_deadline = 0", "choose a positive"]),
     (["doctor", "--peer", "somewhere"], ["--peer somewhere: write HOST:PORT"]),
     # isles train: files
     (["train", "nosuch.toml"], ["nosuch.toml: cannot be read", "name a TOML file"]),

@@ -157,10 +157,14 @@ def test_no_worker_outlives_the_launcher(endless: dict[str, Command], name: str)
 def test_interrupted_while_it_starts(folder: Path) -> None:
     """Before any worker trains: the same code, no words, no process, no directory."""
     command = Command(*short("--steps", "1000000", "--out", "early"), folder=folder)
-    assert eventually(lambda: len(command.left()) >= 3)  # launcher, resource tracker, fork server
-    os.killpg(command.process.pid, signal.SIGINT)
-    assert command.end() == (130, "", "")
-    assert gone(command.mark)
+    try:
+        assert eventually(lambda: len(command.left()) >= 3)  # launcher, resource tracker, fork server
+        os.killpg(command.process.pid, signal.SIGINT)
+        assert command.end() == (130, "", "")
+        assert gone(command.mark)
+    finally:
+        for process in command.left():
+            process.kill()
     assert not (folder / "early").exists()
 
 

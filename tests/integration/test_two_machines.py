@@ -38,7 +38,7 @@ def start(
 ) -> Command:
     """The command of that node, with its own --out."""
     flags = ["--nodes", "2", "--node", str(node), "--rendezvous", f"{machines[0].address}:{PORT}"]
-    first = ["tiny.toml", "--workers", "3", "--set", "world.meeting_deadline=120"] if verb == "train" else []
+    first = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120"] if verb == "train" else []
     program = {"program": [sys.executable, "-c", code]} if code else {}
     return Command(verb, *first, *more, *flags, folder=folder, machine=machines[node], **program)  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def test_who_does_not_fit_is_told_and_the_right_one_awaited(folder: Path, machin
     wrong = [
         start(folder, machines, 1, "--steps", "7", "--set", "inner.lr=0.5", "--out", "a"),
         start(folder, machines, 1, "--steps", "6", "--out", "b", code=OTHER_VERSION),
-        Command("train", "tiny.toml", "--set", "world.meeting_deadline=1", "--nodes", "2", "--node", "1", "--out", "c",
+        Command("train", "tiny.toml", "--set", "world.join_deadline=1", "--nodes", "2", "--node", "1", "--out", "c",
                 "--rendezvous", f"{machines[0].address}:{PORT + 1}", folder=folder, machine=machines[1]),
     ]  # fmt: skip
     codes, last = ended(*wrong)

@@ -107,11 +107,26 @@ class Lines:
         """Of each worker the longest latency to another, (M,)."""
         return self.latency.max(axis=1)
 
+    @cached_property
+    def partners(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each worker with its partners, or a sample of them: rates and latencies, (2, M, partners); first there,
+        then back.
+        """
+        ahead = np.arange(1, self.size)
+        ahead = ahead if self.size <= _MANY else ahead[np.linspace(0, self.size - 2, _PARTNERS).astype(int)]
+        here = np.arange(self.size)[:, None]
+        other = (here + ahead) % self.size
+        rates = np.minimum(self.up[here], self.down[other]), np.minimum(self.up[other], self.down[here])
+        return np.stack(rates), np.stack((self.latency[here, other], self.latency[other, here]))
+
     def scaled(self, factor: float) -> Lines:
         """With `factor` times the rates."""
         made = Lines(self.up * factor, self.down * factor, self.latency)
         if "farthest" in self.__dict__:
             made.__dict__["farthest"] = self.farthest
+        if "partners" in self.__dict__:
+            rates, latencies = self.partners
+            made.__dict__["partners"] = rates * factor, latencies
         return made
 
     def messages(self, bits: float) -> np.ndarray:
@@ -151,13 +166,9 @@ def partner_seconds(lines: Lines, bits: float) -> float:
     """
     if lines.size == 1:
         return 0.0
-    ahead = np.arange(1, lines.size)
-    ahead = ahead if lines.size <= _MANY else ahead[np.linspace(0, lines.size - 2, _PARTNERS).astype(int)]
-    here = np.arange(lines.size)[:, None]
-    other = (here + ahead) % lines.size
-    away = bits / np.minimum(lines.up[here], lines.down[other]) + lines.latency[here, other]
-    back = bits / np.minimum(lines.up[other], lines.down[here]) + lines.latency[other, here]
-    return float(np.maximum(away, back).mean(axis=1).max())
+    rates, latencies = lines.partners
+    there, back = bits / rates + latencies
+    return float(np.maximum(there, back).mean(axis=1).max())
 
 
 def _fan_out(lines: Lines, bits: float, begin: np.ndarray) -> np.ndarray:

@@ -71,7 +71,7 @@ class WorldConfig:
     """Longest wait of a stage for another one's microbatch, seconds; raise it if stages are slow: the last waits for
     all others' first forward passes.
     """
-    meeting_deadline: float = 300.0
+    join_deadline: float = 300.0
     """Longest wait for the other machines at the start, seconds; raise it if they are started at different times."""
     slowest_link: float = 10e6
     """Bits per second; long transfers get five times what such a link would need; lower it if a big model's peers are
@@ -101,7 +101,7 @@ class WorldConfig:
             raise ValueError(
                 f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
             )
-        for key in ("outer_deadline", "pipeline_deadline", "meeting_deadline"):
+        for key in ("outer_deadline", "pipeline_deadline", "join_deadline"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
         for factor in self.step_factors:

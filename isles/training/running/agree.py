@@ -52,7 +52,7 @@ def met(
     }
     if node_spec.shared_directory:
         tell = _nobody  # torchrun starts all at once: they come before a word about it is read
-    node_group = meet(node_spec, description, partial(_disagreement, description), world.meeting_deadline, tell)
+    node_group = meet(node_spec, description, partial(_disagreement, description), world.join_deadline, tell)
     try:
         if node_spec.node == 0:
             node_group.facts.update(
