@@ -30,7 +30,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatNames, FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.wrapping import Wrapping
@@ -350,6 +350,17 @@ class ReplicaSync(Wrapping):
         if outer:
             raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
         return outer
+
+    @classmethod
+    def recut(
+        cls, outers: Sequence[dict[str, Any]], before: Sequence[FlatNames], after: Sequence[FlatNames]
+    ) -> list[dict[str, Any]]:
+        """What `load_outer_state` gets where a replica's stages are cut anew. outers: `outer_state` of workers that
+        held `before` of the model; the result is of those that hold `after`. ValueError: this method does not say.
+        """
+        if any(outers):
+            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
+        return [outers[0] for _ in after]
 
     # The common start.
 

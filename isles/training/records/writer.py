@@ -17,6 +17,7 @@ from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
+from isles.training.records.recut import cut_facts
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
 from isles.training.records.spread import Spread
 from isles.version import __version__
@@ -125,7 +126,7 @@ def commit(config: Config, out: Path, step: int, node_group: NodeGroup, seats: S
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method}
+    facts = {"isles_version": __version__, "method": config.method} | cut_facts(config)
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
     Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 
