@@ -34,6 +34,7 @@ from isles.pipeline.executor import Context, Executor, Ways
 from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
+from isles.pipeline.shares import task_shares
 from isles.pipeline.wire import StageForm
 
 
@@ -46,14 +47,8 @@ class Cut:
     costs: PieceCosts
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
-        """The share of an inner step's computation in each task of each position: a backward pass costs two forward
-        ones, and one more where that is run again; the loss comes with its gradient.
-        """
-        whole = 3 * self.costs.total * microbatches
-        forward = [sum(self.costs.blocks[number] for number in piece.blocks) / whole for piece in self.pieces]
-        loss = [3 * self.costs.head / whole if piece.leaves else 0.0 for piece in self.pieces]
-        backward = [(3 if recompute else 2) * share for share in forward]
-        return TaskSeconds(forward=forward * replicas, loss=loss * replicas, backward=backward * replicas)
+        """Of an inner step's computation in each task of each position."""
+        return task_shares(self.pieces, self.costs, microbatches, replicas, recompute=recompute)
 
 
 def cut_of(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
 
 from isles.network.named import links
-from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, by_size
+from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, among, by_size
 from isles.network.planner.replay import TimeAccount, replay_run
 from isles.network.planner.stages import StagedSteps
 from isles.network.topology import Topology
@@ -116,7 +116,7 @@ def exchanges(seats: Sequence[ReplicaSync], world: WorldConfig, steps: int) -> l
             found += [(island, whole) for island in islands]
     found = before + found
     numbers = count()
-    made = [one for ranks, planned in found for one in _among(ranks, planned, numbers)]
+    made = [one for ranks, planned in found for one in among(ranks, planned, numbers)]
     return sorted(made, key=lambda one: (ceil(one.sent), one.sent))
 
 
@@ -129,7 +129,7 @@ def opening(seats: Sequence[ReplicaSync], world: WorldConfig) -> list[PlannedExc
         found += [(island, theirs) for island in _islands(world, first, places)]
     found += [(_across(world, place, places), seat.opening_exchanges()) for place, seat in enumerate(seats)]
     numbers = count()
-    return [one for ranks, planned in found for one in _among(ranks, planned, numbers)]
+    return [one for ranks, planned in found for one in among(ranks, planned, numbers)]
 
 
 def _island(seat: ReplicaSync) -> ReplicaSync | None:
@@ -156,18 +156,3 @@ def _spread(seats: Sequence[ReplicaSync], number: int, landing: Sequence[tuple[i
     each = [seat.replica.spread_bytes(own) / (len(seats) - 1) for seat, (_, own) in zip(seats, landing, strict=True)]
     moment, pattern = landing[0][0], by_size(groups, lambda _: Swap(tuple(each)))
     return PlannedExchange(moment, moment, 0, "spread", groups, pattern, number, "inner")
-
-
-def _among(ranks: range, planned: Sequence[PlannedExchange], numbers: Iterator[int]) -> list[PlannedExchange]:
-    """With ranks for positions, and flights that no others have."""
-    flights: dict[int, int] = {}
-    for one in planned:
-        flights.setdefault(one.flight, len(flights))
-    first = [next(numbers) for _ in flights]
-    return [
-        one._replace(
-            groups=tuple(tuple(ranks[position] for position in group) for group in one.groups),
-            flight=first[flights[one.flight]],
-        )
-        for one in planned
-    ]

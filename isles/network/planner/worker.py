@@ -145,10 +145,11 @@ class PlannedWorker:
         assert self._steady is not None and self._staged is not None
         waits = self._steady.seconds - self._steady.computed[self.rank]
         share = min(self._steady.for_stages[self.rank] / waits, 1.0) if waits > 0 else 0.0
-        moment = math.floor(self._at) + 1
-        self._wait(moment, steps * waits * share, True)
-        self._wait(moment, steps * waits * (1 - share), False)
-        self._at = float(moment - 1 + steps)
+        first = math.floor(self._at) + 1
+        for step in range(first, first + steps):
+            self._wait(step, waits * share, True)
+            self._wait(step, waits * (1 - share), False)
+        self._at = float(first - 1 + steps)
         yield steps * self._steady.seconds
 
     def _played_step(self) -> Iterator[float | PlannedTransfer]:
