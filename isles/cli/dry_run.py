@@ -93,7 +93,7 @@ def _stages(config: Config, plan: DryRun) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     pipeline = config.pipeline
-    lines.append(f"{pipeline.microbatches} microbatches, {pipeline.routing} routes")
+    lines.append(f"{pipeline.microbatches} microbatches, {pipeline.routing} routes; validations send more, uncounted")
     return [_line("stages" if line is lines[0] else "", line) for line in lines]
 
 

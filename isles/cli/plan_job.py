@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from isles.network.links import Links
     from isles.network.planner.job import Job
     from isles.network.planner.planner import Plan
-    from isles.pipeline.planning import Split, StagesJob
+    from isles.pipeline.planning import StagesJob, WorkerSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def job_of(asked: Asked) -> tuple[Job, str]:
     return job, name
 
 
-def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[Split]]:
+def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[WorkerSplit]]:
     """What is asked about replicas in stages, and the splits to plan. ValueError for what cannot be."""
     from isles.network.named import links as named
     from isles.pipeline.planning import StagesJob, splits

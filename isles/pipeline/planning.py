@@ -39,7 +39,7 @@ Routing = Literal["fixed", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class WorkerSplit:
     """replicas x stages x inner workers."""
 
     replicas: int
@@ -94,7 +94,7 @@ class SplitPlan:
     replicas on average. memory: bytes of the fullest worker.
     """
 
-    split: Split
+    split: WorkerSplit
     step: float
     computing: float
     bubble: float
@@ -104,11 +104,11 @@ class SplitPlan:
     memory: float
 
 
-def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[Split]:
+def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
     """All that fill `workers`; stages: those that are wanted. ValueError where none does."""
     wanted = range(1, min(workers, layers) + 1) if stages is None else stages
     found = [
-        Split(replicas=workers // (number * inner), stages=number, inner=inner)
+        WorkerSplit(replicas=workers // (number * inner), stages=number, inner=inner)
         for number in wanted
         for inner in range(1, min(workers // max(number, 1), _ISLANDS) + 1)
         if 1 <= number <= min(layers, 16) and workers % (number * inner) == 0
@@ -119,12 +119,12 @@ def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[Spli
     return found
 
 
-def plan_splits(asked: StagesJob, found: Sequence[Split]) -> list[SplitPlan]:
+def plan_splits(asked: StagesJob, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
     """Each of them, that with the shortest step first."""
     return sorted((planned(asked, split) for split in found), key=lambda one: (one.step, one.memory))
 
 
-def planned(asked: StagesJob, split: Split) -> SplitPlan:
+def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
     """One split."""
     job = asked.job
     staged, made = steps_of(asked, split), _pieces(asked, split.stages)
@@ -150,7 +150,7 @@ def planned(asked: StagesJob, split: Split) -> SplitPlan:
     )
 
 
-def steps_of(asked: StagesJob, split: Split) -> StagedSteps:
+def steps_of(asked: StagesJob, split: WorkerSplit) -> StagedSteps:
     """The tasks of its steps."""
     job, stages, replicas = asked.job, split.stages, split.replicas
     assert job.step_tokens is not None
@@ -167,7 +167,7 @@ def steps_of(asked: StagesJob, split: Split) -> StagedSteps:
     )
 
 
-def replayed(asked: StagesJob, split: Split, staged: StagedSteps) -> TimeAccount:
+def replayed(asked: StagesJob, split: WorkerSplit, staged: StagedSteps) -> TimeAccount:
     """Of a round, in the long run. Where workers share stages, and so exchange in every step, most steps of long rounds
     stand for those that are played.
     """
@@ -181,7 +181,7 @@ def replayed(asked: StagesJob, split: Split, staged: StagedSteps) -> TimeAccount
     return played.plus(asked.every - every, _played(asked, split, staged, 1, outer=False))
 
 
-def _played(asked: StagesJob, split: Split, staged: StagedSteps, every: int, *, outer: bool) -> TimeAccount:
+def _played(asked: StagesJob, split: WorkerSplit, staged: StagedSteps, every: int, *, outer: bool) -> TimeAccount:
     """Of a round of so many steps; outer: with what replicas exchange."""
     job, island = asked.job, split.stages * split.inner
     found = long_run(
@@ -219,7 +219,7 @@ class _Routes:
         return self.home and self.stages > 1
 
 
-def _exchanges(asked: StagesJob, split: Split, steps: int, *, every: int) -> list[PlannedExchange]:
+def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) -> list[PlannedExchange]:
     numbers, made = count(), []
     job, island = asked.job, split.stages * split.inner
     if split.inner > 1:
@@ -241,7 +241,7 @@ def _exchanges(asked: StagesJob, split: Split, steps: int, *, every: int) -> lis
     return sorted(made, key=lambda one: (-(-one.sent // 1), one.sent, one.what == "spread"))
 
 
-def _spreads(asked: StagesJob, split: Split, moments: Sequence[int]) -> list[PlannedExchange]:
+def _spreads(asked: StagesJob, split: WorkerSplit, moments: Sequence[int]) -> list[PlannedExchange]:
     """What makes the copies of a stage whole again after a landing."""
     if split.replicas == 1:
         return []
@@ -251,7 +251,7 @@ def _spreads(asked: StagesJob, split: Split, moments: Sequence[int]) -> list[Pla
     return [PlannedExchange(at, at, 0, "spread", groups, pattern, at, "inner") for at in moments]
 
 
-def _opening(asked: StagesJob, split: Split) -> list[PlannedExchange]:
+def _opening(asked: StagesJob, split: WorkerSplit) -> list[PlannedExchange]:
     if split.replicas == 1:
         return []
     job, island, numbers = asked.job, split.stages * split.inner, count()

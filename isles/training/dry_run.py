@@ -230,18 +230,15 @@ def _between_stages(config: Config, staged: StagedSteps) -> list[int]:
 
 def _of_stages(config: Config) -> list[str]:
     """What a user should know."""
-    notices = []
-    if config.run.validate_every and config.run.validate_every < config.run.steps:
-        notices.append("what validations during the run send through the stages is not counted")
-    if config.pipeline.order == "arrival":
-        notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
-    return notices
+    if config.pipeline.order == "plan":
+        return []
+    return ['pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less']
 
 
 def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:
-    """Bytes that each worker sends in the run, by rank. outlines: of the places in an island."""
+    """Bytes that each worker sends in the run, by rank. outlines: of the places in a replica."""
     columns = [map(sum, zip(outline.opening, outline.sent, strict=True)) for outline in outlines]
-    return tuple(nbytes for island in zip(*columns, strict=True) for nbytes in island)
+    return tuple(nbytes for replica in zip(*columns, strict=True) for nbytes in replica)
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:

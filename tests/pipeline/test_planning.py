@@ -12,7 +12,7 @@ from isles.data import load_corpus
 from isles.models.sizes import matrices, parameters
 from isles.network.named import links
 from isles.network.planner.job import Job
-from isles.pipeline.planning import Split, StagesJob, plan_splits, planned, splits
+from isles.pipeline.planning import StagesJob, WorkerSplit, plan_splits, planned, splits
 from isles.training.config.reading import read_config
 from isles.training.running.virtual import VirtualWorkers
 from isles.training.trainer import train_worker
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def clock(folder: Path, net: str, split: Split, method: str, routing: str, tied: bool) -> tuple[float, float]:
+def clock(folder: Path, net: str, split: WorkerSplit, method: str, routing: str, tied: bool) -> tuple[float, float]:
     """In percent of the time: computing, and waiting for other stages."""
     workers = split.replicas * split.stages * split.inner
     rounds = 12 if (net, method) == ("slow", "noloco") else 3  # its anchors, on their way at the end, are waited for
@@ -72,7 +72,7 @@ def asked(folder: Path, net: str, workers: int, method: str, routing: str, tied:
 
 
 CELLS = [
-    (net, Split(replicas=replicas, stages=stages, inner=inner), method, routing, tied)
+    (net, WorkerSplit(replicas=replicas, stages=stages, inner=inner), method, routing, tied)
     for net, replicas, stages, inner, method, routing, tied in (
         ("slow", 2, 2, 1, "diloco", "fixed", False),
         ("fast", 2, 2, 1, "noloco", "random", True),
@@ -104,7 +104,7 @@ QUICK = 2
     [pytest.param(*cell, marks=[] if number < QUICK else pytest.mark.long) for number, cell in enumerate(CELLS)],
 )
 def test_a_split_is_planned_as_the_virtual_clock_shows_it(
-    folder: Path, net: str, split: Split, method: str, routing: str, tied: bool
+    folder: Path, net: str, split: WorkerSplit, method: str, routing: str, tied: bool
 ) -> None:
     """The shares of the time, to 5 points; the run's end is not in the plan, which is of the long run."""
     workers = split.replicas * split.stages * split.inner
@@ -116,12 +116,12 @@ def test_a_split_is_planned_as_the_virtual_clock_shows_it(
 
 def test_splits_fill_the_workers() -> None:
     assert splits(4, 8, None) == [
-        Split(replicas=4, stages=1, inner=1),
-        Split(replicas=2, stages=1, inner=2),
-        Split(replicas=1, stages=1, inner=4),
-        Split(replicas=2, stages=2, inner=1),
-        Split(replicas=1, stages=2, inner=2),
-        Split(replicas=1, stages=4, inner=1),
+        WorkerSplit(replicas=4, stages=1, inner=1),
+        WorkerSplit(replicas=2, stages=1, inner=2),
+        WorkerSplit(replicas=1, stages=1, inner=4),
+        WorkerSplit(replicas=2, stages=2, inner=1),
+        WorkerSplit(replicas=1, stages=2, inner=2),
+        WorkerSplit(replicas=1, stages=4, inner=1),
     ]
     with pytest.raises(ValueError, match="--stages 3: 4 workers and 8 layers make no such replicas"):
         splits(4, 8, [3])
@@ -129,7 +129,7 @@ def test_splits_fill_the_workers() -> None:
 
 def test_stages_divide_what_replicas_send_and_hold(folder: Path) -> None:
     job = asked(folder, "fast", 8, "diloco", "fixed", False, inner=False)
-    one, two = (planned(job, Split(replicas=4, stages=stages, inner=2 // stages)) for stages in (1, 2))
+    one, two = (planned(job, WorkerSplit(replicas=4, stages=stages, inner=2 // stages)) for stages in (1, 2))
     assert one.outer_bytes == two.outer_bytes > 0
     found = plan_splits(job, splits(8, 4, None))
     assert [one.step for one in found] == sorted(one.step for one in found)
