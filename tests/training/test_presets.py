@@ -17,7 +17,10 @@ from isles.training.dry_run import dry_run
 NAMES = list(presets())
 
 
-@pytest.mark.parametrize("name", NAMES)
+LARGE = ("noloco-medium", "noloco-large")  # whose replays take seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in NAMES])
 def test_a_preset_resolves_and_can_be_planned(name: str) -> None:
     """Its dry run refuses nothing, warns of nothing, and computes most of the time on the links that it is for."""
     config = read_config(str(preset_file(name)), {}, [])
