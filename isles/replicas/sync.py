@@ -33,6 +33,7 @@ from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatNames, FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
+from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import Wrapping
 
 
@@ -95,8 +96,10 @@ class ReplicaSync(Wrapping):
         self.roster, self.group, self.max_norm = roster, roster.founders, max_norm
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
+        refuse_unfit(self.replica.parameters, self.replica.inner)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
+        self.watch = ModelWatch(model, self.replica.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -131,6 +134,7 @@ class ReplicaSync(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         self.replica.gradients()
+        self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()
         self.charge(max(1.0 - self._charged, 0.0))  # the shares charged so far may add up to a little over 1
         self._charged = 0.0
@@ -297,6 +301,7 @@ class ReplicaSync(Wrapping):
             "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
             "shapes": self._shapes(),
             "steps": self.steps,
+            "frozen": self.watch.state_dict(),
             "inner": self.inner_state(),
             "outer": self.outer_state(),
             "traffic": self.group.traffic.state_dict(),
@@ -310,6 +315,7 @@ class ReplicaSync(Wrapping):
         refuse_other_run(state_dict, type(self).__name__, self.config, self._shapes())
         self.settle()
         self.steps = state_dict["steps"]
+        self.watch.load_state_dict(state_dict.get("frozen", {}))  # earlier versions kept none
         self.load_inner_state(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
         self.group.traffic.load_state_dict(state_dict["traffic"])
@@ -324,6 +330,7 @@ class ReplicaSync(Wrapping):
 
     def load_inner_state(self, state: Any) -> None:
         """Restore `inner_state`."""
+        self.watch.loaded()
         self.replica.load_inner_state(state)
 
     def weights(self) -> dict[str, Tensor]:
@@ -333,6 +340,12 @@ class ReplicaSync(Wrapping):
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Restore `weights`. RuntimeError where they are of another model."""
         self.replica.load_weights(weights)
+
+    def take_in(self) -> None:
+        """Weights were loaded past this optimizer on purpose, alike on all workers: the next step does not refuse."""
+        self.watch.loaded()
+        if isinstance(self.inner, ReplicaSync):
+            self.inner.take_in()
 
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""
@@ -352,12 +365,8 @@ class ReplicaSync(Wrapping):
         return outer
 
     @classmethod
-    def recut(
-        cls, outers: Sequence[dict[str, Any]], before: Sequence[FlatNames], after: Sequence[FlatNames]
-    ) -> list[dict[str, Any]]:
-        """What `load_outer_state` gets where a replica's stages are cut anew. outers: `outer_state` of workers that
-        held `before` of the model; the result is of those that hold `after`. ValueError: this method does not say.
-        """
+    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
+        """`outer_state` of those that hold `after` of a replica, from those that held `before`. ValueError: not said."""
         if any(outers):
             raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
         return [outers[0] for _ in after]

@@ -100,6 +100,11 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
     """
+    if config.pipeline.routing == "skippipe":
+        raise ValueError(
+            'pipeline.routing = "skippipe": its plan says what a step takes (`isles pipeline check PLAN`); a dry run '
+            "knows fixed and random routes"
+        )
     context, vocab = limits(config.model)
     check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
     list_sources(config.data.path)
@@ -230,9 +235,12 @@ def _between_stages(config: Config, staged: StagedSteps) -> list[int]:
 
 def _of_stages(config: Config) -> list[str]:
     """What a user should know."""
-    if config.pipeline.order == "plan":
-        return []
-    return ['pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less']
+    notices = []
+    if config.pipeline.order == "arrival":
+        notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
+    if config.pipeline.stage_loss:
+        notices.append("what lost stages cost, and the messages that mend them, are not counted")
+    return notices
 
 
 def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:

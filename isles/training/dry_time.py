@@ -84,7 +84,7 @@ def _in_short(account: TimeAccount, steps: int, rounds: int) -> tuple[float, flo
 def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps | None = None) -> TimeAccount | None:
     """The whole run, on the network of [world]."""
     world, steps = config.world, config.run.steps
-    island = world.inner * (config.pipeline.stages if config.pipeline.together else 1)
+    island = world.inner * config.pipeline.neighbours
     near = links(world.inner_links) if island > 1 else None
     rhythms = [one.rhythm(steps) for one in (seats[0], _island(seats[0])) if one is not None]
     return replay_run(

@@ -36,7 +36,7 @@ def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> Non
         form, group = codec(name), world.outer
         before = world.world.traffic["outer"].bytes_sent
         call = group.call(round=3)
-        assert group.start(mean(call, buffer, form, Stamp(1), residual=residual)).wait() is True
+        assert group.start(mean(call, buffer, form, Stamp(1), residual=residual)).wait()
         counted = world.world.traffic["outer"].bytes_sent - before
         assert counted == sent_bytes(n, torch.float32, form, group.size, group.rank)
         return buffer, residual

@@ -23,6 +23,8 @@ def recut_states(
     for state in states:
         if len(state["fragments"]) > 1:
             raise ValueError("fragments are cut from each stage's own blocks: resume with as many stages")
+        if any(flight["at_rest"] for flight in state["flights"]):
+            raise ValueError("some parameters were frozen while a round was under way: resume with as many stages")
         if any(fragment["averaging"] for fragment in state["fragments"]):
             raise ValueError("bases of low-rank factors belong to each stage's matrices: resume with as many stages")
     made = _recut(states, before, after)
@@ -46,7 +48,7 @@ def _recut(values: Sequence[Any], before: Sequence[FlatNames], after: Sequence[F
             for key in first
         }
         return [{key: parts[number] for key, parts in made.items()} for number in range(len(after))]
-    if isinstance(first, list):
+    if isinstance(first, list) and first and isinstance(first[0], dict):
         rows = [_recut(entries, before, after) for entries in zip(*values, strict=True)]
         return [[row[number] for row in rows] for number in range(len(after))]
     return [first] * len(after)

@@ -74,6 +74,9 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
+    if config.pipeline.stage_loss or config.pipeline.routing == "skippipe":
+        key = "stage_loss" if config.pipeline.stage_loss else 'routing = "skippipe"'
+        raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
     world, data, inner, pipeline = config.world, config.data, config.inner, config.pipeline
     sequences = data.batch_size_per_worker(world.workers // pipeline.stages)
     world = replace(world, workers=config.replicas_in_all * stages * world.inner if workers is None else workers)
@@ -98,6 +101,8 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
     The first of them inherits the replica's totals. ValueError: the method does not say where in its state what lies.
     """
     first, optimizers = states[0], [state["optimizer"] for state in states]
+    if any(optimizer.get("frozen") for optimizer in optimizers):
+        raise ValueError("some parameters were frozen during the run: resume with as many stages as before")
     weights = {name: tensor for state in states for name, tensor in state["model"].items()}
     moments: dict[str, Any] = {}
     for holding, optimizer in zip(before, optimizers, strict=True):

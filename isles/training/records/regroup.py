@@ -83,6 +83,8 @@ def prepare(run: Path, workers: int | None, stages: int | None = None) -> Resump
             f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
             f"copy them here, into {checkpoints.folder}, and resume without --nodes"
         )
+    if config.pipeline.routing == "skippipe":
+        raise ValueError(f"a plan is for its nodes: resume with {before} workers, as before")
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
     dry_run(config)  # refuses what the method or the batch cannot be

@@ -128,7 +128,7 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
     judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
     bubble = mean("pipeline_seconds") / (compute + blocked) if compute + blocked else 0.0
-    first, world = results[0], config.world
+    first, world = max(results, key=lambda result: result["parameters"]), config.world  # who put the model together
     return schema.Summary(
         isles_version=__version__,
         method=config.method,
