@@ -275,9 +275,7 @@ class ReplicaSync(Wrapping):
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)), of those that all of them hold.
-
-        Costs one mean over the group; the weights are not touched.
+        parameters)), of those that all of them hold. Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
         return start.replica_std(self.shares, self.survivors(), lambda sums: self.replica.total(sums, "eval"))
@@ -366,7 +364,7 @@ class ReplicaSync(Wrapping):
 
     @classmethod
     def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
-        """`outer_state` of those that hold `after` of a replica, from those that held `before`. ValueError: not said."""
+        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
         if any(outers):
             raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
         return [outers[0] for _ in after]
