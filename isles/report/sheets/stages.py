@@ -40,8 +40,8 @@ def square_cube() -> Sheet:
         data={"widths": list(_WIDTHS), "rows": data},
         notes=[
             f"Ours: 72 d^2 FLOPs a token and layer at {pipelines.V100 / 1e12:.0f} TFLOP/s, 8 bits an entry both ways, "
-            f"microbatches of {pipelines.TOKENS} tokens, nothing hidden: computing / (computing + sending + round trip). "
-            "The paper's models differ in layers a stage and batch: the shape is the same, not each digit.",
+            f"microbatches of {pipelines.TOKENS} tokens, nothing hidden: computing / (computing + sending + round "
+            "trip). The paper's models differ in layers a stage and batch: the shape is the same, not each digit.",
             "The paper's cells other than the corners are from memory of its text.",
         ],
     )
@@ -94,8 +94,8 @@ def speedup() -> Sheet:
         table=Table(heads=["model", "what", "tokens/s", "paper", "times AllReduce"], rows=rows, names=2),
         data={"rows": data},
         notes=[
-            "AllReduce and DiLoCoX are what ours is set by: the first gives the tokens of a step, the second the pace of "
-            "computing, for it hides its exchange. What lies between is predicted: a ring of two over the line.",
+            "AllReduce and DiLoCoX are what ours is set by: the first gives the tokens of a step, the second the pace "
+            "of computing, for it hides its exchange. What lies between is predicted: a ring of two over the line.",
             "The paper's tokens a second are from memory of its tables, unverified; 357 is the abstract's.",
         ],
     )
@@ -141,8 +141,8 @@ def table2() -> Sheet:
         table=Table(heads=heads, rows=rows),
         data={"rows": data},
         notes=[
-            f"Ours: A100s at {100 * pipelines.MFU:.0f} % of their peak, float32 streams and weights, AdamW. Perplexities "
-            "are not computed here: they take the training."
+            f"Ours: A100s at {100 * pipelines.MFU:.0f} % of their peak, float32 streams and weights, AdamW. "
+            "Perplexities are not computed here: they take the training."
         ],
     )
 
