@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.options import Trust
+
 if TYPE_CHECKING:
     from isles.report.panels import Table
     from isles.training.stage_orders import CurvePoint
@@ -28,6 +30,7 @@ def evaluate(
     curves: Annotated[
         bool, typer.Option("--curves", help="Loss against stages dropped, exchanged, and left early.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
     from isles.training.records.saved import load_run
@@ -38,7 +41,7 @@ def evaluate(
         raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
-    saved = load_run(run)
+    saved = load_run(run, trust=trust)
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 

@@ -60,9 +60,10 @@ class Resumption:
     notes: list[str]
 
 
-def prepare(run: Path, workers: int | None, stages: int | None = None) -> Resumption:
+def prepare(run: Path, workers: int | None, stages: int | None = None, *, trust: bool = False) -> Resumption:
     """Make the newest checkpoint of `run` one of `workers` workers in replicas of `stages` stages (None: as config.toml
-    says, or with `stages` alone as many replicas as before), and config.toml too.
+    says, or with `stages` alone as many replicas as before), and config.toml too. trust: import what that names,
+    whoever made the run.
 
     ValueError: there is no checkpoint, the run cannot be with so many workers or stages, or it is going on; then
     nothing is changed.
@@ -72,7 +73,7 @@ def prepare(run: Path, workers: int | None, stages: int | None = None) -> Resump
     if not steps:
         raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
     step = steps[-1]
-    saved, config = _configs(run, checkpoints.manifest(step), workers, stages)
+    saved, config = _configs(run, checkpoints.manifest(step), workers, stages, trust=trust)
     seats, after = checkpoints.seats(step), config.world.workers
     before, is_cut = len(seats), max(saved.pipeline.stages, config.pipeline.stages) > 1
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
@@ -114,11 +115,13 @@ def prepare(run: Path, workers: int | None, stages: int | None = None) -> Resump
     return Resumption(config, step, notes if common is None else [*notes, *_notes(common, seats, after, step)])
 
 
-def _configs(run: Path, manifest: dict[str, Any], workers: int | None, stages: int | None) -> tuple[Config, Config]:
+def _configs(
+    run: Path, manifest: dict[str, Any], workers: int | None, stages: int | None, *, trust: bool
+) -> tuple[Config, Config]:
     """As it was saved, with its cut; and as it goes on. ValueError where config.toml has another cut by itself."""
     path = str(run / "config.toml")
     if stages is None:
-        config = read_config(path, {} if workers is None else {"world.workers": workers}, [])
+        config = read_config(path, {} if workers is None else {"world.workers": workers}, [], trust=trust)
         if config.pipeline.stages != manifest.get("stages", config.pipeline.stages):
             raise ValueError(
                 f"pipeline.stages = {config.pipeline.stages}: the checkpoint is of {manifest['stages']}; set it back, "
@@ -134,7 +137,7 @@ def _configs(run: Path, manifest: dict[str, Any], workers: int | None, stages: i
                 f"{config.pipeline.stages} to cut it anew"
             )
         return config, config
-    now = read_config(path, {}, [])
+    now = read_config(path, {}, [], trust=trust)
     before = manifest.get("stages", now.pipeline.stages)
     if before != now.pipeline.stages:  # config.toml was changed
         now = replace(now, pipeline=replace(now.pipeline, stages=before, cut=()))

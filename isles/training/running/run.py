@@ -31,6 +31,7 @@ from isles.training.memory import prepared
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
 from isles.training.records.rundir import SUMMARY, run_directory
+from isles.training.records.tokens import forget
 from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
@@ -84,6 +85,7 @@ def launch(
             partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
             os.replace(partial, out / SUMMARY)
             loggers.summary(summary)
+            forget(out)
     return summary
 
 
