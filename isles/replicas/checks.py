@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
+from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -122,6 +123,16 @@ def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
             f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
             f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
         )
+
+
+def with_options(function: Callable[..., Any], config: type[Any]) -> Signature:
+    """Of a method's `__init__`, with the fields of its `config` (a dataclass) in place of **options; without self."""
+    own = list(signature(function).parameters.values())[1:-1]
+    theirs = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(config)
+    ]
+    return Signature([*own, *theirs])
 
 
 def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:

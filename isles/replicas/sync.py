@@ -14,7 +14,6 @@ Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -29,9 +28,9 @@ from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
-from isles.replicas.checks import own_config, refuse_other_run
+from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.elsewhere import warn_if_averaged_by_torch
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatNames, FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.watch import ModelWatch, refuse_unfit
@@ -72,12 +71,7 @@ class ReplicaSync(Wrapping):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = list(inspect.signature(ReplicaSync.__init__).parameters.values())[1:-1]
-        theirs = [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in fields(cls.Config)
-        ]
-        cls.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]  # what help() shows
+        cls.__signature__ = with_options(ReplicaSync.__init__, cls.Config)  # type: ignore[attr-defined]  # for help()
 
     def __init__(
         self,
@@ -280,9 +274,7 @@ class ReplicaSync(Wrapping):
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)), of those that all of them hold.
-
-        Costs one mean over the group; the weights are not touched.
+        parameters)), of those that all of them hold. Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
         return start.replica_std(self.shares, self.survivors(), lambda sums: self.replica.total(sums, "eval"))
@@ -368,6 +360,13 @@ class ReplicaSync(Wrapping):
         if outer:
             raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
         return outer
+
+    @classmethod
+    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
+        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
+        if any(outers):
+            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
+        return [outers[0] for _ in after]
 
     # The common start.
 

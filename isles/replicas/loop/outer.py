@@ -30,9 +30,11 @@ from isles.comm.group import Group
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
+from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
+from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
 from isles.replicas.loop.weights import agreed_factor, refuse_weights, weights_of
 from isles.replicas.parts.cadence import EveryH
@@ -174,13 +176,10 @@ class OuterSync(ReplicaSync):
 
     @override
     def gauges(self) -> dict[str, float]:
-        """Rounds that were skipped, and, the largest of the fragments', what error feedback holds back in outer
-        gradients.
-        """
-        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
-        if self.parts.feedback is None:
-            return told
-        return {"feedback_ratio": max(f.left_ratio for f in self.fragments), **told}
+        """What error feedback holds back in outer gradients is the largest of the fragments'."""
+        counts: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
+        feedback = self.parts.feedback
+        return counts if feedback is None else {"feedback_ratio": max(f.left_ratio for f in self.fragments), **counts}
 
     @override
     def advise(self, steps: int) -> list[str]:
@@ -241,6 +240,14 @@ class OuterSync(ReplicaSync):
         being the state of their mean: a round that has been sent lands with the new workers.
         """
         return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
+
+    @classmethod
+    @override
+    def recut(
+        cls, outers: Sequence[dict[str, Any]], before: Sequence[FlatNames], after: Sequence[FlatNames]
+    ) -> list[dict[str, Any]]:
+        """All flat vectors by name, those under way too."""
+        return recut_states(outers, before, after)
 
     # One step of the loop.
 
