@@ -18,12 +18,11 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.memory.costs import Profile, ends_update
@@ -69,8 +68,9 @@ class Managed(Wrapping):
     """The optimizer of a model under a plan. `param_groups` and `state` are those of `inner`; `device` is where the
     model computes.
 
-    runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end
-    its threads.
+    runner: what happens around the units. rest: the parameters that the device updates. meter: is told what other
+    threads and this object put on the device; `with meter:` around forward and backward passes counts the rest. Use
+    `close`, or `with`, to end its threads.
     """
 
     def __init__(
@@ -106,6 +106,9 @@ class Managed(Wrapping):
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
         self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
+        self.meter = meter
+        if meter is not None:
+            meter.track(*model.buffers(), *self.rest)
         self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
         self._clean = True  # gradients of the last step are gone
         self._hooks = _read_hooks(model, weakref.ref(self))
@@ -152,10 +155,16 @@ class Managed(Wrapping):
             if index not in done:
                 self._queue(index, settings)
         self._rest_part.step(settings)
+        if self.meter is not None:
+            self.meter.track(*self._states_of_rest())
         self.engine.computed(began, self._update_seconds)
         self.runner.end_step()
         self._clean = not any(parameter.grad is not None for parameter in self.rest)
         return loss
+
+    def _states_of_rest(self) -> list[Tensor]:
+        values = (value for parameter in self.rest for value in self.inner.state.get(parameter, {}).values())
+        return [value for value in values if isinstance(value, Tensor)]
 
     def _queue(self, index: int, settings: Settings) -> None:
         """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
@@ -258,10 +267,6 @@ class Managed(Wrapping):
         else:  # what is under way will not be used
             self._finalizer()
             self.runner.detach()
-
-    def elsewhere(self) -> AbstractContextManager[None]:
-        """For a meter: what is made within is the host's."""
-        return self.runner.elsewhere()
 
 
 def _same(one: Settings, other: Settings) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +28,7 @@ from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
+from isles.wrapping import host_work
 
 TaskKind = Literal["forward", "top", "backward", "bottom"]
 
@@ -352,7 +352,7 @@ class Runner:
         """What has come to the host becomes the gradient of its parameters, on this thread, so that their hooks run."""
         while self._landed:
             unit, last, parameters, gradients = self._landed.popleft()
-            with self.elsewhere(), torch.enable_grad():
+            with host_work(), torch.enable_grad():
                 torch.autograd.backward(parameters, gradients)
             if last:
                 self.arrived(unit)
@@ -371,15 +371,11 @@ class Runner:
     ) -> None:
         """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
 
-        def unmetered() -> None:
-            with self.elsewhere():
+        def on_the_host() -> None:
+            with host_work():
                 work()
 
-        self.engine.submit(lane, urgency, seconds, unmetered if self.meter is not None else work, done)
-
-    def elsewhere(self) -> AbstractContextManager[None]:
-        """What is made within is the host's and not metered."""
-        return nullcontext() if self.meter is None else self.meter.elsewhere()
+        self.engine.submit(lane, urgency, seconds, on_the_host, done)
 
     def discard(self) -> None:
         """The gradients of the passes since the last step are thrown away."""

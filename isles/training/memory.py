@@ -4,6 +4,7 @@ that runs what was found.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from isles.memory.costs import Profile
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
+from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
 from isles.memory.search import best
@@ -29,6 +31,7 @@ from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 
+_METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
 
 
@@ -205,6 +208,8 @@ class PlannedMemory:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.managed: Managed | None = None
+        self._meter = MemoryMeter()
+        self._metered = 0
 
     def manage(self, model: nn.Module, inner: Optimizer) -> Optimizer:
         """The inner optimizer, under the plan where there is one."""
@@ -213,12 +218,25 @@ class PlannedMemory:
         made, here, plan = prepared(self.config)
         virtual = self.config.world.backend == "virtual"
         engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
-        self.managed = manage(plan, model, inner, profile=made, machine=here, engine=engine)
+        self.managed = manage(plan, model, inner, profile=made, machine=here, engine=engine, meter=self._meter)
         return self.managed
 
     def device(self, model: nn.Module) -> torch.device:
         """Where the model computes; its parameters may lie elsewhere."""
         return next(model.parameters()).device if self.managed is None else self.managed.device
+
+    def metered(self) -> AbstractContextManager[Any]:
+        """Around the passes of each step: the first few are counted, storage by storage; counting all would cost a
+        small model much of its speed.
+        """
+        if self.managed is None or self.managed.device.type != "cpu" or self._metered == _METERED:
+            return nullcontext()
+        self._metered += 1
+        return self._meter
+
+    def _measured_peak(self) -> int:
+        device = self.device(self.managed.model) if self.managed is not None else torch.device("cpu")
+        return self._meter.peak if device.type == "cpu" else int(torch.cuda.max_memory_allocated(device))
 
     def close(self) -> None:
         """End the plan's threads and give the model its own forward back."""
@@ -233,7 +251,7 @@ class PlannedMemory:
         return {
             "plan": plan.short,
             "planned_peak_bytes": plan.peak,
-            "granted_peak_bytes": int(self.managed.runner.arena.peak),
+            "measured_peak_bytes": self._measured_peak(),
             "planned_step_seconds": plan.step,
             "measured_step_seconds": seconds,
         }

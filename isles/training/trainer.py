@@ -176,7 +176,8 @@ class Trainer:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
         transport = self.world.transport
         before, away = transport.now(), transport.away_seconds
-        loss = self.model_step.run(self._batches() if self.model_step.reads else ())
+        with self.memory.metered():
+            loss = self.model_step.run(self._batches() if self.model_step.reads else ())
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, [loss])  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)

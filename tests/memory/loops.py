@@ -20,6 +20,7 @@ from isles.memory.profile import profile
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
+from isles.wrapping import host_work
 
 UNITS = 4
 SHAPE = Shape(d_model=64, layers=UNITS, heads=4, ffn=192, vocab=256, context=32, tie_embeddings=False)
@@ -150,7 +151,7 @@ def train(
                     del loss
                 if managed is not None:
                     managed.gradients()
-                with nullcontext() if managed is None else managed.elsewhere():
+                with host_work():
                     if max_norm is not None:
                         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
