@@ -27,6 +27,10 @@ class MemoryConfig:
     """Memory of the device that the run may take, such as "12GiB"; "": all that the machine has."""
     host_budget: str = ""
     """Memory of the host beside it; "": all that the machine has."""
+    disk: str = ""
+    """A folder for what neither memory holds: optimizer states of blocks; where the RAM is the device, their weights
+    and gradients too. Nothing of it is left after the run. "": none.
+    """
     machine: str = ""
     """A name of `isles.network.machines`, or the path of a .toml file of your own; its rates decide which plan is
     fastest. "": what is here. On the virtual backend the plan's step for a named machine is that of the clock.
@@ -54,7 +58,7 @@ class MemoryConfig:
             if given and parse_bytes(key, given) <= 0:
                 raise ValueError(f'{key} = {given!r}: choose memory above 0, such as "12GiB", or leave it out')
         if self.method == "none":
-            for key in ("device_budget", "host_budget", "machine", "plan"):
+            for key in ("device_budget", "host_budget", "disk", "machine", "plan"):
                 if getattr(self, key):
                     raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
             if self.update != "exact" or self.emulate:

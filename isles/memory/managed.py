@@ -25,12 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.memory.costs import Profile, ends_update
-from isles.memory.engines.base import Engine
+from isles.memory.arena import Arena
+from isles.memory.costs import SLOTS, Profile, ends_update
+from isles.memory.engines.base import Engine, Urgency
 from isles.memory.engines.paced import Paced
+from isles.memory.gradients import Landing
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
+from isles.memory.stored import stored_units
 from isles.memory.units import units_of
 from isles.memory.updates import PartialOptimizer, Settings, settings_of
 from isles.network.machines import Machine
@@ -46,10 +49,12 @@ def manage(
     machine: Machine,
     device: torch.device | None = None,
     engine: Engine | None = None,
+    disk: str = "",
     meter: MemoryMeter | None = None,
 ) -> Managed:
     """Run `model` and `inner`, which updates all its parameters, by the plan. device: where it computes; None for where
-    the model is. engine: None for threads of its own. PlanMismatch where model or batch are others than the plan's.
+    the model is. engine: None for threads of its own. disk: the folder for what the plan puts on disk. PlanMismatch
+    where model or batch are others than the plan's; ValueError where the folder cannot be used.
     """
     plan.check(profile)
     return Managed(
@@ -60,6 +65,7 @@ def manage(
         machine=machine,
         device=next(model.parameters()).device if device is None else device,
         engine=Paced() if engine is None else engine,
+        disk=disk,
         meter=meter,
     )
 
@@ -83,11 +89,13 @@ class Managed(Wrapping):
         machine: Machine,
         device: torch.device,
         engine: Engine,
+        disk: str = "",
         meter: MemoryMeter | None = None,
     ) -> None:
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self.plan, self.model, self.device, self.engine = plan, model, device, engine
         units = units_of(model)
+        stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
         self.runner = Runner(
             units,
             plan.placements,
@@ -98,13 +106,16 @@ class Managed(Wrapping):
             device=device,
             buffers=list(model.buffers()),
             accumulation=plan.accumulation,
-            arrived=self._arrived,
+            landing=Landing(self._arrived),
+            stored=stored,
             meter=meter,
         )
         hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
         self._parts = {index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()}
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
+        self._written = {index: engine.event(True) for index in stored}
+        self._slots = Arena(SLOTS)
         self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
         self.meter = meter
         if meter is not None:
@@ -169,13 +180,18 @@ class Managed(Wrapping):
     def _queue(self, index: int, settings: Settings) -> None:
         """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
         runner, part = self.runner, self._parts[index]
-        brought, cost, times = runner.brought[index], runner.costs[index], runner.times[index]
+        brought, times = runner.brought[index], runner.times[index]
         gradients = [parameter.grad for parameter in brought.host]
         for parameter in brought.host:  # theirs from here on: whoever calls zero_grad() does not reach them
             parameter.grad = None
         updated, refreshed = self.engine.event(), self.engine.event()
         runner.updated[index], runner.refreshed[index] = updated, refreshed
         urgency = (runner.steps + 1, 0, 0, index)
+
+        if index in runner.stored:
+            refreshed.fire()  # there is no copy between passes
+            self._queue_stored(index, settings, gradients, urgency)
+            return
 
         def work() -> None:
             for parameter, gradient in zip(brought.host, gradients, strict=True):
@@ -188,12 +204,44 @@ class Managed(Wrapping):
         def done() -> None:
             updated.fire()
             if brought.stays:
-                runner.moved["up"] += cost.refreshed
-                runner.submit("up", urgency, times.refresh, brought.refresh, refreshed.fire)
+                runner.refresh(index, urgency)
             else:
                 refreshed.fire()
 
         runner.submit("host", urgency, times.host, work, done)
+
+    def _queue_stored(self, index: int, settings: Settings, gradients: list[Tensor | None], urgency: Urgency) -> None:
+        """Read what the disk has of the unit, update it, write it. Its weights are there once they are written, where
+        they are on disk too.
+        """
+        runner, times, updated = self.runner, self.runner.times[index], self.runner.updated[index]
+        filed, before = runner.costs[index].filed, self._written[index]
+        written = self._written[index] = self.engine.event()
+
+        def begin() -> None:
+            update = runner.stored[index].update()
+
+            def step() -> None:
+                update.step(settings, gradients)
+                gradients.clear()
+
+            def stepped() -> None:
+                if not filed:
+                    updated.fire()
+                runner.submit("write", urgency, times.write, update.save, saved)
+
+            def saved() -> None:
+                self._slots.free(1)
+                written.fire()
+                if filed:
+                    updated.fire()
+
+            def loaded() -> None:
+                runner.submit("host", urgency, times.host, step, stepped)
+
+            runner.submit("read", urgency, times.read, update.load, loaded)
+
+        before.then(partial(self._slots.want, 1, begin))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
@@ -217,6 +265,8 @@ class Managed(Wrapping):
             name = self.runner.units[index].name
             self.runner.updated[index].wait(f"the update of {name}")
             self.runner.refreshed[index].wait(f"the weights of {name}")
+            if index in self._written:
+                self._written[index].wait(f"the states of {name} on disk")
         self.engine.check()
 
     # State
@@ -242,6 +292,8 @@ class Managed(Wrapping):
         """Into the inner optimizer."""
         self.catch_up()
         self.inner.load_state_dict(state_dict)
+        for stored in self.runner.stored.values():
+            stored.keep_states()
 
     # The end
 

@@ -4,6 +4,7 @@ that runs what was found.
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
+from isles.memory.disk import check_folder
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
@@ -75,7 +77,7 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
     """The plan of `config.memory`: that of its file, or the fastest. ValueError, with the key, for what cannot be."""
     memory = config.memory
     if memory.plan:
-        return _read(memory.plan, made, here)
+        return _read(memory.plan, made, here, memory.disk)
     device = _budget("device_budget", memory, here.device_bytes, here)
     host = _budget("host_budget", memory, here.host_bytes, here)
     return best(
@@ -84,11 +86,24 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
         method="auto" if memory.method == "none" else memory.method,
         device_budget=device,
         host_budget=host,
-        disk_budget=0.0,
+        disk_budget=_disk(memory.disk, here),
         update=memory.update,
         accumulation=config.inner.accumulation,
         replica_bytes=replica_bytes,
     )
+
+
+def _disk(folder: str, here: Machine) -> float:
+    """Bytes that a plan may put there. ValueError where nothing is known of the machine's disk."""
+    if not folder:
+        return 0.0
+    if not here.disk_read or not here.disk_write:
+        raise ValueError(
+            f"memory.disk = {folder!r}: nothing is known of the disk of {here.name}; give disk_read, disk_write and "
+            f'disk_bytes in a file with base = "{here.name}" and name that as memory.machine'
+        )
+    check_folder(folder, 0)
+    return float(shutil.disk_usage(folder).free)
 
 
 def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float:
@@ -104,13 +119,15 @@ def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float
     return asked
 
 
-def _read(path: str, made: Profile, here: Machine) -> MemoryPlan:
+def _read(path: str, made: Profile, here: Machine, disk: str) -> MemoryPlan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"memory.plan = {path!r}: cannot be read ({error}); name a plan's file") from None
     plan = from_json(text, f"memory.plan = {path!r}")
     plan.check(made, here)
+    if plan.disk_bytes and not disk:
+        raise ValueError(f"memory.plan = {path!r} puts units on disk: set memory.disk to a folder")
     return plan
 
 
@@ -208,6 +225,8 @@ class PlannedMemory:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.managed: Managed | None = None
+        self.notices: list[str] = []
+        """What a user should know, once it is managed."""
         self._meter = MemoryMeter()
         self._metered = 0
 
@@ -216,9 +235,19 @@ class PlannedMemory:
         if self.config.memory.method == "none":
             return inner
         made, here, plan = prepared(self.config)
+        self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
         virtual = self.config.world.backend == "virtual"
         engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
-        self.managed = manage(plan, model, inner, profile=made, machine=here, engine=engine, meter=self._meter)
+        self.managed = manage(
+            plan,
+            model,
+            inner,
+            profile=made,
+            machine=here,
+            engine=engine,
+            disk=self.config.memory.disk,
+            meter=self._meter,
+        )
         return self.managed
 
     def device(self, model: nn.Module) -> torch.device:

@@ -68,7 +68,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
-        for notice in notices:
+        for notice in [*notices, *self.memory.notices]:
             if world.rank == 0:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"

@@ -115,6 +115,7 @@ def train(
     start: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None,
     ends_with: list[Any] | None = None,
     around: Callable[[Managed], None] | None = None,
+    disk: str = "",
 ) -> Left:
     """`steps` steps from number `first`. start: states of model, optimizer and schedule to go on from; ends_with gets
     those that it leaves. around: is shown the managed optimizer before the first step.
@@ -129,7 +130,9 @@ def train(
         made = profiled(task, autocast)
         plan = plan_of(made, placements, update=update, accumulation=accumulation)
         meter.track(*model.buffers())
-        managed = manage(plan, model, inner, profile=made, machine=MACHINES["H100"], engine=engine, meter=meter)
+        managed = manage(
+            plan, model, inner, profile=made, machine=MACHINES["H100"], engine=engine, disk=disk, meter=meter
+        )
         meter.track(*managed.rest)
         if around is not None:
             around(managed)
