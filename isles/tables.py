@@ -11,6 +11,7 @@ import textwrap
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,15 @@ def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     try:
         # As JSON, for the strict check of Python values takes no list for a tuple; strict: "yes" is no boolean, true no
         # number. TOML's dates become strings: `--set data.path=2024-05-01` means a folder.
-        return TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
+        return _adapter(cls).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ValueError(_worded(section, error)) from None
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    """Made once a class: it takes longer than all that it reads."""
+    return TypeAdapter(cls)
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from isles import cli
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,7 +34,7 @@ def output(*arguments: str) -> str:
     [
         (["examples/bare_loop.py"], 1),
         (["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/bare_loop.py"], 2),
-        (["examples/bare_loop.py", "--workers", "3"], 3),
+        pytest.param(["examples/bare_loop.py", "--workers", "3"], 3, marks=pytest.mark.long),
     ],
     ids=["alone", "torchrun", "run_local"],
 )
@@ -90,8 +92,12 @@ def test_own_model_is_that_of_the_documents() -> None:
 
 
 @pytest.mark.parametrize("dry", [True, pytest.param(False, marks=pytest.mark.long)], ids=["dry", "for real"])
-def test_the_next_commands_of_the_readme(dry: bool, tmp_path: Path) -> None:
-    """As printed there, into another directory; dry: what is to be trained is planned only."""
+def test_the_next_commands_of_the_readme(
+    dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As printed there, into another directory; dry: what is to be trained is planned only, in this process."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     readme = (ROOT / "README.md").read_text()
     block = readme[readme.index("Next, on a text of your own") :].split("```")[1]
     commands = [line.split()[1:] for line in block.splitlines() if line.startswith("isles ")]
@@ -102,4 +108,8 @@ def test_the_next_commands_of_the_readme(dry: bool, tmp_path: Path) -> None:
             output("-m", "isles", *command)
             assert (tmp_path / str(number) / "report.html").is_file()
         elif command[0] == "train":
-            assert "a worker in the whole run" in output("-m", "isles", *command, "--dry-run")
+            monkeypatch.setattr(sys, "argv", ["isles", *command, "--dry-run"])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert not ended.value.code
+            assert "a worker in the whole run" in capsys.readouterr().out

@@ -69,8 +69,10 @@ def test_an_error_on_a_lane_reaches_the_computation_at_once(name: str, monkeypat
 
 @pytest.mark.parametrize("how", ["close", "exception", "interrupt"])
 def test_no_thread_outlives_the_run(how: str) -> None:
+    model, made = Decoder(SHAPE), profiled(DECODER, "none")
+    plan = plan_of(made, HOST)
     for _ in range(20):
-        model, managed = _managed(engine=Paced())
+        managed = manage(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=Paced())
         if how == "close":
             _step(model, managed)
             managed.close()

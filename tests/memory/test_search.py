@@ -63,7 +63,7 @@ def test_activations_alone() -> None:
     assert max(gaps) <= 0.05
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.long)])
 def test_no_plan_is_slower_than_a_simple_one(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
@@ -76,10 +76,10 @@ def test_no_plan_is_slower_than_a_simple_one(seeds: range) -> None:
         assert plan.step <= min(floors) * 1.003  # a plan is run on as little memory as costs 0.2 % at most
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 6), marks=pytest.mark.long)])
-def test_more_memory_is_never_slower(seeds: range) -> None:
+@pytest.mark.parametrize(("seeds", "units"), [(range(1), 9), pytest.param(range(6), 12, marks=pytest.mark.long)])
+def test_more_memory_is_never_slower(seeds: range, units: int) -> None:
     for seed in seeds:
-        made, machine = instance(random.Random(seed), 12, equal=True)
+        made, machine = instance(random.Random(seed), units, equal=True)
         least = least_peak(made, uniform(made, "host", "recompute"))
         full = least_peak(made, uniform(made, "device", "keep"))
         before = math.inf
@@ -134,7 +134,7 @@ def test_a_budget_that_is_too_small_names_one_that_works(equal: bool) -> None:
 
 
 def test_the_host_is_a_budget_too() -> None:
-    made, machine = instance(random.Random(6), 6, equal=True, tight=(0.55, 0.55))
+    made, machine = instance(random.Random(6), 4, equal=True, tight=(0.55, 0.55))
     wide = best(made, machine, disk_budget=0.0)
     assert wide.host_bytes > 0
     taken = int(machine.host_bytes - 0.9 * wide.host_bytes)
@@ -153,7 +153,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_a_plan_takes_no_more_memory_than_it_gains_by() -> None:
-    made, machine = instance(random.Random(7), 6, equal=True)
+    made, machine = instance(random.Random(7), 4, equal=True)
     plan = best(made, machine, device_budget=least_peak(made, uniform(made, "device", "keep")) * 3)
     assert plan.peak == least_peak(made, plan.placements)
 
@@ -164,13 +164,13 @@ def test_early_updates_are_never_slower() -> None:
     assert plans[1].step <= plans[0].step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_forty_blocks(equal: bool) -> None:
+@pytest.mark.parametrize(("units", "equal"), [(40, True), (12, False), pytest.param(40, False, marks=pytest.mark.long)])
+def test_many_blocks(units: int, equal: bool) -> None:
     """Seconds are not asserted here; benchmarks/memory.py prints them."""
     rng = random.Random(9)
-    made, machine = instance(rng, 40, equal=True)
+    made, machine = instance(rng, units, equal=True)
     if not equal:
-        made = replace(made, units=tuple(block(rng, str(number)) for number in range(40)))
+        made = replace(made, units=tuple(block(rng, str(number)) for number in range(units)))
         machine = replace(machine, device_bytes=least_peak(made, uniform(made, "host", "recompute")) * 1.5)
     plan = best(made, machine)
     assert least_peak(made, plan.placements) <= plan.peak <= machine.device_bytes
@@ -180,7 +180,7 @@ def test_forty_blocks(equal: bool) -> None:
 
 
 def test_methods_choose_what_is_theirs() -> None:
-    made, machine = activations_instance(random.Random(10), 6, equal=True)
+    made, machine = activations_instance(random.Random(10), 4, equal=True)
     for name, (places, activations) in METHODS.items():
         plan = best(made, machine, method=name)
         assert {one.place for one in plan.placements} <= set(places)

@@ -110,7 +110,8 @@ def test_order_and_wants():
 
 
 def test_fast_links_want_data_parallel_and_slow_ones_do_not():
-    assert plan(replace(JOB, links=Links(bandwidth=1e11)))[0].way is way("ddp")
+    ways = [way("ddp"), way("diloco"), way("eager"), way("noloco"), way("streaming-noloco")]
+    assert plan(replace(JOB, links=Links(bandwidth=1e11)), ways=ways)[0].way is way("ddp")
     slow = plan(replace(JOB, links=links("worldwide"), workers=12))
     assert slow[0].way.method == "noloco" and math.isnan(slow[-1].wanted[0])
 

@@ -12,6 +12,7 @@ import torch
 import isles
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
+from tests.gloo import run_gloo
 from tests.pipeline import workers
 from tests.pipeline.workers import SEQUENCES, SHAPE, Cell
 
@@ -24,7 +25,7 @@ GRID = [
 CHOSEN = [
     *GRID[7::46],  # of every number of stages, replicas and microbatches some
     Cell(1, 1, 3),
-    Cell(4, 4, 8, "random"),
+    Cell(4, 4, 2, "random"),
     Cell(4, 2, 8, "random", home=True),
     Cell(3, 2, 4, limit="1f1b"),
     Cell(3, 2, 4, "random", limit="all"),
@@ -74,7 +75,7 @@ ON_GLOO = [Cell(2, 1, 4), Cell(2, 2, 3, "random"), Cell(3, 2, 4, "random", home=
 
 
 def test_gloo_computes_the_same_bits_and_sends_the_same_bytes() -> None:
-    real = isles.run_local(workers.train, 6, args=(ON_GLOO,))
+    real = run_gloo(workers.train, 6, args=(ON_GLOO,))
     for number, cell in enumerate(ON_GLOO):
         for position, steps in enumerate(virtual(cell)):
             for ours, theirs in zip(real[position][number], steps, strict=True):
@@ -97,7 +98,7 @@ def test_bytes_are_those_of_the_formula(cell: Cell) -> None:
 
 @pytest.mark.parametrize("limit", ["1f1b", "auto", "all", 2])
 def test_no_more_forwards_are_held_than_allowed(limit: int | str) -> None:
-    cell = Cell(4, 2, 8, "random", limit=limit)
+    cell = Cell(4, 2, 5, "random", limit=limit)
     room = in_flight(limit, cell.replicas, cell.stages)
     held = [steps[-1]["held"] for steps in virtual(cell)]
     assert all(held[position] <= room.get(position, cell.microbatches) for position in range(8))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.flat import BLOCK, FlatParameters
+from tests.covers import cover
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap
 
 
@@ -86,10 +87,10 @@ def test_replicas_in_a_list(method: str, workers: int) -> None:
             torch.testing.assert_close(logs[rank][step - 1], weights(replica), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
-@pytest.mark.parametrize(
-    "name", ["ddp", "ddp, small buckets", "ddp, bf16", "localsgd", "diloco", "diloco, int8", "diloco, fp16"]
-)
+AGREE = ["ddp", "ddp, small buckets", "ddp, bf16", "localsgd", "diloco", "diloco, int8", "diloco, fp16"]
+
+
+@pytest.mark.parametrize(("name", "workers"), cover(AGREE, (2, 3, 4, 5), each=2))
 def test_replicas_are_bitwise_equal_after_every_exchange(name: str, workers: int) -> None:
     """6.2: one hash on all workers after every exchange, whatever the codec, from different initial weights."""
 
@@ -369,9 +370,10 @@ def test_several_parameter_groups_keep_their_settings() -> None:
     assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
-@pytest.mark.parametrize("entries", [1, 2, 3, 7])
-@pytest.mark.parametrize("name", ["ddp", "localsgd", "diloco, int8", "noloco"])
+FEW = ["ddp", "localsgd", "diloco, int8", "noloco"]
+
+
+@pytest.mark.parametrize(("name", "entries", "workers"), cover(FEW, (1, 2, 3, 7), (2, 3, 4, 5), each=4))
 def test_fewer_parameters_than_workers(name: str, entries: int, workers: int) -> None:
     """Shards of nothing are legal."""
 

@@ -13,6 +13,7 @@ from isles.comm.codecs import codec
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, sent_bytes
 from isles.comm.mesh import Mesh
+from tests.covers import cover
 from tests.replicas.workers import LINKS, Net, sgd, train_step, weights, wrap
 
 CODECS = ["none", "bf16", "fp16", "int8", "int4", "fp4", "sign", "topk:40", "dct_topk:40", "topk:40+int4", "randk:0.01"]
@@ -22,8 +23,7 @@ def noise(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("name", "workers"), cover(CODECS, (1, 2, 3, 4, 7), each=2))
 def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> None:
     """Sum of residuals + N mean = sum of buffers, to 1e-6 of their norm, whatever is encoded twice; all members get
     the same mean; bytes are as promised.

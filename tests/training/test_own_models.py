@@ -67,11 +67,15 @@ def without_bytes(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if not key.startswith("bytes_")}
 
 
-def test_every_method_trains_both_with_the_same_bits_on_both_backends(
-    text: Path, tmp_path: Path, gpt2: list[str]
+FITTING = [name for name in ON_VIRTUAL if name not in DIVIDED]  # a bigram model has no units
+FEW = ["ddp", "dct-dp", "diloco", "streaming-diloco", "eager", "noloco", "demo", "dilocox"]
+
+
+@pytest.mark.parametrize("fitting", [FEW, pytest.param(FITTING, marks=pytest.mark.long)], ids=["few", "all"])
+def test_methods_train_both_with_the_same_bits_on_both_backends(
+    text: Path, tmp_path: Path, gpt2: list[str], fitting: list[str]
 ) -> None:
     """Dropout included: its draws follow the seed and the worker."""
-    fitting = [name for name in ON_VIRTUAL if name not in DIVIDED]  # a bigram model has no units
     cases = {"gpt2-noloco": (gpt2, "noloco"), **{f"factory-{name}": (FACTORY, name) for name in fitting}}
     wide = ["model.factory=tests.training.own_models:wide", "model.context=16", "replicas.split=hidden"]
     cases["divided-ist"] = (wide, "ist")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from tests.training.own_models import Bigram
 from tests.training.runs import ON_VIRTUAL, TINY, run, tiny, write_text
 
 MORE = {
-    "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.001", "replicas.codec=int8"]),
+    "ddp-buckets": ("ddp", ["replicas.bucket_megabytes=0.005", "replicas.codec=int8"]),
     "ddp-low-rank": ("ddp", ["replicas.codec=powersgd:2", "replicas.error_feedback=local"]),
     "dct-dp-late": ("dct-dp", ["replicas.warmup_dense_steps=3", "replicas.bucket_megabytes=0.02"]),
     "diloco-bf16": ("diloco", ["replicas.codec=bf16"]),
@@ -36,6 +38,8 @@ MORE = {
     "own-model": ("noloco", ["model.factory=tests.training.own_models:build"]),
 }
 CASES = {**{name: (name, []) for name in ON_VIRTUAL}, **MORE}
+# Each of these sends in a pattern of its own; the others send in that of one of them.
+UNLIKE = ("ddp", "dct-dp", "diloco", "streaming-diloco", "noloco", "noloco-single", "demo", "ist", "sparta", "dilocox")
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +56,24 @@ def of_case(text: Path, case: str, *more: str, workers: int, steps: int) -> Conf
     return read_config(None, flags, [f"data.path={text}", "replicas.sync_every=3", *no_decoder, *settings, *more])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_bytes_are_those_that_the_run_counts(text: Path, case: str, workers: int) -> None:
-    """Worker by worker, headers and the common start included; with a last, shorter round and without."""
-    for steps in (6, 7):
-        config = of_case(text, case, workers=workers, steps=steps)
-        planned = dry_run(config)
-        results = run_virtual(train_worker, workers, args=(config,))
-        assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
-        assert planned.ddp_bytes == results[0]["ddp_bytes"]
-        assert planned.parameters == results[0]["parameters"]
-        assert planned.tokens_per_step * steps == sum(result["tokens"] for result in results)
+def sizes() -> Iterator[Any]:
+    """Every case once: five workers for each pattern, two for what sends in another's; all of them are long."""
+    for case, workers, steps in itertools.product(CASES, (1, 2, 5), (6, 7)):
+        alone = workers == 1 and steps == 6 and case in ("ddp", "noloco")
+        few = (workers, steps) == ((5, 7) if case in UNLIKE else (2, 7))
+        yield pytest.param(case, workers, steps, marks=() if few or alone else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("case", "workers", "steps"), sizes())
+def test_bytes_are_those_that_the_run_counts(text: Path, case: str, workers: int, steps: int) -> None:
+    """Worker by worker, headers and the common start included; with a last, shorter round (7) and without."""
+    config = of_case(text, case, workers=workers, steps=steps)
+    planned = dry_run(config)
+    results = run_virtual(train_worker, workers, args=(config,))
+    assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
+    assert planned.ddp_bytes == results[0]["ddp_bytes"]
+    assert planned.parameters == results[0]["parameters"]
+    assert planned.tokens_per_step * steps == sum(result["tokens"] for result in results)
 
 
 def owned(optimizer: ReplicaSync) -> int:
@@ -209,8 +219,17 @@ def test_a_sketch_has_the_shapes_of_the_model() -> None:
         assert (name, planned.shape, planned.dtype) == (there, real.shape, real.dtype) and planned.is_meta
 
 
+def test_json_has_the_numbers(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from isles.cli.dry_run import show
+
+    show(of_case(text, "noloco", workers=4, steps=12), probe=False, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["outline"]["first"][0]["groups"] and len(found["bytes_sent"]) == 4
+
+
+@pytest.mark.long
 def test_the_command_says_it_and_leaves_nothing(text: Path, tmp_path: Path) -> None:
-    """Words, or JSON with the same numbers; no file, no process."""
+    """No file, no process."""
     less = ["--set", f"data.path={text}", "--steps", "60"]
     command = Command("train", "--dry-run", "--json", *less, folder=tmp_path)
     code, out, err = command.end()

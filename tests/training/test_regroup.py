@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from isles.cli.resume import resume
 from isles.data import Loader, load_corpus
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints, State
 from isles.training.records.regroup import prepare
 from isles.training.running.run import launch
-from tests.cli.command import isles
 from tests.training.runs import (
     BATCH,
     COMPOSED,
@@ -242,7 +242,7 @@ def test_a_model_of_ones_own_goes_on_too(text: Path, tmp_path: Path) -> None:
     assert summary["tokens"] == (AT * 2 + (STEPS - AT) * 3) * BATCH * CONTEXT
 
 
-def test_real_processes_by_the_command(stopped: Any, tmp_path: Path) -> None:
+def test_real_processes_by_the_command(stopped: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`isles resume RUN --workers 3` over gloo: says what is kept and lost, and ends as the virtual backend does."""
     path = stopped("noloco", 2)
     copy = tmp_path / "copy"
@@ -250,8 +250,8 @@ def test_real_processes_by_the_command(stopped: Any, tmp_path: Path) -> None:
     toml = copy / "config.toml"
     toml.write_text(toml.read_text().replace('backend = "virtual"', 'backend = "distributed"'))
     strip_clocks(copy, 2)
-    code, _, err = isles("resume", str(copy), "--workers", "3", folder=tmp_path)
-    assert code == 0, err
+    resume(copy, workers=3)
+    err = capsys.readouterr().err
     assert "going on with 3 workers instead of 2" in err and "replaced by the mean" in err and "lost:" in err
     go_on(path, 3)
     assert (copy / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()

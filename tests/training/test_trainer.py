@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,23 @@ def refused(config: Config, out: Path) -> str:
 # The same on every backend
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_virtual_and_distributed_give_the_same_bits(text: Path, tmp_path: Path, workers: int) -> None:
-    """Losses, validation, bytes, summary values and model.safetensors of all methods, after 7 steps with H = 3."""
+DOZEN = ["none", "ddp", "dct-dp", "localsgd", "diloco", "streaming-diloco", "eager", "noloco", "sparta", "dilocox"]
+DOZEN += ["demo", "ist"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "names"),
+    [(3, DOZEN), *(pytest.param(workers, ON_VIRTUAL, marks=pytest.mark.long) for workers in (2, 3))],
+    ids=["3-a dozen", "2-all", "3-all"],
+)
+def test_virtual_and_distributed_give_the_same_bits(text: Path, tmp_path: Path, workers: int, names: list[str]) -> None:
+    """Losses, validation, bytes, summary values and model.safetensors of methods, after 7 steps with H = 3."""
     configs = [
-        tiny(text, "run.validate_every=4", "run.log_every=1", method=name, workers=workers, steps=7)
-        for name in ON_VIRTUAL
+        tiny(text, "run.validate_every=4", "run.log_every=1", method=name, workers=workers, steps=7) for name in names
     ]
 
     def outs(backend: str) -> list[str]:
-        folders = [tmp_path / f"{backend}-{name}" for name in ON_VIRTUAL]
+        folders = [tmp_path / f"{backend}-{name}" for name in names]
         for folder in folders:
             folder.mkdir()
         return [str(folder) for folder in folders]
@@ -102,7 +110,7 @@ def test_virtual_and_distributed_give_the_same_bits(text: Path, tmp_path: Path, 
                 continue
             worker, line = event["worker"], without_clocks(event)
             runs[worker] += "loss" in line and line["step"] == 1
-            if ON_VIRTUAL[runs[worker] - 1] in LATE:  # bytes count when they leave; the summaries hold them all
+            if names[runs[worker] - 1] in LATE:  # bytes count when they leave; the summaries hold them all
                 line = {key: value for key, value in line.items() if not key.startswith("bytes_")}
             own[worker].append(line)
         return own
@@ -117,10 +125,10 @@ def test_virtual_and_distributed_give_the_same_bits(text: Path, tmp_path: Path, 
     assert lines(real) == lines(simulated)
     assert [without_clocks(r) for w in results for r in w] == [without_clocks(r) for w in expected for r in w]
     models = {}
-    for name in ON_VIRTUAL:
+    for name in names:
         models[name] = (tmp_path / f"virtual-{name}" / "model.safetensors").read_bytes()
         assert (tmp_path / f"distributed-{name}" / "model.safetensors").read_bytes() == models[name]
-    assert len(set(models.values())) == len(ON_VIRTUAL)  # and the methods are not all the same thing
+    assert len(set(models.values())) == len(names)  # and the methods are not all the same thing
 
 
 def test_a_run_repeats_itself_and_the_seed_changes_it(text: Path, tmp_path: Path) -> None:
@@ -157,8 +165,15 @@ LINE = {
 GROWING = ["step", "tokens", "bytes_sent", "bytes_received", "blocked_seconds", "compute_seconds", "clock_seconds"]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("name", [name for name in ON_VIRTUAL if name not in COMPOSED])
+def cases() -> Iterator[Any]:
+    """Every method with three workers, some with one; the others with one are long."""
+    for name in ON_VIRTUAL:
+        if name not in COMPOSED:
+            yield name, 3
+            yield pytest.param(name, 1, marks=() if name in ("none", "ddp", "noloco") else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "workers"), cases())
 def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, name: str, workers: int) -> None:
     """summary.json and metrics.jsonl keep design section 4's contract and the arithmetic between their fields."""
     steps = 6  # ends with a round, so `finish` sends nothing
