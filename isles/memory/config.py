@@ -11,6 +11,7 @@ from isles.memory.lanes import Update
 from isles.network.units import parse_bytes
 
 MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
+VectorPlace = Literal["memory", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class MemoryConfig:
     """exact: every update waits until all gradients are there, as clipping needs it. early: a block is updated as soon
     as its gradients are there, which needs inner.max_norm = 0.
     """
+    vectors: VectorPlace = "memory"
+    """Where outer methods keep anchors, momenta and what they are about to send: memory, or disk, in the folder of
+    `memory.disk`. They are touched once a round. It needs no plan.
+    """
     plan: str = ""
     """A plan that `isles memory plan --json` wrote, instead of a search."""
     emulate: bool = False
@@ -47,7 +52,7 @@ class MemoryConfig:
     """
 
     def __post_init__(self) -> None:
-        for key, choices in (("method", MemoryMethod), ("update", Update)):
+        for key, choices in (("method", MemoryMethod), ("update", Update), ("vectors", VectorPlace)):
             value = getattr(self, key)
             if value not in get_args(choices):
                 raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
@@ -57,9 +62,12 @@ class MemoryConfig:
                 raise ValueError(f'{key} = {given!r}: write its unit too, such as "{given.strip()}GiB"')
             if given and parse_bytes(key, given) <= 0:
                 raise ValueError(f'{key} = {given!r}: choose memory above 0, such as "12GiB", or leave it out')
+        if self.vectors == "disk" and not self.disk:
+            raise ValueError('vectors = "disk": set memory.disk to the folder where they may lie')
         if self.method == "none":
+            used = ("disk",) if self.vectors == "disk" else ()
             for key in ("device_budget", "host_budget", "disk", "machine", "plan"):
-                if getattr(self, key):
+                if key not in used and getattr(self, key):
                     raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
             if self.update != "exact" or self.emulate:
                 key = "emulate" if self.emulate else "update"

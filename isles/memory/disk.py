@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -179,6 +179,23 @@ class Slot:
             if self._meter is not None:
                 self._meter.track(self._bytes)
         return self._bytes[:nbytes]
+
+
+def disk_vectors(folder: str) -> Callable[[int, torch.dtype], Tensor]:
+    """A maker of vectors (numel,) that lie in a file of `folder`: for what is touched once in a while. It holds them in
+    the page cache as long as there is room.
+    """
+    made: list[DiskFile] = []
+
+    def make(numel: int, dtype: torch.dtype) -> Tensor:
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        if not made:
+            made.append(DiskFile(folder))
+        file, room = made[0], pages(numel * dtype.itemsize)
+        return file.mapped(file.extend(room), room)[: numel * dtype.itemsize].view(dtype)
+
+    return make
 
 
 def check_folder(folder: str, nbytes: int) -> list[str]:

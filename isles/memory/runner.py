@@ -269,8 +269,7 @@ class Runner:
         def fetch() -> None:
             if not cost.filed:
                 self._moved["up"] += cost.fetched
-            lane: EngineLane = "read" if cost.filed else "up"
-            self.submit(lane, urgency, self.times[index].slot, brought.fill, there.fire)
+            self.submit("read" if cost.filed else "up", urgency, self.times[index].slot, brought.fill, there.fire)
 
         self.updated[index].then(fetch)
 
@@ -359,8 +358,8 @@ class Runner:
 
         if not cost.filed:
             self._moved["down"] += cost.sent
-        lane: EngineLane = "write" if cost.filed else "down"
-        self.submit(lane, self._urgency("gradients", index), self.times[index].gradients, work, done)
+        lane, urgency = ("write" if cost.filed else "down"), self._urgency("gradients", index)
+        self.submit(lane, urgency, self.times[index].gradients, work, done)
 
     def gradients(self) -> None:
         """All gradients of the passes so far are on their parameters."""

@@ -30,7 +30,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatParameters, VectorMaker
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.wrapping import Wrapping
@@ -52,7 +52,8 @@ class ReplicaSync(Wrapping):
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
     stays local; or the method that makes an island of workers one replica; or a `Replica`. `param_groups` is shared, so
     schedulers work. group: the replicas, usually `world.outer`, or a roster of them. max_norm: clip the gradient to
-    this 2-norm after the reduction. options: the fields of the method's `Config`.
+    this 2-norm after the reduction. vectors: makes what the method keeps from round to round (anchors, momenta,
+    staging), None: in memory. options: the fields of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
@@ -85,6 +86,7 @@ class ReplicaSync(Wrapping):
         config: MethodConfig | None = None,
         *,
         max_norm: float | None = None,
+        vectors: VectorMaker | None = None,
         **options: Any,
     ) -> None:
         roster = as_roster(group)
@@ -93,6 +95,7 @@ class ReplicaSync(Wrapping):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
         self.roster, self.group, self.max_norm = roster, roster.founders, max_norm
+        self.vectors = vectors
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
         self.replica.refuse(self)

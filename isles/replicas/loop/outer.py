@@ -55,7 +55,7 @@ class OuterSync(ReplicaSync):
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.roster, parts)
-        self.fragments = fragments_of(parts, self.parameters, self.shares)
+        self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
