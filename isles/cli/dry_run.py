@@ -29,8 +29,9 @@ def show(config: Config, *, probe: bool, as_json: bool) -> None:
         return
     for notice in planned.notices:
         print(f"note: {notice}", file=sys.stderr)
-    for block in (_head(config, planned), _memory(planned), _exchanges(planned), _cost(planned)):
-        print("\n".join(block), end="\n\n")
+    for block in (_head(config, planned), _memory(planned), _placed(planned), _exchanges(planned), _cost(planned)):
+        if block:
+            print("\n".join(block), end="\n\n")
     print("dry run: nothing was started or written")
 
 
@@ -68,6 +69,22 @@ def _memory(plan: DryRun) -> list[str]:
     width = max(len(what) for what, _, _ in rows)
     lines = [f"{what:<{width}}  {format_bytes(nbytes):>8}  {where}" for what, nbytes, where in rows]
     return [_line("memory" if line is lines[0] else "", line) for line in lines]
+
+
+def _placed(plan: DryRun) -> list[str]:
+    """Its blocks, where a plan of memory places them."""
+    from isles.report.units import format_bytes, format_seconds
+
+    found = plan.memory
+    if found is None:
+        return []
+    beside = [f"{format_bytes(found.host_bytes)} of the host", f"{format_bytes(found.disk_bytes)} of disk"]
+    words = ", ".join([format_bytes(found.peak), *(beside if found.disk_bytes else beside[:1])])
+    on = f" on {found.machine}" if found.machine else ""
+    return [
+        _line("blocks", f"{found.short} ({found.method}, {found.update} updates)"),
+        _line("", f"at the peak {words}; a step of {format_seconds(found.step)}{on}, simulated"),
+    ]
 
 
 def _exchanges(plan: DryRun) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,3 +57,7 @@ class PartialOptimizer:
             for number, own in self._groups
         ]
         self._optimizer.step()
+        self._optimizer.state, self._optimizer.param_groups = (
+            defaultdict(dict),
+            [],
+        )  # it holds neither states nor stand-ins

@@ -10,10 +10,8 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.errors import in_section
-from isles.memory.disk import check_folder, disk_vectors
+from isles.memory.disk import disk_vectors
 from isles.replicas import method
-from isles.replicas.flat import VectorMaker
-from isles.replicas.loop.outer import OuterSync
 from isles.replicas.replica import Plain
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_notices, inner_optimizer
@@ -52,7 +50,7 @@ def wrapped(
             inner = inside(part, _stepped(config, part, kind, peers, manage), island, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
-        vectors = _vectors(config, kind) if config.memory.vectors == "disk" else None
+        vectors = disk_vectors(config.memory.disk) if config.memory.vectors == "disk" else None
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm, vectors=vectors)
         optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
@@ -62,17 +60,6 @@ def wrapped(
     except ValueError as error:
         keys = [field.name for field in fields(config.replicas)]
         raise ValueError(in_section("replicas", str(error), keys)) from error
-
-
-def _vectors(config: Config, kind: type[ReplicaSync]) -> VectorMaker:
-    """Of vectors in files. ValueError for a method that keeps none, or a folder that cannot be used."""
-    if not issubclass(kind, OuterSync):
-        raise ValueError(
-            f'memory.vectors = "disk": {config.method} keeps no vectors from round to round; leave it out, or take an '
-            "outer method, such as diloco"
-        )
-    check_folder(config.memory.disk, 0)
-    return disk_vectors(config.memory.disk)
 
 
 def _stepped(

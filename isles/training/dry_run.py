@@ -8,6 +8,7 @@ So the numbers are those of the code that will run, not of a second description 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import warnings
@@ -24,6 +25,7 @@ from isles.comm.dry import dry_mesh
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
+from isles.memory.plan import MemoryPlan
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
@@ -34,6 +36,7 @@ from isles.training.assemble import wrapped
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.dry_time import Transfers, transfers
+from isles.training.memory import prepared, refusals, step_seconds
 from isles.training.records.saved import start_file
 from isles.training.text import check_vocabulary
 
@@ -48,7 +51,7 @@ class DryRun:
     flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
     this machine has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host.
     bytes_sent: by worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
-    known.
+    known. memory: the plan of a worker's memory, where there is one.
     """
 
     method: str
@@ -67,6 +70,7 @@ class DryRun:
     bytes_sent: tuple[int, ...]
     ddp_bytes: float
     step_seconds: float | None
+    memory: MemoryPlan | None
     transfers: Transfers | None
     notices: tuple[str, ...]
 
@@ -88,7 +92,8 @@ class DryRun:
             {key: getattr(planned, key) for key in ("sent", "lands", "fragment", "what", "groups", "bytes_sent")}
             for planned in self.outline.first
         ]
-        return plain | {"peak_bytes": self.peak}
+        memory = None if self.memory is None else json.loads(self.memory.to_json())
+        return plain | {"peak_bytes": self.peak, "memory": memory}
 
 
 def dry_run(config: Config, *, probe: bool = False) -> DryRun:
@@ -104,6 +109,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     context, vocab = limits(config.model)
     check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
     list_sources(config.data.path)
+    refusals(config)
     if config.run.start:
         start_file(config.run.start)
     world, run = config.world, config.run
@@ -120,7 +126,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     outlines = [seat.outline(run.steps) for seat, _ in seats]
     outline = outlines[0]
     if world.is_simulated:
-        seconds: float | None = world.step_seconds
+        seconds: float | None = step_seconds(config)
         if outline.about:
             notices.append(
                 "what is sent hangs on the numbers: bytes and waiting are about right, of a few steps perhaps not"
@@ -155,6 +161,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         bytes_sent=_by_worker(outlines),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
+        memory=None if config.memory.method == "none" else prepared(config)[2],
         transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )

@@ -29,6 +29,7 @@ from isles.network.machines import Machine, machine
 from isles.network.units import parse_bytes
 from isles.replicas import method
 from isles.replicas.gradient.bucketed import BucketedSync
+from isles.replicas.loop.outer import OuterSync
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -133,10 +134,16 @@ def _read(path: str, made: Profile, here: Machine, disk: str) -> MemoryPlan:
 
 def refusals(config: Config) -> None:
     """ValueError, with the key, for what a plan of memory cannot be together with."""
-    memory = config.memory
+    memory, kind = config.memory, method(config.method)
+    if memory.vectors == "disk":
+        if not issubclass(kind, OuterSync):
+            raise ValueError(
+                f'memory.vectors = "disk": {config.method} keeps no vectors from round to round; leave it out, or take '
+                "an outer method, such as diloco"
+            )
+        check_folder(memory.disk, 0)
     if memory.method == "none":
         return
-    kind = method(config.method)
     inside = method(config.world.inside) if config.world.inner > 1 else kind
     for name, one in ((config.method, kind), (f'world.inside = "{config.world.inside}"', inside)):
         if one.needs_whole:
