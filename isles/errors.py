@@ -1,4 +1,4 @@
-"""How Isles words a user's mistake: one line that names the key and the mend."""
+"""How Isles words a user's mistake: one line that names the key and the mend; and how it shows what others wrote."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def in_section(section: str, message: str, keys: Iterable[str]) -> str:
     """The message with its section in front where it begins with one of the section's keys."""
     first = message.split(maxsplit=1)[0] if message else ""
     return f"{section}.{message}" if first.removesuffix(":") in keys else message
+
+
+def printable(text: str, longest: int = 2000) -> str:
+    """What somebody else wrote, as one line for a terminal: no control or formatting characters (escapes, line breaks,
+    changes of direction, halves of surrogates), no more than `longest` characters.
+    """
+    kept = "".join(_shown(character) for character in text[:longest])
+    return kept + ("..." if len(text) > longest else "")
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else " " if character.isspace() else "?"

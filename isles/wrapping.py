@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -122,6 +123,17 @@ class Wrapping(Optimizer):
                 f"{strange} parameters of the inner optimizer are not trainable parameters of the model and would "
                 "never be exchanged: wrap the module that holds them all, after setting requires_grad"
             )
+
+
+def fresh_state(optimizer: Optimizer) -> None:
+    """Forget what an optimizer keeps of earlier gradients, as before its first step."""
+    if isinstance(optimizer, torch.optim.Adagrad):  # alone among torch's, it makes its state when it is made
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["step"].zero_()
+                optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
+    else:
+        optimizer.state.clear()
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,3 +20,12 @@ def cover(names: Iterable[str], *axes: Sequence[Any], each: int) -> Iterator[Any
         }
         for values in itertools.product(*axes):
             yield pytest.param(name, *values, marks=() if values in chosen else pytest.mark.long)
+
+
+def share(names: Iterable[str], turn: int, of: int, always: Collection[str] = ()) -> Iterator[Any]:
+    """Every name as a parameter: those of `always` and the `turn`-th of every `of` are run always; the others are long.
+    Tests of what is decided in one place for all names take turns, so that together they meet every name.
+    """
+    for number, name in enumerate(names):
+        chosen = name in always or number % of == turn % of
+        yield pytest.param(name, marks=() if chosen else pytest.mark.long)

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,6 +19,7 @@ from isles.comm import mesh
 from isles.comm.transport import Deadlines
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import PipeHandle
+from isles.launch.store import join_store, open_store
 from isles.launch.worker import attend
 from isles.launch.workers import Workers, raise_first, worker_specs
 
@@ -37,7 +37,7 @@ def run_gloo(
     """As `isles.run_local`, without `return_errors`."""
     while len(_handles) < workers:
         _handles.append(_started(len(_handles)))
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = open_store("127.0.0.1")
     specs = worker_specs(NodeGroup(), workers, store.port, threads=threads, deadlines=deadlines, logs=None)
     well = False
     try:
@@ -70,7 +70,7 @@ def close() -> None:
 
 def _started(rank: int) -> PipeHandle:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isles.launch.workers", "torch._dynamo"])
+    context.set_forkserver_preload(["isles.training.running.preload"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_live, args=(theirs,), name=f"gloo-{rank}", daemon=True)
     process.start()
@@ -88,7 +88,7 @@ def _live(launcher: Connection) -> None:
             return
 
         def store(port: int = spec.port) -> dist.Store:
-            return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(minutes=5))
+            return join_store("127.0.0.1", port)
 
         if not attend(spec, launcher, store, worker, args):
             os._exit(1)

@@ -30,6 +30,7 @@ FLOORS = {
     "errors": -2,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
     "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors alone
+    "home": -1,  # isles/home.py: the folder of things of the user's own; imports nothing of isles
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors alone
     "network": 0,
     "comm": 1,

@@ -13,7 +13,6 @@ from isles.cli import (
     config,
     doctor,
     evaluate,
-    experts,
     export,
     generate,
     memory,
@@ -23,9 +22,11 @@ from isles.cli import (
     report,
     resume,
     simulate,
+    token,
     torchrun,
     train,
 )
+from isles.cli.experts import commands
 
 app = typer.Typer(
     name="isles",
@@ -45,7 +46,8 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
-app.add_typer(experts.app, name="experts")
+app.command("token")(token.token)
+app.add_typer(commands.app, name="experts")
 app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")
 

@@ -37,18 +37,22 @@ def doctor(
         str | None, typer.Option(metavar="HOST:PORT", help="Check the connection to a machine that runs --listen PORT.")
     ] = None,
     listen: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Wait here for the other machine's --peer, ten minutes.")
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Wait at this address of this machine for the other's --peer."),
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
-    from isles.launch.link import checked_port, parse_address
-    from isles.launch.link import listen as open_port
+    from isles.launch.addresses import listen as open_port
+    from isles.launch.addresses import listening_place, parse_address
 
     if peer is not None and listen is not None:
         raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
-    listener = None if listen is None else open_port(checked_port(listen))
+    listener = None
+    if listen is not None:
+        host, port = listening_place(listen)
+        listener = open_port(port, host)
     good = [_show(check) for check in machine()]
     if target is not None:
         good += [_show(check) for check in call(*target)]
@@ -97,7 +101,7 @@ def _torch() -> Iterator[Check]:
 def _loopback() -> Check:
     from isles.launch.reachable import EchoServer, echo_failure
 
-    with EchoServer() as echo:
+    with EchoServer("127.0.0.1") as echo:
         why = echo_failure("127.0.0.1", echo.port)
     mend = f"port {echo.port} of 127.0.0.1: {why}; bring the loopback interface up and let it through the firewall"
     return Check("loopback", not why, mend if why else "processes of this machine reach each other")
@@ -129,9 +133,10 @@ def call(host: str, port: int) -> Iterator[Check]:
 def wait_for_call(listener: socket.socket) -> Iterator[Check]:
     """The checks with the first doctor that calls at the socket `listener`."""
     from isles.launch import probe
+    from isles.launch.addresses import written
     from isles.launch.link import LinkLost
 
-    say_waiting(f"isles doctor --peer THIS-MACHINE:{listener.getsockname()[1]}")
+    say_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
     try:
         findings = probe.wait_for_call(listener, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
     except LinkLost as error:

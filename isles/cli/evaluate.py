@@ -1,13 +1,21 @@
-"""`isles eval RUN`: perplexity on validation text, or multiple choice on a local JSONL file."""
+"""`isles eval RUN`: perplexity on validation text, of the whole model or of some of its stages; or multiple choice on a
+local JSONL file.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from isles.cli.options import Trust
+
+if TYPE_CHECKING:
+    from isles.report.panels import Table
+    from isles.training.stage_orders import CurvePoint
 
 
 def evaluate(
@@ -16,11 +24,24 @@ def evaluate(
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with multiple-choice questions (HellaSwag, PIQA or ARC layout).")
     ] = None,
+    drop_stages: Annotated[str | None, typer.Option(help="Run without these stages, such as 2,4.")] = None,
+    early_exit: Annotated[int | None, typer.Option(help="Go from this stage to the head.")] = None,
+    order: Annotated[str | None, typer.Option(help="Run these stages in this order, such as 0,2,1,3.")] = None,
+    curves: Annotated[
+        bool, typer.Option("--curves", help="Loss against stages dropped, exchanged, and left early.")
+    ] = False,
+    trust: Trust = False,
 ) -> None:
-    """Judge the run's consolidated model."""
+    """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
     from isles.training.records.saved import load_run
 
-    saved = load_run(run)
+    words = {"drop": drop_stages, "leave": early_exit, "order": order}
+    partial = curves or any(word is not None for word in words.values())
+    if curves and any(word is not None for word in words.values()):
+        raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
+    if partial and questions is not None:
+        raise ValueError("--questions are asked of the whole model: leave the options about stages out")
+    saved = load_run(run, trust=trust)
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 
@@ -42,6 +63,48 @@ def evaluate(
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     device = next(saved.model.parameters()).device
-    loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, device))
+    if partial:
+        from isles.cli.table import print_table
+        from isles.models.orders import blocks_of_stages
+        from isles.training.stage_orders import asked_order, order_loss, stages_of
+        from isles.training.stage_orders import curves as judged_curves
+
+        pieces = stages_of(saved.config, saved.model)
+
+        def loss_of(stages: tuple[int, ...]) -> float:
+            context = autocast(saved.config.model, device)
+            blocks = blocks_of_stages(pieces, stages)
+            return order_loss(saved.model, loader.validation_batches(), blocks, context)
+
+        if curves:
+            print_table(_table(judged_curves(len(pieces), loss_of)))
+            return
+        asked = asked_order(
+            len(pieces), drop=_stages("--drop-stages", drop_stages), leave=early_exit, order=_stages("--order", order)
+        )
+        print(f"stages      {','.join(map(str, asked))} of {len(pieces)}")
+        loss = loss_of(asked)
+    else:
+        loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, device))
     print(f"loss        {loss:.4f} nats/token")
     print(f"perplexity  {math.exp(loss):.4f}")
+
+
+def _stages(option: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text}: write numbers of stages with commas between, such as 2,4") from None
+
+
+def _table(points: list[CurvePoint]) -> Table:
+    from isles.report.panels import Table
+
+    rows = [
+        [point.kind, str(point.count), str(len(point.losses))]
+        + [f"{loss:.4f}" for loss in (point.mean, min(point.losses), max(point.losses))]
+        for point in points
+    ]
+    return Table(heads=["stages", "how many", "orders", "mean loss", "best", "worst"], rows=rows, names=1)

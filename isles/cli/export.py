@@ -8,11 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from isles.cli.options import Trust
+
 
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
     format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
     from isles.errors import unknown_name
@@ -21,17 +24,17 @@ def export(
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
     folder = out or run / f"export-{format}"
     try:
-        _write(run, folder, "hf" if format == "hf" else "safetensors")
+        _write(run, folder, "hf" if format == "hf" else "safetensors", trust=trust)
     except FileExistsError as error:
         raise ValueError(f"--out {folder}: is a file; name a folder") from error
     print(folder)
 
 
-def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"]) -> None:
+def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, trust: bool) -> None:
     from isles.models.hf import save_as_llama
     from isles.training.records.saved import load_run
 
-    saved = load_run(run)
+    saved = load_run(run, trust=trust)
     own = saved.config.model.own
     if format == "hf" and own == "factory":
         raise ValueError(

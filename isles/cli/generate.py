@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from isles.cli.options import Trust
+
 
 def generate(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
@@ -15,12 +17,13 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among so many likeliest tokens (0: all).", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    trust: Trust = False,
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.generate import generate as sample
     from isles.training.records.saved import load_run
 
-    saved = load_run(run)
+    saved = load_run(run, trust=trust)
     ids = sample(
         saved.logits,
         saved.encode(prompt),

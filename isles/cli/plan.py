@@ -28,7 +28,8 @@ def plan(
         str | None, typer.Option(metavar="HOST:PORT", help="Instead: measure the line to a machine that --listens.")
     ] = None,
     listen: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Only answer another machine's --probe, for ten minutes.")
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Only answer another machine's --probe, for ten minutes."),
     ] = None,
     sync_every: Annotated[int | None, typer.Option(help="H for all methods. Default: the least that will do.")] = None,
     targets: Annotated[
@@ -104,15 +105,16 @@ def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> Non
         print(write, file=sys.stderr if json else sys.stdout)
 
 
-def _answer(port: int) -> None:
+def _answer(place: str) -> None:
     """The other end of --probe."""
     from isles.cli.doctor import LISTEN_FOR, rates_in_words, say_waiting
-    from isles.launch.link import checked_port
-    from isles.launch.link import listen as open_port
+    from isles.launch.addresses import listen as open_port
+    from isles.launch.addresses import listening_place, written
     from isles.launch.probe import wait_for_call
 
-    with open_port(checked_port(port)) as listener:
-        say_waiting(f"isles plan --probe THIS-MACHINE:{port} ...")
+    host, port = listening_place(place)
+    with open_port(port, host) as listener:
+        say_waiting(f"isles plan --probe {written(host, port)} ...")
         found = wait_for_call(listener, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
     print(f"measured with {found.there}: {rates_in_words(found)}")
 

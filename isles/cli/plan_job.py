@@ -195,7 +195,8 @@ def _measured(peer: str) -> tuple[Links, str]:
     """
     from isles.cli.doctor import rates_in_words
     from isles.launch import probe
-    from isles.launch.link import LinkLost, parse_address
+    from isles.launch.addresses import parse_address
+    from isles.launch.link import LinkLost
     from isles.network.links import Links
     from isles.report.units import format_seconds
 

@@ -11,7 +11,8 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.loading import loading
-from isles.cli.train import Node, Nodes, Rendezvous
+from isles.cli.options import Trust
+from isles.cli.train import Node, Nodes, Rendezvous, TokenText
 from isles.cli.train import run as run_with_progress
 
 
@@ -23,13 +24,16 @@ def resume(
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
+    token: TokenText = None,
+    trust: Trust = False,
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
     from isles.launch.nodes import NodeSpec
     from isles.training.records.regroup import prepare
+    from isles.training.records.tokens import given_token
     from isles.training.running.server import start_server
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous)
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
@@ -41,7 +45,7 @@ def resume(
     if torchrun.size() is None:
         start_server()
     with loading():
-        ready = prepare(run, workers)
+        ready = prepare(run, workers, trust=trust)
     torchrun.check(ready.config.world.workers)
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):

@@ -17,10 +17,15 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.loading import loading
+from isles.cli.options import Trust
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where node 0 listens for the others.")]
+TokenText = Annotated[
+    str | None,
+    typer.Option("--token", metavar="TOKEN|@FILE", help="The run's secret, shown by node 0. Or ISLES_TOKEN."),
+]
 
 if TYPE_CHECKING:
     from isles.launch.nodes import NodeSpec
@@ -46,11 +51,13 @@ def train(
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
+    token: TokenText = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what the run will be: memory, who sends what when, bytes, time.")
     ] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
     if (probe or json) and not dry_run:
@@ -58,9 +65,10 @@ def train(
     from isles.launch.nodes import NodeSpec
     from isles.schema import backend_of
     from isles.training.config.reading import gather, resolve
+    from isles.training.records.tokens import given_token
     from isles.training.running.server import start_server
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous)
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -69,7 +77,7 @@ def train(
         config = str(preset_file(preset))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
-    tables = gather(config, flags, set_ or [])
+    tables = gather(config, flags, set_ or [], trust=trust)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         start_server()  # it loads torch while this process does
     with loading():

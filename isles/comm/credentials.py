@@ -147,10 +147,7 @@ def fetch(host: str, port: int, token: Token, folder: Path, *, seconds: float = 
 
 def _certificate_of(host: str, port: int, seconds: float) -> bytes:
     """What answers says of itself, not trusted yet."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the caller compares the fingerprint; there is nothing else to verify
+    context = unverified_context()
     with socket.create_connection((host, port), timeout=seconds) as connection:
         connection.settimeout(seconds)
         with context.wrap_socket(connection, server_hostname=NAME) as line:
@@ -177,6 +174,27 @@ def client_context(credentials: Credentials) -> ssl.SSLContext:
     context.check_hostname = False  # a home address has no name that a certificate could bear
     context.load_verify_locations(credentials.certificate)
     return context
+
+
+def unverified_context() -> ssl.SSLContext:
+    """TLS 1.3 to whoever answers: the caller compares the certificate's fingerprint before anything is said."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def expired(der: bytes, now: datetime.datetime) -> bool:
+    """Whether a certificate is not valid any more, or not yet."""
+    certificate = x509.load_der_x509_certificate(der)
+    return not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+
+
+def stale(mine: Credentials) -> bool:
+    """Whether the certificate is not valid any more."""
+    der = ssl.PEM_cert_to_DER_cert(mine.certificate.read_text(encoding="ascii"))
+    return expired(der, datetime.datetime.now(datetime.UTC))
 
 
 def challenge() -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from isles.errors import printable
+
 
 class CommError(RuntimeError):
     """Base of every error between workers."""
@@ -112,12 +114,23 @@ def to_plain(error: Exception) -> list[Any]:
 
 
 def from_plain(plain: Any) -> Exception:
-    """The error that `to_plain` was given. ValueError is the only class besides those of this file."""
+    """The error that `to_plain` was given. ValueError is the only class besides those of this file; texts come without
+    control characters.
+    """
     try:
         name, arguments = plain
-        return _TRAVELLERS[name](*arguments)
-    except (TypeError, ValueError, KeyError):
-        return CommError(f"an error that cannot be read came from another machine: {str(plain)[:200]}")
+        return _TRAVELLERS[name](*(_argument(value) for value in arguments))
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return CommError(f"an error that cannot be read came from another machine: {printable(str(plain), 200)}")
+
+
+def _argument(value: Any) -> str | float:
+    """ValueError for what no error of this file is made from."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, int | float) and abs(value) < 1e15:
+        return value
+    raise ValueError
 
 
 _TRAVELLERS: dict[str, type[Exception]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -37,6 +38,16 @@ class Layout:
             raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
         return cls(tuple(Coordinate(o, s, i) for o in range(outer) for s in range(stage) for i in range(inner)))
 
+    @classmethod
+    def columns(cls, stages: Sequence[Sequence[int]]) -> Layout:
+        """Stages of unequal numbers of workers, by their ranks: the k-th worker of each stage is in column k, so the
+        first column alone is sure to be whole. ValueError unless every rank from 0 on is in one stage.
+        """
+        places = {rank: Coordinate(k, s, 0) for s, ranks in enumerate(stages) for k, rank in enumerate(ranks)}
+        if sorted(places) != list(range(sum(map(len, stages)))):
+            raise ValueError("stages must name the ranks 0, 1, 2 ... once each")
+        return cls(tuple(places[rank] for rank in range(len(places))))
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -53,10 +64,13 @@ class Layout:
         return [other for _, other in sorted(there)]
 
     def reader(self, rank: int) -> tuple[int, int]:
-        """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one."""
-        shares = sorted({(place.replica, place.inner) for place in self.coordinates})
+        """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one. In a
+        column without a first stage nobody reads, and the share is the first.
+        """
+        shares = sorted({(place.replica, place.inner) for place in self.coordinates if place.stage == 0})
         here = self.coordinates[rank]
-        return shares.index((here.replica, here.inner)), len(shares)
+        own = (here.replica, here.inner)
+        return shares.index(own) if own in shares else 0, len(shares)
 
 
 def grid_of(workers: int, *, outer: int | None = None, stage: int = 1, inner: int = 1) -> Layout:

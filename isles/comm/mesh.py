@@ -13,7 +13,7 @@ from functools import cached_property
 from isles.comm.call import Ledger
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
-from isles.comm.layout import Layout, MeshAxis, grid_of
+from isles.comm.layout import Coordinate, Layout, MeshAxis, grid_of
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport
 
@@ -60,6 +60,11 @@ class Mesh:
         position = replica * stages + stage.
         """
         return self._group("pipeline", "inner")
+
+    @property
+    def place(self) -> Coordinate:
+        """Where this worker is on the axes."""
+        return self.layout.coordinates[self.rank]
 
     @property
     def reader(self) -> tuple[int, int]:

@@ -1,33 +1,62 @@
-"""Who is let into a run at node 0's rendezvous: all that connect are looked at, and told why where they are refused."""
+"""Who is let into a run at node 0's rendezvous: all that connect are looked at. Who proves that it knows the token is
+told why where it is refused; who does not is told nothing.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import select
+import queue
 import socket
-import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+from isles.comm import credentials
+from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
-from isles.launch.link import SILENCE, Link, LinkLost
+from isles.errors import printable
+from isles.launch.fields import Unfit, integer, port, table, text
+from isles.launch.frames import STRANGERS
+from isles.launch.link import SILENCE, Link, LinkLost, heard
+from isles.launch.listener import Listener, Throttle
+from isles.launch.proof import prove_as_host
 from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone
+_MANY = 1 << 20  # nodes
 
 
 class Admission:
-    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless kept."""
+    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless kept.
 
-    def __init__(self, nodes: int, agree: Callable[[Mapping[str, Any], int], str], tell: Callable[[str], None]) -> None:
-        self.nodes, self.agree, self.tell = nodes, agree, tell
+    listening: where they come; closed at the end. mine: the run's. agree, tell: as in `rendezvous.host`.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        listening: socket.socket,
+        mine: Credentials,
+        agree: Callable[[Mapping[str, Any], int], str],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.nodes, self.agree, self.tell, self._mine = nodes, agree, tell, mine
         self.links: dict[int, Link] = {}
         self.descriptions: dict[int, Any] = {}
         self.ports: dict[int, str] = {}
         self._echo_ports: dict[int, int] = {}
-        self._strangers: dict[Link, float] = {}  # and when they came
+        self._arrived: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
+        self._turned_away: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._throttle = Throttle(lambda text: self._turned_away.put(text))
         self._kept = False
+        self._listener = Listener(
+            listening,
+            self._hear,
+            seconds=SILENCE,
+            tls=credentials.server_context(mine),
+            refused=lambda address, why: self._throttle.tell(f"turned away {address}: {why}"),
+        )
 
     def __enter__(self) -> Admission:
         return self
@@ -35,8 +64,10 @@ class Admission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for stranger in self._strangers:
-            stranger.close()
+        self._listener.__exit__(kind, error, trace)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._arrived.get_nowait()[0].close()
         if self._kept:
             return
         reason = error if isinstance(error, Exception) else RendezvousFailed("node 0 was stopped")
@@ -56,28 +87,17 @@ class Admission:
         """As in "node 1, node 2"."""
         return ", ".join(f"node {node}" for node in self.missing)
 
-    def echo_addresses(self) -> dict[int, list[Any]]:
-        """By node, [address, port] of its echo server."""
-        return {node: [link.there, self._echo_ports[node]] for node, link in self.links.items()}
+    def echo_addresses(self) -> dict[int, tuple[str, int]]:
+        """By node, address and port of its echo server."""
+        return {node: (link.there, self._echo_ports[node]) for node, link in self.links.items()}
 
-    def admit(self, listener: socket.socket) -> None:
-        """Look for a moment at who connects to `listener`, what they say, and who goes."""
-        known = [*self.links.values(), *self._strangers]
-        if listener in select.select([listener, *known], [], [], _GLANCE)[0]:
-            with contextlib.suppress(OSError):  # it went away again
-                self._strangers[Link(listener.accept()[0])] = time.monotonic()
-        for stranger, came in list(self._strangers.items()):
-            try:
-                hello = stranger.next()
-                if hello is None and time.monotonic() - came > SILENCE:
-                    raise LinkLost("it says nothing")
-            except LinkLost:
-                del self._strangers[stranger]
-                stranger.close()
-                continue
-            if hello is not None:
-                del self._strangers[stranger]
-                self._judge(stranger, hello)
+    def admit(self) -> None:
+        """Look for a moment at who has come, what they said, and who goes."""
+        with contextlib.suppress(queue.Empty):
+            self._judge(*self._arrived.get(timeout=_GLANCE))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.tell(self._turned_away.get_nowait())
         for node, link in list(self.links.items()):
             try:
                 link.ready()
@@ -86,51 +106,61 @@ class Admission:
                 link.close()
                 self.tell(f"node {node} ({link.there}) went away: {error}; waiting for {self.missing_in_words()}")
 
-    def answer(self, node: int, link: Link, key: str, seconds: float) -> Any:
-        """What that node says under `key`."""
+    def reached(self, node: int, seconds: float) -> dict[int, str]:
+        """What that node says within `seconds` of the echoes that it asked for: by node, empty or why none came."""
+        link = self.links[node]
         try:
-            message = link.receive(seconds)
+            said = table(table(link.receive(seconds), "the answer").get("reached"), "reached")
+            return {other: text(said, str(other)) for other in range(self.nodes) if other != node}
         except LinkLost as error:
             raise RendezvousFailed(f"node {node} ({link.there}) went away: {error}") from None
-        if not isinstance(message, dict) or not isinstance(message.get(key), dict):
-            raise RendezvousFailed(f"node {node} ({link.there}) does not answer as isles {__version__} does")
-        return message[key]
+        except Unfit:
+            raise RendezvousFailed(f"node {node} ({link.there}) does not answer as isles {__version__} does") from None
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await prove_as_host(reader, writer, self._mine.token)
+        hello = await heard(reader, STRANGERS)
+        self._arrived.put((Link(reader, writer), hello))
 
     def _judge(self, link: Link, hello: Any) -> None:
-        if not isinstance(hello, dict) or not isinstance(hello.get("isles"), str):
-            what = "isles doctor" if isinstance(hello, dict) and "doctor" in hello else "another program"
-            return _dismiss(link, ValueError(f"a run of isles listens here, not {what}"))
-        if refusal := self._refusal(hello, link):
+        try:
+            node = self._admitted(hello, link)
+        except Unfit as error:
+            refusal = printable(str(error))
             self.tell(f"refused {link.there}: {refusal}")
             return _dismiss(link, ValueError(refusal))
-        node = hello["node"]
-        self.links[node], self.descriptions[node] = link, hello["description"]
-        self.ports[node], self._echo_ports[node] = str(hello.get("ports", "")), int(hello["echo_port"])
+        self.links[node] = link
         with contextlib.suppress(LinkLost):  # seen at the next look
             link.send({"welcome": len(self.missing)})
         link.keep_alive()
         waiting = f"; waiting for {self.missing_in_words()}" if self.missing else ""
         return self.tell(f"node {node} ({link.there}) is here{waiting}")
 
-    def _refusal(self, hello: dict[str, Any], link: Link) -> str:
-        theirs = hello["isles"]
+    def _admitted(self, hello: Any, link: Link) -> int:
+        """The number of the node that says hello, whose description is kept. Unfit, in words, where it is refused."""
+        hello = table(hello, "what it says")
+        theirs = text(hello, "isles")
         if theirs != __version__:
-            return (
-                f"node {hello.get('node')} runs isles {theirs}, node 0 runs isles {__version__}: install the same "
-                "version on both"
-            )
-        node, nodes = hello.get("node"), hello.get("nodes")
+            who = f"node {hello['node']}" if isinstance(hello.get("node"), int) else "it"
+            raise Unfit(f"{who} runs isles {theirs}, node 0 runs isles {__version__}: install the same version on both")
+        node, nodes = integer(hello, "node", 0, _MANY), integer(hello, "nodes", 1, _MANY)
         if nodes != self.nodes:
-            return f"node {node} was started with --nodes {nodes}, node 0 with --nodes {self.nodes}: give both the same"
-        if not isinstance(node, int) or not 0 < node < self.nodes or not isinstance(hello.get("echo_port"), int):
-            return f"--node {node}: the nodes beside node 0 are 1 to {self.nodes - 1}"
+            raise Unfit(
+                f"node {node} was started with --nodes {nodes}, node 0 with --nodes {self.nodes}: give both the same"
+            )
+        if not 0 < node < self.nodes:
+            raise Unfit(f"--node {node}: the nodes beside node 0 are 1 to {self.nodes - 1}")
         if node in self.links:
-            return (
+            raise Unfit(
                 f"--node {node} at {link.there} is taken by {self.links[node].there}: give every machine a --node of "
                 "its own"
             )
-        description = hello.get("description")
-        return self.agree(description, node) if isinstance(description, dict) else "it does not describe its run"
+        description = table(hello.get("description"), "description")
+        if disagreement := self.agree(description, node):
+            raise Unfit(disagreement)
+        echo_port, ports = port(hello, "echo_port"), text(hello, "ports")
+        self.descriptions[node], self._echo_ports[node], self.ports[node] = description, echo_port, ports
+        return node
 
 
 def _dismiss(link: Link, reason: Exception) -> None:

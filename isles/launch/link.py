@@ -1,28 +1,31 @@
-"""JSON messages over one TCP connection between two machines, with signs of life.
+"""A link: messages over one connection between two machines, with signs of life.
 
-    frame = b"isle" + length (4 bytes, big-endian) + JSON in UTF-8; a frame of length 0 says only "I am here"
-
-No pickle: what comes is plain data, and anything else ends the connection. A link that is silent for `SILENCE` seconds
-counts as lost: the other side's program was killed, its machine went down, or the link was cut.
+A link that is silent for `SILENCE` seconds counts as lost: the other side's program was killed, its machine went down,
+or the connection was cut. It lives in the loop's thread (`loop`); its methods are for any one other thread.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import contextlib
+import os
 import select
 import socket
-import struct
+import ssl
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from isles.comm.errors import CommError
+from isles.launch import loop
+from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, Malformed, length_of, message_of, packed
 
 SILENCE = 10.0  # seconds without a sign of life until the other side counts as lost
 _BEAT = 2.0  # seconds between signs of life
-_MARK = b"isle"
-_HEAD = struct.Struct(">4sI")
-_LONGEST = 16 << 20  # bytes of one message; those of Isles have some hundred
+_HELD = 2 * LONGEST  # bytes that have come and wait to be taken; the other side waits meanwhile
+_FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
+_STOOD = 2.0  # seconds without a look, after which silence counts from the next one: this side may have stood still
 
 
 class LinkLost(CommError):
@@ -30,59 +33,72 @@ class LinkLost(CommError):
 
 
 class Link:
-    """One end of a connection. Messages are anything that JSON holds; all methods but `send` are for one thread."""
+    """One end of a connection. Messages are anything that JSON holds; all methods but `send` are for one thread.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._peer = _plain(connection.getpeername()[0])  # kept: a broken connection does not tell any more
-        connection.settimeout(SILENCE)  # of a send: nobody takes what is sent
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sending = threading.Lock()
-        self._bytes = bytearray()
-        self._messages: list[Any] = []
-        self._heard = time.monotonic()
-        self._closing = threading.Event()
+    longest: bytes of a message that comes.
+    """
 
-    @property
-    def here(self) -> str:
-        """The address of this end."""
-        return _plain(self._socket.getsockname()[0])
-
-    @property
-    def there(self) -> str:
-        """The address of the other end."""
-        return self._peer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, longest: int = LONGEST) -> None:
+        self._reader, self._writer, self._longest = reader, writer, longest
+        self.here, self.there = ends(writer)  # kept: a broken connection does not tell any more
+        self._inbox: deque[tuple[int, Any]] = deque()
+        self._bytes = 0
+        self._changing = threading.Lock()
+        self._lost: LinkLost | None = None
+        self._heard = self._looked = time.monotonic()
+        self._awake, self._wakes = socket.socketpair()
+        self._awake.setblocking(False)
+        self._wakes.setblocking(False)
+        self._room = asyncio.Event()
+        self._tasks = [asyncio.get_running_loop().create_task(self._read())]
 
     def fileno(self) -> int:
-        """For select and its relatives."""
-        return self._socket.fileno()
+        """For select and its relatives: readable when there may be something to take."""
+        return self._awake.fileno()
 
     def keep_alive(self) -> None:
         """Begin to send signs of life, whatever the other threads do."""
-        threading.Thread(target=self._beat, name="isles-link", daemon=True).start()
+
+        async def begin() -> None:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._beat()))
+
+        loop.run(begin())
 
     def send(self, message: Any) -> None:
         """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
-        self._send(json.dumps(message).encode())
+        loop.run(self._send(packed(message)))
 
     def ready(self) -> list[Any]:
         """The messages that have come, without waiting. LinkLost where no more will come, once all were taken."""
-        try:
-            while select.select([self._socket], [], [], 0)[0]:
-                self._take(self._socket.recv(1 << 16))
-                self._heard = time.monotonic()
-        except (LinkLost, OSError) as error:
-            if not self._messages:
-                raise error if isinstance(error, LinkLost) else LinkLost(_reason(error)) from error
-        if not self._messages and time.monotonic() - self._heard > SILENCE:
+        with contextlib.suppress(BlockingIOError):
+            while self._awake.recv(4096):
+                pass
+        now = time.monotonic()
+        if now - self._looked > _STOOD:
+            self._heard = now
+        self._looked = now
+        lost = self._lost  # before the look: nothing comes after it
+        with self._changing:
+            messages = [message for _, message in self._inbox]
+            self._inbox.clear()
+            self._bytes = 0
+        if messages:
+            loop.call(self._room.set)
+            if lost is not None:
+                self._wake()
+        elif lost is not None:
+            raise lost
+        elif now - self._heard > SILENCE:
             raise LinkLost(f"no sign of life for {SILENCE:g} s")
-        messages, self._messages = self._messages, []
         return messages
 
     def next(self) -> Any:
         """The first message that has come, without waiting; None if there is none."""
         messages = self.ready()
-        self._messages = messages[1:]
+        with self._changing:
+            self._inbox.extendleft((0, message) for message in reversed(messages[1:]))
+        if messages[1:]:
+            self._wake()
         return messages[0] if messages else None
 
     def receive(self, seconds: float) -> Any:
@@ -97,92 +113,143 @@ class Link:
 
     def wait(self, seconds: float) -> None:
         """Return when something comes, or after `seconds`."""
-        select.select([self._socket], [], [], seconds)
+        select.select([self._awake], [], [], seconds)
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""
-        self._closing.set()
-        self._socket.close()
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            loop.run(self._close(), 2 * _FLUSH)
+        self._awake.close()
+        self._wakes.close()
 
-    def _send(self, data: bytes) -> None:
-        with self._sending:
-            try:
-                self._socket.sendall(_HEAD.pack(_MARK, len(data)) + data)
-            except OSError as error:
-                raise LinkLost(_reason(error)) from error
+    def end(self) -> None:
+        """Break the connection off, from any thread: whoever waits for something on it gets LinkLost."""
+        self._lost = self._lost or LinkLost("it was closed here")
+        loop.call(self._writer.transport.abort)
+        self._wake()
 
-    def _beat(self) -> None:
-        while not self._closing.wait(_BEAT):
-            try:
-                self._send(b"")
-            except LinkLost:
-                return  # whoever reads finds out
+    async def _send(self, data: bytes) -> None:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._writer.write(data)
+            async with asyncio.timeout(SILENCE):
+                await self._writer.drain()
+        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError; RuntimeError: TLS was ended
+            raise LinkLost(reason(error)) from error
 
-    def _take(self, data: bytes) -> None:
-        if not data:
-            raise LinkLost("it closed the connection")
-        self._bytes += data
-        while len(self._bytes) >= _HEAD.size:
-            mark, length = _HEAD.unpack_from(self._bytes)
-            if mark != _MARK or length > _LONGEST:
-                raise LinkLost("what answers there is not Isles")
-            if len(self._bytes) < _HEAD.size + length:
-                return
-            body = bytes(self._bytes[_HEAD.size : _HEAD.size + length])
-            del self._bytes[: _HEAD.size + length]
-            if body:
-                try:
-                    self._messages.append(json.loads(body))
-                except ValueError as error:
-                    raise LinkLost("what answers there is not Isles") from error
+    async def _read(self) -> None:
+        try:
+            while True:
+                length = length_of(await self._reader.readexactly(HEAD.size), self._longest)
+                self._heard = time.monotonic()
+                body = await self._body(length)
+                if body:
+                    self._keep(message_of(body), length)
+                if self._bytes > _HELD:
+                    self._room.clear()
+                    self._wake()
+                    await self._room.wait()
+        except (OSError, asyncio.IncompleteReadError, Malformed) as error:
+            self._lost = LinkLost(reason(error))
+            self._wake()
+
+    async def _body(self, length: int) -> bytes:
+        """In pieces, for those of a long message over a slow line are signs of life too."""
+        pieces: list[bytes] = []
+        while length:
+            piece = await self._reader.read(min(length, 1 << 16))
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", length)
+            self._heard = time.monotonic()
+            pieces.append(piece)
+            length -= len(piece)
+        return b"".join(pieces)
+
+    def _keep(self, message: Any, length: int) -> None:
+        with self._changing:
+            self._inbox.append((length, message))
+            self._bytes += length
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: awake already; or closed
+            self._wakes.send(b"x")
+
+    async def _beat(self) -> None:
+        while self._lost is None:
+            await asyncio.sleep(_BEAT)
+            if self._writer.transport.get_write_buffer_size() < _HELD:
+                self._writer.write(ALIVE)
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._lost = self._lost or LinkLost("it was closed here")
+        await close(self._writer)
+
+
+async def heard(reader: asyncio.StreamReader, longest: int) -> Any:
+    """The next message on a connection that is no link yet. Malformed, or EOFError where there is none."""
+    length = length_of(await reader.readexactly(HEAD.size), longest)
+    return message_of(await reader.readexactly(length))
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection once what was sent has left, or it takes too long."""
+    try:
+        writer.close()
+        async with asyncio.timeout(_FLUSH):
+            await writer.wait_closed()
+    except (OSError, RuntimeError):
+        pass
+    finally:
+        writer.transport.abort()
 
 
 def connect(host: str, port: int, seconds: float) -> Link:
     """A link to whoever listens there. LinkLost with the reason: refused, no answer, no route, unknown name."""
+
+    async def begin() -> Link:
+        return Link(*await asyncio.open_connection(sock=connection), STRANGERS)
+
+    connection = dial(host, port, seconds)
+    return loop.run(begin())
+
+
+def dial(host: str, port: int, seconds: float) -> socket.socket:
+    """A connection on which nothing was said yet. LinkLost as `connect`."""
     try:
-        return Link(socket.create_connection((host, port), timeout=seconds))
+        connection = socket.create_connection((host, port), timeout=seconds)
     except OSError as error:
-        raise LinkLost(_reason(error, seconds)) from error
+        raise LinkLost(reason(error, seconds)) from error
+    connection.setblocking(False)
+    return connection
 
 
-def listen(port: int, host: str = "") -> socket.socket:
-    """A listening socket on every interface (`host` "": IPv4; or "::" for IPv6 too); port 0 takes a free one.
-
-    ValueError where the port is taken or not ours to take.
-    """
-    try:
-        if ":" in host:
-            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise ValueError(f"port {port} cannot be listened on ({error.strerror}): choose another one") from error
+def ends(writer: asyncio.StreamWriter) -> tuple[str, str]:
+    """The addresses of this end and the other one; empty for a connection that is gone already."""
+    names = (writer.get_extra_info("sockname"), writer.get_extra_info("peername"))
+    here, there = (plain(name[0]) if name else "" for name in names)
+    return here, there
 
 
-def checked_port(port: int) -> int:
-    """A port that --listen may name."""
-    if not 1 <= port <= 65535:
-        raise ValueError(f"--listen {port}: choose a port from 1 to 65535")
-    return port
-
-
-def parse_address(text: str, option: str) -> tuple[str, int]:
-    """HOST:PORT; [::1]:PORT for IPv6. ValueError names the option."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{option} {text}: write HOST:PORT, such as 192.168.1.10:29400")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _plain(address: str) -> str:
+def plain(address: str) -> str:
     """An IPv4 address that an IPv6 socket saw, as people write it."""
     return address.removeprefix("::ffff:")
 
 
-def _reason(error: OSError, seconds: float = SILENCE) -> str:
-    if isinstance(error, ConnectionResetError | BrokenPipeError):
+def reason(error: BaseException, seconds: float | None = None) -> str:
+    """Why a connection is of no use, in words. seconds: how long it was waited; None: SILENCE."""
+    if isinstance(error, Malformed):
+        return str(error)
+    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError | RuntimeError):
         return "it closed the connection"
     if isinstance(error, TimeoutError):
-        return f"no answer within {seconds:g} s"
+        return f"no answer within {SILENCE if seconds is None else seconds:g} s"
     if isinstance(error, socket.gaierror):
         return "no such host name"
-    return (error.strerror or str(error)).lower()
+    if isinstance(error, ssl.SSLError):
+        return "it does not speak TLS as isles does"
+    number = error.errno if isinstance(error, OSError) else None
+    return (os.strerror(number) if number else str(error)).lower()

@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from isles.comm.credentials import Token
 from isles.comm.errors import CommError, to_plain
-from isles.launch.link import Link, LinkLost, parse_address
+from isles.launch.addresses import parse_address
+from isles.launch.link import Link, LinkLost
 from isles.launch.reachable import interface_of, loopback
 
 
@@ -20,8 +23,12 @@ class NodeSpec:
     nodes: int = 1
     node: int = 0
     rendezvous: str = ""
+    token: Token | None = field(default=None, repr=False)
+    """As given by a person; None: what this machine has kept, or on node 0 a new one."""
     shared_directory: bool = False
     """Whether all nodes write into the same run directory, as the processes of one torchrun do."""
+    credentials: Path | None = None
+    """Where node 0 has those of the run; None: in its run directory."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1:

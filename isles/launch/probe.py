@@ -11,22 +11,34 @@ bursts, then absorbs                           <----->   absorbs, then bursts
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import queue
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from isles.launch.link import Link, LinkLost, connect
+from isles.launch.fields import Unfit, number, port, table, text
+from isles.launch.frames import STRANGERS
+from isles.launch.link import Link, LinkLost, connect, heard
+from isles.launch.listener import Listener, Throttle
 from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 
+T = TypeVar("T")
+
 _PINGS = 20
-_CHUNK = "x" * (1 << 16)  # 64 kB
+_CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
 _ENOUGH = 0.4  # seconds that a burst must take to be a measurement
-_LARGEST = 1 << 10  # chunks of a burst
+_LARGEST = 1 << 11  # chunks of a burst
 _ANSWER = 60.0  # seconds: a burst of one chunk at 10 kbit/s
+_LASTING = 300.0  # seconds that all checks with one caller may take
+_CALLERS = 4  # at a time
+_GLANCE = 0.05  # seconds between looks at who is done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,71 +62,110 @@ class Findings:
     rate_back: float
 
 
-def call(host: str, port: int) -> Findings:
-    """The checks with whoever listens there. LinkLost with the reason, and the mend where it cannot be reached."""
+def call(host: str, at: int) -> Findings:
+    """The checks with whoever listens at port `at` of `host`. LinkLost with the reason, and the mend where it cannot be
+    reached.
+    """
     try:
-        link = connect(host, port, PATIENCE)
+        link = connect(host, at, PATIENCE)
     except LinkLost as error:
         mend = {
-            "connection refused": f"nothing listens there; start `isles doctor --listen {port}` there",
+            "connection refused": f"nothing listens there; start `isles doctor --listen {at}` there",
             "no such host name": "mend the name, or give the address",
-        }.get(str(error), f"the address is wrong, or a firewall drops it; let TCP port {port} in there")
+        }.get(str(error), f"the address is wrong, or a firewall drops it; let TCP port {at} in there")
         raise LinkLost(f"{error}: {mend}") from error
     try:
-        return probe(link, calls=True)
+        return probe(link)
     finally:
         link.close()
 
 
-def wait_for_call(listener: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
-    """The checks with the first that calls at the socket `listener`. on_failure: is told of calls that led to
-    nothing. LinkLost where nobody called within `seconds`.
+def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
+    """The checks with the first that calls at the socket `listening` and goes through them to the end; several may be
+    at it at a time, so that nobody keeps others out by calling and saying nothing more. on_failure: is told of calls
+    that led to nothing. LinkLost where nobody called within `seconds`.
     """
     ends_at = time.monotonic() + seconds
-    while (left := ends_at - time.monotonic()) > 0:
-        listener.settimeout(left)
+    callers: queue.Queue[tuple[Link, Any]] = queue.Queue(_CALLERS)
+    failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+    throttle = Throttle(failures.put)
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = await heard(reader, STRANGERS)
+        _said(hello)
+        if callers.full():
+            raise LinkLost("too many call at once")
+        callers.put_nowait((Link(reader, writer, STRANGERS), hello))
+
+    def refused(address: str, why: str) -> None:
+        throttle.tell(f"{address} called, but: {why}")
+
+    with (
+        Listener(listening, hear, seconds=PATIENCE, refused=refused),
+        ThreadPoolExecutor(_CALLERS) as pool,
+    ):
+        under_way: dict[Future[Findings], Link] = {}
         try:
-            link = Link(listener.accept()[0])
-        except TimeoutError:
-            break
-        try:
-            return probe(link, calls=False)
-        except LinkLost as error:
-            on_failure(f"{link.there} called, but: {error}")
+            while time.monotonic() < ends_at:
+                if len(under_way) == _CALLERS:
+                    wait(under_way, _GLANCE, FIRST_COMPLETED)
+                else:
+                    with contextlib.suppress(queue.Empty):
+                        link, hello = callers.get(timeout=_GLANCE)
+                        under_way[pool.submit(probe, link, hello)] = link
+                for future, link in list(under_way.items()):
+                    if not future.done():
+                        continue
+                    del under_way[future]
+                    link.close()
+                    try:
+                        return future.result()
+                    except LinkLost as error:
+                        refused(link.there, str(error))
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        on_failure(failures.get_nowait())
         finally:
-            link.close()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    callers.get_nowait()[0].close()
+            for link in under_way.values():
+                link.end()
     raise LinkLost(f"nobody called within {seconds:g} s")
 
 
-def probe(link: Link, *, calls: bool) -> Findings:
-    """Go through the checks with the other side of `link`; exactly one side `calls`. LinkLost where it breaks."""
+def probe(link: Link, hello: Any = None) -> Findings:
+    """Go through the checks with the other side of `link`. hello: what the other side said first; None on the side that
+    calls. LinkLost where it breaks, or is not done after some minutes.
+    """
+    calls, ends_at = hello is None, time.monotonic() + _LASTING
     with EchoServer(link.here) as echo:
-        hello = {"doctor": __version__, "port": echo.port, "ports": port_range()}
+        mine = {"doctor": __version__, "port": echo.port, "ports": port_range()}
         if calls:
-            link.send(hello)
-        theirs = _field(link.receive(PATIENCE), "doctor", str)
+            link.send(mine)
+            hello = link.receive(PATIENCE)
+        version, port_out, ports = _said(hello)
         if not calls:
-            link.send(hello)
-        port = _field(theirs, "port", int)["port"]
-        out = echo_failure(link.there, port, PATIENCE)
+            link.send(mine)
+        out = echo_failure(link.there, port_out, PATIENCE)
         link.send({"reached": out})
-        back = _field(link.receive(2 * PATIENCE), "reached", str)["reached"]
+        back = _checked(text, link.receive(2 * PATIENCE), "reached")
     if calls:
-        round_trip, rate_out = _ping(link), _burst(link)
+        round_trip, rate_out = _ping(link), _burst(link, ends_at)
         link.send({"round_trip": round_trip, "rate": rate_out})
-        rate_back = _field(_absorb(link), "rate", float)["rate"]
+        rate_back = _checked(number, _absorb(link, ends_at), "rate")
     else:
-        told = _absorb(link)
-        round_trip, rate_back = (_field(told, key, float)[key] for key in ("round_trip", "rate"))
-        rate_out = _burst(link)
+        told = _absorb(link, ends_at)
+        round_trip, rate_back = (_checked(number, told, key) for key in ("round_trip", "rate"))
+        rate_out = _burst(link, ends_at)
         link.send({"rate": rate_out})
     return Findings(
         here=link.here,
         there=link.there,
-        version_there=str(theirs["doctor"]),
-        port_out=port,
+        version_there=version,
+        port_out=port_out,
         port_back=echo.port,
-        ports_there=str(theirs.get("ports", "")),
+        ports_there=ports,
         out=out,
         back=back,
         round_trip=round_trip,
@@ -123,21 +174,26 @@ def probe(link: Link, *, calls: bool) -> Findings:
     )
 
 
+def _said(hello: Any) -> tuple[str, int, str]:
+    """Version, port of the echo server, and range of ports of the side that said it."""
+    return _checked(text, hello, "doctor"), _checked(port, hello, "port"), _checked(text, hello, "ports")
+
+
 def _ping(link: Link) -> float:
     """Median seconds there and back."""
     times = []
-    for number in range(_PINGS):
+    for ping in range(_PINGS):
         start = time.perf_counter()
-        link.send({"ping": number})
+        link.send({"ping": ping})
         link.receive(PATIENCE)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _burst(link: Link) -> float:
+def _burst(link: Link, ends_at: float) -> float:
     """Bits per second: bursts that double until one takes long enough to tell."""
     chunks = 1
-    while True:
+    while time.monotonic() < ends_at:
         start = time.perf_counter()
         for _ in range(chunks):
             link.send({"fill": _CHUNK})
@@ -147,20 +203,23 @@ def _burst(link: Link) -> float:
         if seconds >= _ENOUGH or chunks >= _LARGEST:
             return 8 * len(_CHUNK) * chunks / seconds
         chunks *= 2
+    raise LinkLost(f"it is not done after {_LASTING:g} s")
 
 
-def _absorb(link: Link) -> Any:
+def _absorb(link: Link, ends_at: float) -> Any:
     """Answer pings and swallow bursts until something else comes, which is returned."""
-    while True:
+    while time.monotonic() < ends_at:
         message = link.receive(_ANSWER)
         if not isinstance(message, dict) or not message.keys() & {"ping", "fill"}:
             return message
         if "ping" in message:
-            link.send(message)
+            link.send({"ping": message["ping"]})
+    raise LinkLost(f"it is not done after {_LASTING:g} s")
 
 
-def _field(message: Any, key: str, kind: type) -> dict[str, Any]:
-    """The message, once it is known to be one with that key. LinkLost where the other side says something else."""
-    if not isinstance(message, dict) or not isinstance(message.get(key), kind):
-        raise LinkLost("what answers there is no `isles doctor` or `isles plan`")
-    return message
+def _checked(field: Callable[[Mapping[str, Any], str], T], message: Any, key: str) -> T:
+    """One field of a message. LinkLost where the other side says something else."""
+    try:
+        return field(table(message, "what it says"), key)
+    except Unfit:
+        raise LinkLost("what answers there is no `isles doctor` or `isles plan`") from None

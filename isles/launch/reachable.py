@@ -9,57 +9,51 @@ such a port, tells the other its number, and the other asks it for an echo:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import secrets
 import socket
 import struct
 import sys
-import threading
 from pathlib import Path
 from types import TracebackType
 
-from isles.launch.link import Link, LinkLost, connect, listen
+from isles.launch.addresses import listen
+from isles.launch.fields import table, text
+from isles.launch.frames import packed
+from isles.launch.link import LinkLost, close, connect, heard
+from isles.launch.listener import Listener
 
 PATIENCE = 5.0  # seconds for an echo
+_LONGEST = 256  # bytes of a question
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 class EchoServer:
-    """A port picked by the system that returns every token that it is sent while the context is open."""
+    """A port of the address `host`, picked by the system, that returns every token that it is sent while the context is
+    open.
+    """
 
-    def __init__(self, host: str = "") -> None:
-        self._socket = listen(0, host)
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, host: str) -> None:
+        listening = listen(0, host)
+        self.port: int = listening.getsockname()[1]
+        self._listener = Listener(listening, _echo, seconds=PATIENCE)
 
     def __enter__(self) -> EchoServer:
-        self._open = True
-        self._socket.settimeout(0.2)
-        self._thread = threading.Thread(target=self._answer, name="isles-echo", daemon=True)
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open = False
-        self._thread.join()
-        self._socket.close()
-
-    def _answer(self) -> None:
-        while self._open:
-            try:
-                connection = self._socket.accept()[0]
-            except OSError:  # nobody for a moment
-                continue
-            threading.Thread(target=_echo, args=(connection,), daemon=True).start()
+        self._listener.__exit__(kind, error, trace)
 
 
-def _echo(connection: socket.socket) -> None:
-    with contextlib.suppress(LinkLost), contextlib.closing(Link(connection)) as link:
-        message = link.receive(PATIENCE)
-        link.send({"echoed": message.get("echo") if isinstance(message, dict) else None})
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    asked = table(await heard(reader, _LONGEST), "the question")
+    writer.write(packed({"echoed": text(asked, "echo", 64)}))
+    await close(writer)
 
 
 def echo_failure(address: str, port: int, seconds: float = PATIENCE) -> str:

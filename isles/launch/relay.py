@@ -12,27 +12,52 @@ node k's workers  <--pipes-->  node k's launcher, `RemoteWorkers`  <--a link--> 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from multiprocessing.connection import wait
 from typing import Any, cast
 
 from typing_extensions import override
 
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
+from isles.errors import printable
+from isles.launch.fields import Unfit
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses
 from isles.launch.worker import WorkerSpec
 
 _GLANCE = 0.2  # seconds between looks at the link
+_WORKERS = ("event", "held", "done", "error")  # what a launcher passes on, and what it says itself
+_LAUNCHERS = ("interrupt", "leaving")
+_ERRORS = ("error", "leaving")
+MessageCheck = Callable[[str, Any, Container[int]], Any]
+"""(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises
+`fields.Unfit` where it is not.
+"""
 _VERDICT = 60.0  # seconds in which node 0 writes down how the run ended
+
+
+def anything(kind: str, value: Any, ranks: Container[int]) -> Any:
+    """The check of those who run on one machine alone, and hear nobody."""
+    return value
+
+
+def order(command: Any) -> Any:
+    """What node 0 says to every worker; None for a word to launchers. LinkLost for what is neither."""
+    if isinstance(command, dict):
+        return None
+    if command in ("hold", "close"):
+        return command
+    if isinstance(command, list) and len(command) == 2 and command[0] == "stop" and type(command[1]) is int:
+        return "stop", command[1]
+    raise LinkLost("what it sends is not what isles sends")
 
 
 class NodeHandle:
     """All workers of another machine, on node 0; a WorkerHandle of `isles.launch.processes`."""
 
-    def __init__(self, node: int, ranks: tuple[int, ...], link: Link) -> None:
-        self.node, self.ranks, self.link = node, ranks, link
+    def __init__(self, node: int, ranks: tuple[int, ...], link: Link, check: MessageCheck) -> None:
+        self.node, self.ranks, self.link, self._check = node, ranks, link, check
         self.lost = False
 
     def fileno(self) -> int:
@@ -63,10 +88,14 @@ class NodeHandle:
     def _message(self, message: Any) -> WorkerMessage:
         try:
             rank, kind, value = message
-            assert rank in (-1, *self.ranks) and isinstance(kind, str)
-        except (TypeError, ValueError, AssertionError):
-            raise LinkLost("what it sends is not what isles sends") from None
-        return rank, kind, from_plain(value) if kind in ("error", "leaving") else value
+            if type(rank) is not int or kind not in (_LAUNCHERS if rank == -1 else _WORKERS):
+                raise Unfit("a message of no kind that isles has")
+            if rank not in (-1, *self.ranks):
+                raise Unfit(f"worker {rank} is none of its")
+            return rank, kind, from_plain(value) if kind in _ERRORS else self._check(kind, value, self.ranks)
+        except (TypeError, ValueError) as error:
+            why = f": {printable(str(error))}" if isinstance(error, Unfit) else ""
+            raise LinkLost(f"what it sends is not what isles sends{why}") from None
 
 
 class ProcessHandle(NodeHandle):
@@ -135,11 +164,11 @@ class RemoteWorkers:
         while (command := self._link.next()) is not None:
             if command == "close":
                 return True
-            if isinstance(command, dict):
+            if (told := order(command)) is None:
                 on_command(command.get("command"))
             else:
                 for handle in self._pool.handles:
-                    handle.tell(command)
+                    handle.tell(told)
         return False
 
     def _hear_how_it_ended(self) -> None:

@@ -19,7 +19,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -31,6 +30,7 @@ from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.stopping import StopControl
 from isles.comm.transport import Deadlines
+from isles.launch.store import join_store
 
 
 class LauncherConnection(Protocol):
@@ -71,10 +71,7 @@ def serve(spec: WorkerSpec, launcher: LauncherConnection, worker: Callable[..., 
     if spec.log is not None:
         _print_into(spec.log)
 
-    def store() -> dist.Store:
-        return dist.TCPStore(spec.host, spec.port, None, False, timeout=timedelta(minutes=5))
-
-    if not attend(spec, launcher, store, worker, args):
+    if not attend(spec, launcher, lambda: join_store(spec.host, spec.port), worker, args):
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
     mesh.leave()
 

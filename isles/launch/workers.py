@@ -17,13 +17,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
-
 from isles.comm.errors import WorkerFailed, is_cause
 from isles.comm.transport import Deadlines
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerHandle, WorkerProcesses
-from isles.launch.relay import NodeHandle, ProcessHandle
+from isles.launch.relay import MessageCheck, NodeHandle, ProcessHandle, anything
+from isles.launch.store import open_store
 from isles.launch.worker import WorkerSpec
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
@@ -137,7 +136,8 @@ class LocalWorkers(Workers):
     """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind.
 
     node_group: the machines of the run, of which this is node 0; alone by default. `workers` counts those of all
-    machines. logs: a folder for what the workers of this machine print; None leaves it on the terminal.
+    machines. check: of what the other machines say. logs: a folder for what the workers of this machine print; None
+    leaves it on the terminal.
     """
 
     def __init__(
@@ -150,23 +150,24 @@ class LocalWorkers(Workers):
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
         node_group: NodeGroup | None = None,
+        check: MessageCheck = anything,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers = {workers}: choose 1 or more")
         node_group = node_group or NodeGroup()
         # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._store = open_store(node_group.host)
         node_group.go(store=self._store.port)
         own = worker_specs(node_group, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
         pool = WorkerProcesses(worker, own, args)
         self.processes = pool.processes
-        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers)], pool.end)
+        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers, check)], pool.end)
 
 
-def node_handles(node_group: NodeGroup, workers: int) -> list[NodeHandle]:
-    """Node 0's handles to the workers of the other machines."""
+def node_handles(node_group: NodeGroup, workers: int, check: MessageCheck) -> list[NodeHandle]:
+    """Node 0's handles to the workers of the other machines. check: of all that these say."""
     shares, kind = node_group.shares(workers), ProcessHandle if node_group.spec.shared_directory else NodeHandle
-    return [kind(node, tuple(shares[node]), link) for node, link in node_group.links.items()]
+    return [kind(node, tuple(shares[node]), link, check) for node, link in node_group.links.items()]
 
 
 def worker_specs(

@@ -13,3 +13,12 @@ def blocks_of(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     return max(
         lists, key=lambda entry: sum(p.numel() for block in entry[1] for p in block.parameters()), default=("", [])
     )
+
+
+def check_order(key: str, order: Sequence[int], count: int, what: str) -> None:
+    """ValueError, one line, for an order that names something twice or that there is not."""
+    for number in order:
+        if not 0 <= number < count:
+            raise ValueError(f"{key}: there is no {what} {number}; they are numbered 0 to {count - 1}")
+    if len(set(order)) < len(order):
+        raise ValueError(f"{key} = {','.join(map(str, order))}: name each {what} once")

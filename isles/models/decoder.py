@@ -23,6 +23,7 @@ the same numbers, and a pipeline stage that holds some of the blocks can draw ju
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from .blocks import check_order
 from .rotary import Rotary
 from .sizes import Shape
 
@@ -146,10 +148,14 @@ class Decoder(nn.Module):
         logits_BTV = self.logits(tokens[:, :-1])
         return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
 
-    def logits(self, tokens_BT: Tensor) -> Tensor:
-        """Scores (B, T, V) for the token after each of `tokens_BT`, int64; what generation calls."""
+    def logits(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:
+        """Scores (B, T, V) for the token after each of `tokens_BT`, int64; what generation calls. order: the numbers of
+        the blocks that run, in that order, such as those that a microbatch visits that skips some; None: all.
+        """
+        if order is not None:
+            check_order("order", order, len(self.blocks), "block")
         x_BTD = self.enter(tokens_BT)
-        for block in self.blocks:
+        for block in self.blocks if order is None else [self.blocks[number] for number in order]:
             x_BTD = self.through(block, x_BTD)
         return self.leave(x_BTD)
 

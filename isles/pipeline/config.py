@@ -16,9 +16,16 @@ class PipelineConfig:
     """Workers in a row that hold a replica's blocks, a part each; 1: every worker holds the whole model."""
     microbatches: int = 4
     """Into how many a replica's batch is cut; more keep the stages busier, on smaller products."""
-    routing: Literal["fixed", "random"] = "fixed"
+    routing: Literal["fixed", "random", "skippipe"] = "fixed"
     """Which way they go: "fixed" through their own replica's stages; "random" at every boundary to a replica drawn for
-    each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step.
+    each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step;
+    "skippipe" by the paths of a plan, which leave out stages and exchange them.
+    """
+    plan: str = ""
+    """With routing = "skippipe": the file that `isles pipeline plan` wrote."""
+    gradients: Literal["global", "visits"] = "global"
+    """With routing = "skippipe": the gradient of a stage is that of the mean loss over all microbatches ("global"), or
+    the mean over those that visit it ("visits").
     """
     loss_at: Literal["auto", "last", "origin"] = "auto"
     """Where the loss is computed: "last" stage; or "origin", where the text is, which a model needs whose embedding is
@@ -42,6 +49,17 @@ class PipelineConfig:
     """Whose gradient inner.max_norm bounds: the whole replica's, as unsplit, for one small message between stages a
     step; or each stage's own.
     """
+    stage_loss: float = 0.0
+    """For experiments: the chance, drawn from run.seed, that a stage behind the first is lost with all of its workers
+    after a step.
+    """
+    recovery: Literal["checkfree", "checkfree+", "average", "copy", "random", "checkpoint"] = "checkfree"
+    """What a lost stage is made of: of its neighbours, by their gradients' norms ("checkfree"), with the ends exchanged
+    in half of the microbatches ("checkfree+"), alike ("average"); of the one before ("copy"); drawn anew ("random"); or
+    all stages go back ("checkpoint").
+    """
+    recovery_every: int = 50
+    """Steps between the copies in memory that recovery = "checkpoint" goes back to."""
     together: bool = True
     """Virtual only: a replica's stages reach each other over world.inner_links; false: over world.links."""
 
@@ -50,6 +68,8 @@ class PipelineConfig:
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
         in_flight(self.in_flight, 1, self.stages)  # refuses what it does not know
+        self._check_routing()
+        self._check_recovery()
         if self.stages == 1:
             self._refuse_idle_settings()
         if self.cut and len(self.cut) != self.stages - 1:
@@ -57,6 +77,53 @@ class PipelineConfig:
                 f"cut = {list(self.cut)}: {self.stages} stages begin at {self.stages - 1} blocks after the first; name "
                 "as many, or leave it out"
             )
+
+    def _check_routing(self) -> None:
+        if self.routing != "skippipe":
+            for key, value, unset in (("plan", self.plan, ""), ("gradients", self.gradients, "global")):
+                if value != unset:
+                    raise ValueError(
+                        f'{key} = "{value}" acts with routing = "skippipe" only: set that, or leave it out'
+                    )
+            return
+        if not self.plan:
+            raise ValueError('routing = "skippipe" wants plan = "plan.json", a file of `isles pipeline plan`')
+        if self.loss_at == "last":
+            raise ValueError('loss_at = "last": with a plan the loss is computed at the origin; leave it out')
+        if self.in_flight != "auto":
+            raise ValueError(f"in_flight = {self.in_flight!r}: a plan says how many a node holds; leave it out")
+
+    def _check_recovery(self) -> None:
+        if not 0 <= self.stage_loss < 1:
+            raise ValueError(f"stage_loss = {self.stage_loss}: choose a chance from 0 to below 1, such as 0.01")
+        if self.recovery_every < 1:
+            raise ValueError(f"recovery_every = {self.recovery_every}: choose 1 or more steps")
+        if not self.stage_loss:
+            if self.recovery != "checkfree":
+                raise ValueError(f'recovery = "{self.recovery}" acts with stage_loss only: set that, or leave it out')
+        elif self.loss_at == "last":
+            raise ValueError(
+                'loss_at = "last": the first stage is never lost, so it must hold what ends the stream; leave it out'
+            )
+        elif self.recovery == "checkfree+" and (self.routing != "fixed" or self.stages < 3):
+            raise ValueError(
+                'recovery = "checkfree+" exchanges stages of fixed routes: choose routing = "fixed" and 3 stages or '
+                'more, or "checkfree"'
+            )
+        if self.recovery != "checkpoint" and self.recovery_every != 50:
+            raise ValueError(f'recovery_every = {self.recovery_every} acts with recovery = "checkpoint" only')
+
+    @property
+    def where_loss(self) -> Literal["auto", "last", "origin"]:
+        """`loss_at`, or the origin where only that will do."""
+        return "origin" if self.routing == "skippipe" or self.stage_loss else self.loss_at
+
+    @property
+    def neighbours(self) -> int:
+        """Workers in a row that reach each other over world.inner_links: the stages of a replica; with a plan none, for
+        its nodes lie where its links say.
+        """
+        return self.stages if self.together and self.routing != "skippipe" else 1
 
     def _refuse_idle_settings(self) -> None:
         for field in fields(self):

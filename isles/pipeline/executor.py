@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,7 @@ from isles.models.stages import Stage
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds
 from isles.network.routing.routes import Route, Task
-from isles.pipeline.inbox import StageInbox, arrived, planned
+from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned
 from isles.pipeline.routers.base import Router
 from isles.pipeline.wire import StageForm, phase
 
@@ -40,15 +41,23 @@ class Ways:
     """How a step runs.
 
     room:      forwards that each position holds at most; positions without a number: as many as there are.
-    order:     "plan", or "arrival": whatever has come, which is not the same bits on a real network.
+    order:     "plan"; or what has come, which is not the same bits on a real network: "arrival", backwards and losses
+               first; "first come", whatever it is.
     recompute: keep a stage's input alone from forward to backward, and run its forward pass again.
     shares:    the share of an inner step's computation in each kind of task, by position; None: nothing is charged.
+    rest:      what is charged beside, after a task has sent what it made.
+    tasks:     the lists of order "plan", by position; None: `orders` makes them of the routes.
+    gains:     where some microbatches leave a worker out: what its gradient is multiplied with after the last task, by
+               position. Then all backward passes are quiet, and a worker that nobody visits gets a gradient of zeros.
     """
 
     room: Mapping[int, int] = field(default_factory=dict)
-    order: Literal["plan", "arrival"] = "plan"
+    order: Literal["plan", "arrival", "first come"] = "plan"
     recompute: bool = False
     shares: TaskSeconds | None = None
+    rest: Callable[[Task], float] | None = None
+    tasks: Mapping[int, Sequence[Task]] | None = None
+    gains: Mapping[int, float] | None = None
 
 
 @dataclass(slots=True)
@@ -96,11 +105,23 @@ class Executor:
         PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
         """
         routes = tuple(self.router.routes(number))
-        tasks = _orders(routes, tuple(sorted(self.ways.room.items()))).get(self.group.rank, [])
+        listed = _orders(routes, tuple(sorted(self.ways.room.items()))) if self.ways.tasks is None else self.ways.tasks
+        tasks = listed.get(self.group.rank, [])
         share = _Share(self, {route.microbatch: route for route in routes}, tokens, (number - 1) * len(routes))
         share.run(tasks)
         self.most_held = max(self.most_held, share.most_held)
+        if self.ways.gains is not None:
+            self._scale(self.ways.gains[self.group.rank], visited=bool(tasks))
         return share.losses
+
+    @torch.no_grad()
+    def _scale(self, gain: float, *, visited: bool) -> None:
+        trained = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
+        if not visited:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        elif gain != 1.0:
+            torch._foreach_mul_([own.grad for own in trained if own.grad is not None], gain)
 
 
 class _Share:
@@ -114,6 +135,8 @@ class _Share:
         self.held: dict[tuple[int, int], _Held] = {}
         self.local: dict[Task, Tensor] = {}
         """Messages of a worker to itself."""
+        self.since = {Task("F", m, 0): 0.0 for m, route in routes.items() if route.after is None}
+        """When what this worker begins with by itself was there."""
         self.sends: list[Work] = []
         self.losses: dict[int, Tensor] = {}
         self.most_held = 0
@@ -125,30 +148,34 @@ class _Share:
             if task.kind == "F":
                 self._forward(task)
                 self.most_held = max(self.most_held, len(self.held))
-                continue
-            backwards -= 1
-            with self.executor.quiet() if backwards else nullcontext():
-                self._loss(task) if task.kind == "L" else self._backward(task)
+            else:
+                backwards -= 1
+                with self.executor.quiet() if backwards or self.executor.ways.gains is not None else nullcontext():
+                    self._loss(task) if task.kind == "L" else self._backward(task)
+            self._ended(task)
         if self.sends:
             self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
 
     def _in_order(self, tasks: Sequence[Task]) -> Iterator[Task]:
         if self.executor.ways.order == "plan":
             return planned(tasks, self.inbox)
-        limit = self.executor.ways.room.get(self.group.rank)
-        return arrived(tasks, self.inbox, self._is_local, lambda: limit is None or len(self.held) < limit)
+        limit, rank = self.executor.ways.room.get(self.group.rank), ARRIVALS[self.executor.ways.order]
+        return arrived(tasks, self.inbox, self.since, lambda: limit is None or len(self.held) < limit, rank)
 
-    def _is_local(self, task: Task) -> bool:
-        """Whether what `task` begins with is here without a message."""
-        route = self.routes[task.microbatch]
-        if task in self.local:
-            return True
-        if task.kind == "F":
-            return task.hop == 0 and (route.after is None or route.after not in self._unfinished())
-        return task.kind == "B" and task.hop == route.last and not route.home and task[1:] in self.held
-
-    def _unfinished(self) -> set[int]:
-        return {microbatch for microbatch, hop in self.held if hop == 0}
+    def _ended(self, task: Task) -> None:
+        """Note what this worker can begin with now, by itself, and rest."""
+        transport, route = self.group.transport, self.routes[task.microbatch]
+        now = transport.now()
+        if self.executor.ways.rest is not None:
+            transport.compute(self.executor.ways.rest(task) * transport.step_seconds)
+        following = route.following(task)
+        if following is not None:
+            if route.worker(following) == self.group.rank:
+                self.since[following] = now
+            return
+        for microbatch, other in self.routes.items():
+            if other.after == task.microbatch:
+                self.since[Task("F", microbatch, 0)] = now
 
     def _forward(self, task: Task) -> None:
         route = self.routes[task.microbatch]

@@ -1,12 +1,12 @@
 """Messages that a worker waits for in a step: receives posted ahead, and the two orders in which tasks are done.
 
 `planned`   in the order of a list that every worker knows: the same sums on any network.
-`arrived`   whatever has come, backwards and losses first, then by the moment of arrival.
+`arrived`   whatever has come, the first by one of `ARRIVALS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,13 @@ from isles.comm.transport import AnyOf, Steps, Work
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.wire import StageForm, phase, sender
 
+Rank = Callable[[Task, float], tuple[float, ...]]
+"""Of a task whose beginning was there at a moment: the lowest is done first."""
+
+ARRIVALS: dict[str, Rank] = {
+    "arrival": lambda task, came: (task.kind == "F", came, task.microbatch, task.hop),
+    "first come": lambda task, came: (came, task.microbatch, task.hop),
+}
 _AHEAD = 8
 """Receives posted before their task's turn: enough to hide a message behind the tasks before it, few enough to hold."""
 
@@ -75,21 +82,25 @@ def planned(tasks: Sequence[Task], inbox: StageInbox) -> Iterator[Task]:
 
 
 def arrived(
-    tasks: Sequence[Task], inbox: StageInbox, is_local: Callable[[Task], bool], has_room: Callable[[], bool]
+    tasks: Sequence[Task],
+    inbox: StageInbox,
+    since: Mapping[Task, float],
+    has_room: Callable[[], bool],
+    rank: Rank,
 ) -> Iterator[Task]:
-    """`tasks` as what they begin with comes. is_local: it is at this worker already; has_room: one more forward may be
-    held.
+    """`tasks` as what they begin with comes. since: the moments at which it was at this worker by itself, live;
+    has_room: one more forward may be held.
     """
     left = dict.fromkeys(tasks)
     while left:
         for task in _window(left):
             inbox.post(task)
-        ready = [task for task in left if inbox.is_here(task) or is_local(task)]
+        ready = [task for task in left if task in since or inbox.is_here(task)]
         ready = [task for task in ready if task.kind != "F" or has_room()]
         if not ready:
             inbox.wait_for_any()
             continue
-        task = min(ready, key=lambda task: (task.kind == "F", _came(inbox, task), task.microbatch, task.hop))
+        task = min(ready, key=lambda task: rank(task, since[task] if task in since else inbox.posted[task][0].at))
         del left[task]
         yield task
 
@@ -98,10 +109,6 @@ def _window(left: dict[Task, None]) -> list[Task]:
     """The next forwards, and all that comes back: what is held must never wait for a receive that nobody posted."""
     forwards = [task for task in left if task.kind == "F"][:_AHEAD]
     return forwards + [task for task in left if task.kind != "F"]
-
-
-def _came(inbox: StageInbox, task: Task) -> float:
-    return inbox.posted[task][0].at if task in inbox.posted else 0.0
 
 
 def _any(works: Sequence[Work]) -> Steps[None]:

@@ -25,13 +25,16 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied
 from isles.network.routing.orders import in_flight
+from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.replay import TaskSeconds
 from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Context, Executor, Ways
+from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.routers.base import Router
+from isles.pipeline.routers.exchanged import ExchangedRouter
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
 from isles.pipeline.wire import StageForm
@@ -85,7 +88,9 @@ class Pipeline:
 
     model: the whole, of which this worker's stage is taken; or a stage, with the `cut` that it comes from. batch_size:
     sequences of a replica's batch, of `context` targets each. vocab: token ids (None: not known, so they travel in 4
-    bytes each). config: the settings of [pipeline]; `stages` is the mesh's. quiet: `lambda: optimizer.no_sync()` where
+    bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths of routing = "skippipe",
+    over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over `world.outer` afterwards.
+    quiet: `lambda: optimizer.no_sync()` where
     workers inside a stage share its gradients. autocast: entered around forward passes. seed: of random routes.
 
     ValueError for a model that cannot be cut, or a batch that does not divide.
@@ -104,6 +109,7 @@ class Pipeline:
         autocast: Context = nullcontext,
         seed: int = 0,
         config: PipelineConfig | None = None,
+        plan: PipelinePlan | None = None,
     ) -> None:
         stages, replicas = world.stage.size, world.outer.size
         self.config = config or PipelineConfig(stages=stages)
@@ -118,7 +124,7 @@ class Pipeline:
         self.stage = model if isinstance(model, Stage) else Stage(model, self.cut.pieces[here.stage])
         self.reads = here.stage == 0
         """Whether this worker wants text."""
-        self._replica, self._steps = here.replica, 0
+        self._steps = 0
         form = StageForm(
             sequences=batch_size // self.config.microbatches,
             length=context,
@@ -133,23 +139,30 @@ class Pipeline:
             shares=self.cut.shares(self.config.microbatches, replicas, recompute=self.config.recompute),
         )
         router = _router(self.config, replicas, stages, home=self.cut.home, seed=seed)
+        microbatches = self.config.microbatches
+        if plan is not None:
+            steps = PlannedRoutes(plan=plan, ranks=world.pipeline.ranks)
+            router, microbatches = steps.router, plan.problem.microbatches
+            ways = steps.ways(self.config.order, self.config.gradients, recompute=self.config.recompute)
         self.executor = Executor(
-            self.stage, world.pipeline, router, form, self.config.microbatches, ways, quiet=quiet, autocast=autocast
+            self.stage, world.pipeline, router, form, microbatches, ways, quiet=quiet, autocast=autocast
         )
         self._judge = Judge(self.stage, world.stage, form, home=self.cut.home, autocast=autocast)
 
-    def step(self, batch: Tensor | None, number: int | None = None) -> Tensor:
+    def step(self, batch: Tensor | None, number: int | None = None) -> Tensor | None:
         """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that
         of the mean loss over a replica's batch. batch: (batch_size, context + 1) int64 where this worker reads. number:
-        of the step, from 1; None: one more than the last. Returns the mean loss of what came by, nats.
+        of the step, from 1; None: one more than the last. Returns the mean loss of what came by, nats; None where
+        nothing did.
 
         PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
         """
         self._steps = self._steps + 1 if number is None else number
         parts = () if batch is None else batch.split(self.executor.form.sequences)
-        text = {u * self.world.outer.size + self._replica: part for u, part in enumerate(parts)}
-        losses = self.executor.step(self._steps, text)
-        return torch.stack([losses[microbatch] for microbatch in sorted(losses)]).mean()
+        routes = self.executor.router.routes(self._steps) if parts else ()
+        own = sorted(route.microbatch for route in routes if route.origin == self.executor.group.rank)
+        losses = self.executor.step(self._steps, dict(zip(own, parts, strict=True)))
+        return torch.stack([losses[microbatch] for microbatch in sorted(losses)]).mean() if losses else None
 
     def judge(self, batches: Iterable[Tensor]) -> float:
         """Mean loss in nats over the rows of `batches` (b, context + 1), which stage 0 gives; the same at all stages.
@@ -165,6 +178,8 @@ class Pipeline:
 
 
 def _router(config: PipelineConfig, replicas: int, stages: int, *, home: bool, seed: int) -> Router:
+    if config.stage_loss and config.recovery == "checkfree+":
+        return ExchangedRouter(replicas, stages, config.microbatches)
     if config.routing == "random":
         return RandomRouter(replicas, stages, config.microbatches, home, seed)
     return FixedRouter(replicas, stages, config.microbatches, home)

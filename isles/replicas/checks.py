@@ -34,6 +34,11 @@ def own_config(method: str, kind: type[_C], config: object, options: dict[str, A
     return config
 
 
+def workers(seats: Sequence[int]) -> str:
+    """Their numbers in words."""
+    return f"worker {seats[0]}" if len(seats) == 1 else f"workers {', '.join(map(str, seats))}"
+
+
 def at_least(key: str, value: float, least: float) -> None:
     """value >= least."""
     if not value >= least:

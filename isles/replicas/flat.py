@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -93,6 +94,11 @@ class FlatParameters:
         whole = [parameter.detach() for parameter in self.parameters]
         lines = [tensor.view(-1).split(BLOCK) if tensor.is_contiguous() else (tensor,) for tensor in whole]
         return [FlatBlock([lines[piece.index][piece.number] for piece in run]) for run in self._runs]
+
+    def spans(self, places: Sequence[int]) -> list[slice]:
+        """Where the parameters of these numbers lie in a flat vector."""
+        ends = list(accumulate((parameter.numel() for parameter in self.parameters), initial=0))
+        return [slice(ends[place], ends[place + 1]) for place in places]
 
     def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector (numel,) as one view (b,) a block."""

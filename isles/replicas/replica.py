@@ -24,7 +24,7 @@ from isles.comm.tags import Channel
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.schedule import Held
 from isles.replicas.start import same_settings
-from isles.wrapping import Deferred
+from isles.wrapping import Deferred, fresh_state, innermost
 
 COMPARED = "weights and their mean"
 """The memory of a comparison of replicas; workers of one replica are not compared."""
@@ -107,6 +107,14 @@ class Replica(ABC):
     @abstractmethod
     def catch_up(self) -> None:
         """Called before somebody reads or writes weights or inner state: all steps so far are in them."""
+
+    def is_sound(self) -> bool:
+        """Whether the weights are finite that no share of this worker tells of, but all workers of the replica have."""
+        return True
+
+    @abstractmethod
+    def forget_moments(self) -> None:
+        """Fresh inner state, as before the first step."""
 
     # The replica's other workers.
 
@@ -284,6 +292,10 @@ class Plain(Replica):
         if self._deferred is not None:
             self._deferred.catch_up()
 
+    def forget_moments(self) -> None:
+        self.catch_up()
+        fresh_state(innermost(self.inner))
+
     def total(self, own: Tensor, channel: Channel) -> Tensor:
         return own if self.peers is None else summed(self.peers, own, channel)
 
@@ -323,7 +335,13 @@ class Plain(Replica):
         return 0 if self.peers is None else _ANSWER_BYTES * len(self.peers.others)  # the hash of `begin`
 
     def _gradients(self) -> list[Tensor]:
-        return [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        gradients = [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise ValueError(
+                "a gradient is sparse, and torch has no norm of it: make its layer with sparse=False, or "
+                "leave out max_norm"
+            )
+        return gradients
 
     def _break_together(self) -> None:
         """Leave no worker of the replica a finite gradient where one has none: their scalers then skip the same step

@@ -33,6 +33,7 @@ from isles.replicas.checks import own_config, refuse_other_run
 from isles.replicas.flat import FlatParameters, VectorMaker
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
+from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import Wrapping
 
 
@@ -98,8 +99,10 @@ class ReplicaSync(Wrapping):
         self.vectors = vectors
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
+        refuse_unfit(self.replica.parameters, self.replica.inner)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
+        self.watch = ModelWatch(model, self.replica.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -134,6 +137,7 @@ class ReplicaSync(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         self.replica.gradients()
+        self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()
         self.charge(max(1.0 - self._charged, 0.0))  # the shares charged so far may add up to a little over 1
         self._charged = 0.0
@@ -300,6 +304,7 @@ class ReplicaSync(Wrapping):
             "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
             "shapes": self._shapes(),
             "steps": self.steps,
+            "frozen": self.watch.state_dict(),
             "inner": self.inner_state(),
             "outer": self.outer_state(),
             "traffic": self.group.traffic.state_dict(),
@@ -313,6 +318,7 @@ class ReplicaSync(Wrapping):
         refuse_other_run(state_dict, type(self).__name__, self.config, self._shapes())
         self.settle()
         self.steps = state_dict["steps"]
+        self.watch.load_state_dict(state_dict.get("frozen", {}))  # earlier versions kept none
         self.load_inner_state(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
         self.group.traffic.load_state_dict(state_dict["traffic"])
@@ -327,6 +333,7 @@ class ReplicaSync(Wrapping):
 
     def load_inner_state(self, state: Any) -> None:
         """Restore `inner_state`."""
+        self.watch.loaded()
         self.replica.load_inner_state(state)
 
     def weights(self) -> dict[str, Tensor]:
@@ -336,6 +343,12 @@ class ReplicaSync(Wrapping):
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Restore `weights`. RuntimeError where they are of another model."""
         self.replica.load_weights(weights)
+
+    def take_in(self) -> None:
+        """Weights were loaded past this optimizer on purpose, alike on all workers: the next step does not refuse."""
+        self.watch.loaded()
+        if isinstance(self.inner, ReplicaSync):
+            self.inner.take_in()
 
     def outer_state(self) -> dict[str, Any]:
         """The method's own part of `state_dict`."""

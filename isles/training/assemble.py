@@ -13,6 +13,7 @@ from isles.errors import in_section
 from isles.memory.disk import disk_vectors
 from isles.replicas import method
 from isles.replicas.replica import Plain
+from isles.replicas.stage_copy import StageCopy
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_notices, inner_optimizer
 from isles.training.config.sections import Config
@@ -25,10 +26,14 @@ def wrapped(
     island: Group | None = None,
     peers: Group | None = None,
     manage: Callable[[nn.Module, Optimizer], Optimizer] = lambda model, inner: inner,
+    *,
+    everyone: Group | None = None,
 ) -> tuple[ReplicaSync, list[str]]:
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
     `group` is then across them. peers: the stages of its replica, where `model` is one of several. manage: what is put
-    around the inner optimizer of a model. ValueError, with the key, where the run cannot mean what they say.
+    around the inner optimizer of a model. everyone: all workers, where a plan gives stages unequal numbers of them; the
+    `group` is then the holders of this worker's stage. ValueError, with the key, where the run cannot mean what they
+    say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     try:
@@ -39,6 +44,10 @@ def wrapped(
         if island is None or island.size == 1:
             part = kind.local_part(model, group, config.replicas)
             inner = _stepped(config, part, kind, peers, manage)
+            if config.pipeline.routing == "skippipe":
+                assert everyone is not None and isinstance(inner, Optimizer)
+                by_stage = config.pipeline.clip == "stage"
+                inner = Plain(part, inner, charged=True) if by_stage else StageCopy(part, inner, everyone, group.size)
         else:
             if not kind.spans_islands:
                 raise ValueError(
@@ -71,7 +80,7 @@ def _stepped(
 ) -> Optimizer | Plain:
     """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
     inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
-    if peers is None or peers.size == 1:
+    if peers is None or peers.size == 1 or config.pipeline.routing == "skippipe":
         return inner
     over = "peers" if config.pipeline.clip == "model" else "own"
     return Plain(part, inner, peers=peers, clip_over=over, charged=True)

@@ -220,7 +220,11 @@ def prepared(config: Config) -> tuple[Profile, Machine, MemoryPlan]:
 
 
 def step_seconds(config: Config) -> float:
-    """Of the virtual clock: those of the plan for a named machine, else those of [world]."""
+    """Of the virtual clock: those of the plan for a named machine, else those of [world]. A plan of paths has seconds
+    of its own.
+    """
+    if config.pipeline.routing == "skippipe":
+        return 1.0
     if config.memory.method == "none" or not config.memory.machine:
         return config.world.step_seconds
     return prepared(config)[2].step

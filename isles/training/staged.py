@@ -6,7 +6,7 @@ batch of a replica -> microbatches at its origin -> executor -> losses at every 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -20,17 +20,22 @@ from isles.models.config import ModelConfig
 from isles.models.cuts import decoder_costs
 from isles.models.factory import DTYPES
 from isles.models.stages import Stage, check_stages, decoder_stage
+from isles.network.routing.plan import as_json
 from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
+from isles.pipeline.recovery import LossSettings, Recovery
+from isles.replicas.start import same_settings
 from isles.replicas.sync import ReplicaSync
+from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 
 
 def planned_cut(config: Config) -> Cut:
-    """Where the model of `config` is cut; ValueError as `cut_of`."""
+    """Where the model of `config` is cut; ValueError as `cut_of`, or where a plan cuts it elsewhere."""
     costs = decoder_costs(config.model.shape()) if config.model.own is None else None
-    pipeline = config.pipeline
-    return cut_of(sketch(config.model), pipeline.stages, costs=costs, cut=pipeline.cut, loss_at=pipeline.loss_at)
+    pipeline, plan = config.pipeline, plan_of(config.pipeline)
+    cuts = pipeline.cut or (() if plan is None else plan.cuts or ())
+    return cut_of(sketch(config.model), pipeline.stages, costs=costs, cut=cuts, loss_at=pipeline.where_loss)
 
 
 def build_stage(config: Config, cut: Cut, stage: int, rank: int) -> Stage:
@@ -44,6 +49,22 @@ def build_stage(config: Config, cut: Cut, stage: int, rank: int) -> Stage:
     if config.model.compile:
         made.compile()
     return made
+
+
+def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery | None:
+    """What mends stages that are lost; None where none is. ValueError where no stage can stand in for another."""
+    pipeline, seed = config.pipeline, config.run.seed
+    if not pipeline.stage_loss:
+        return None
+
+    def drawn(draw: int) -> Mapping[str, Tensor]:
+        anew = replace(config, run=replace(config.run, seed=seed + draw))
+        return build_stage(anew, cut, world.place.stage, world.local_rank).state_dict()
+
+    settings = LossSettings(
+        chance=pipeline.stage_loss, kind=pipeline.recovery, seed=seed, every=pipeline.recovery_every
+    )
+    return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], settings, drawn)
 
 
 def hold_against_whole(config: Config, cut: Cut) -> str | None:
@@ -66,6 +87,9 @@ class Staged:
     def __init__(self, config: Config, world: Mesh, cut: Cut, optimizer: ReplicaSync, autocast: Context) -> None:
         context, vocab = limits(config.model)
         self._config, self._world, self._optimizer = config, world, optimizer
+        plan = plan_of(config.pipeline)
+        if plan is not None:
+            same_settings(world.world, as_json(plan))  # every machine reads a file of its own
         self._pipeline = Pipeline(
             cast(Stage, optimizer.model),
             world,
@@ -77,10 +101,11 @@ class Staged:
             autocast=autocast,
             seed=config.run.seed,
             config=config.pipeline,
+            plan=plan,
         )
         self.reads = self._pipeline.reads
 
-    def run(self, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         return self._pipeline.step(next(iter(batches), None), self._optimizer.steps + 1)
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:

@@ -24,9 +24,9 @@ class Step(Protocol):
     reads: bool
     """Whether `run` and `judge` want batches on this worker."""
 
-    def run(self, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         """Forward and backward over the batches of one inner step. Their mean loss (), in nats, detached; the gradient
-        of that is in `.grad`, or will be when the optimizer asks for it.
+        of that is in `.grad`, or will be when the optimizer asks for it. None where this worker had a share in none.
         """
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
-from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Channel
 from isles.data import Corpus
@@ -31,17 +30,26 @@ from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.pipeline import Cut
+from isles.pipeline.recovery import Recovery
 from isles.schema import Metrics
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.memory import PlannedMemory
+from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints, no_half_file
 from isles.training.records.saved import start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
-from isles.training.staged import Staged, build_stage, hold_against_whole, planned_cut, told_by_first
+from isles.training.staged import (
+    Staged,
+    build_stage,
+    hold_against_whole,
+    planned_cut,
+    recovery_of,
+    told_by_first,
+)
 from isles.training.step import Step, Whole
 from isles.training.text import Text
 
@@ -54,15 +62,17 @@ class Trainer:
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
         self.config, self.world = config, world
-        self.text = Text(config, world, corpus) if world.stage.rank == 0 else None
-        self.judges = told_by_first(world.stage, self.text is not None and self.text.judges)
-        """Whether text was kept for validation, known to all stages."""
+        self.text = Text(config, world, corpus) if world.place.stage == 0 else None
+        judges = told_by_first(world.stage, self.text is not None and self.text.judges)
+        self.judges = judges and (config.pipeline.routing != "skippipe" or world.place.replica == 0)
+        """Whether text was kept for validation, known to all stages; with a plan the first column judges for all."""
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         model = self._whole_model() if cut is None else self._stage(cut)
-        peers = None if cut is None else world.stage
         self.memory = PlannedMemory(config)
         manage = self.memory.manage
-        self.optimizer, notices = wrapped(config, model, world.outer, world.inner, peers, manage)  # or refuses
+        self.optimizer, notices = wrapped(  # or refuses
+            config, model, world.outer, world.inner, world.stage, manage, everyone=world.world
+        )
         self.model = self.optimizer.model
         self.device = self.memory.device(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -79,6 +89,7 @@ class Trainer:
             if cut is None
             else Staged(config, world, cut, self.optimizer, self.autocast)
         )
+        self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0
         self.training_seconds = 0.0
         self.clock_before = 0.0
@@ -106,7 +117,7 @@ class Trainer:
             notice = hold_against_whole(self.config, cut)
             if notice is not None:
                 world.report({"notice": notice})
-        return build_stage(self.config, cut, world.layout.coordinates[world.rank].stage, world.local_rank)
+        return build_stage(self.config, cut, world.place.stage, world.local_rank)
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
@@ -136,6 +147,7 @@ class Trainer:
             "model": self.optimizer.weights(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "recovery": None if self.recovery is None else self.recovery.state_dict(),
             "loader": None if self.text is None else self.text.state_dict(),
             "tokens": self.tokens,
             "losses": torch.stack(self.losses) if self.losses else None,
@@ -158,6 +170,8 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        if self.recovery is not None:
+            self.recovery.load_state_dict(state["recovery"])
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]
@@ -178,15 +192,28 @@ class Trainer:
         before, away = transport.now(), transport.away_seconds
         with self.memory.metered():
             loss = self.model_step.run(self._batches() if self.model_step.reads else ())
+        losses = [] if loss is None else [loss]
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
-            self._refuse_not_finite(self.optimizer.steps + 1, [loss])  # before anyone is sent what came of it
+            self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
+        if self.recovery is not None:
+            self._mend(self.recovery)
         self.optimizer.zero_grad()
         self.schedule.step()
-        self.losses.append(loss)
+        self.losses += losses
         after = transport.now()
         self.training_seconds += after - before - (transport.away_seconds - away)
         self.timeline.step(before, after)
+
+    def _mend(self, recovery: Recovery) -> None:
+        """Lose and mend stages, where that is asked for."""
+        lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
+        self.optimizer.take_in()
+        self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
+        if self.world.rank == 0:
+            for stage in lost:
+                told = f'stage {stage} was lost after inner step {self.optimizer.steps}, mended by "{recovery.kind}"'
+                self.world.report({"notice": told})
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
         """WorkerFailed where a loss of the inner steps up to `last` is no number any more."""
@@ -229,7 +256,7 @@ class Trainer:
     def metrics(self, val_loss: float | None) -> Metrics:
         """The line for the steps since the last one."""
         self._refuse_not_finite(self.optimizer.steps, self.losses)
-        loss = float(torch.stack(self.losses).mean())
+        loss = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         self.losses.clear()
         traffic = self.world.world.traffic
         blocked = traffic.total("blocked_seconds", *_WAITS)
@@ -323,7 +350,7 @@ def train_worker(
     from. corpus: see `Trainer`.
     """
     torch.manual_seed(draws_seed(config.run.seed, world.rank))
-    world = world.arranged(grid_of(world.size, stage=config.pipeline.stages, inner=config.world.inner))
+    world = world.arranged(layout_of(config))
     trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None

@@ -57,15 +57,15 @@ def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
-    with socket.create_server(("", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, out, error = isles("doctor", "--listen", str(port), folder=tmp_path)
+        code, out, error = isles("doctor", "--listen", f"127.0.0.1:{port}", folder=tmp_path)
     assert (code, out) == (2, "") and f"port {port} cannot be listened on" in error and error.count("\n") == 1
 
 
 def ask(folder: Path, left: Machine, right: Machine) -> list[tuple[int, dict[str, tuple[str, str]]]]:
     """right listens, left calls: (exit code, checks) of each."""
-    host = Command("doctor", "--listen", "29400", folder=folder, machine=right, program=PROGRAM)
+    host = Command("doctor", "--listen", f"{right.address}:29400", folder=folder, machine=right, program=PROGRAM)
     assert host.process.stderr is not None
     assert "waiting 10 minutes" in host.process.stderr.readline()  # from now on somebody listens
     ends = [Command("doctor", "--peer", f"{right.address}:29400", folder=folder, machine=left, program=PROGRAM), host]

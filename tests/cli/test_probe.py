@@ -47,9 +47,9 @@ def rates(words: str) -> tuple[float, float]:
 def test_both_ends(tmp_path: Path) -> None:
     """The planner's network is what was measured, the slower direction of the two; the other end says the same."""
     port = free_port()
-    other = plan(tmp_path, "--listen", str(port))
+    other = plan(tmp_path, "--listen", f"127.0.0.1:{port}")
     assert other.process.stderr is not None
-    assert f"isles plan --probe THIS-MACHINE:{port}" in other.process.stderr.readline()
+    assert f"isles plan --probe 127.0.0.1:{port}" in other.process.stderr.readline()
     code, out, error = plan(tmp_path, "--probe", f"127.0.0.1:{port}", *JOB).end()
     assert (code, error) == (0, "")
     made = json.loads(out)

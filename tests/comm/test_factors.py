@@ -147,18 +147,25 @@ def test_rounds_at_the_start_travel_dense_and_zeros_harm_nothing() -> None:
     isles.run_virtual(worker, 2, links=LINKS)
 
 
-def test_a_broken_share_moves_no_basis() -> None:
-    """A member with nothing of use: nobody uses the round, and the bases are those of before."""
+def test_a_broken_share_is_in_no_basis() -> None:
+    """A member with nothing of use is left out of the factors, which all have in common; where nobody has anything,
+    bases are those of before.
+    """
 
-    def worker(world: Mesh) -> None:
+    def worker(world: Mesh, broken: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
         means, group = factors(LowRank(rank=2)), world.outer
-        bases = [basis.clone() for basis in means.bases]
-        stamp = Stamp(1, broken=world.rank == 1)
-        transfer = group.start(means.mean(group.call(round=1), noise(world.rank), stamp, None, None, 0))
-        assert transfer.wait() is False
-        assert all(map(torch.equal, bases, means.bases))
+        before = [basis.clone() for basis in means.bases]
+        buffer, stamp = noise(world.rank), Stamp(1, broken=world.rank in broken)
+        if stamp.broken:
+            buffer.fill_(7.0)  # whatever it sends
+        transfer = group.start(means.mean(group.call(round=1), buffer, stamp, None, None, 0))
+        return before, means.bases, transfer.wait()
 
-    isles.run_virtual(worker, 3, links=LINKS)
+    three = isles.run_virtual(worker, 3, links=LINKS, args=((1,),))
+    assert [usable for *_, usable in three] == [(0, 2)] * 3
+    assert all(torch.equal(a, b) for _, bases, _ in three for a, b in zip(bases, three[0][1], strict=True))
+    for before, bases, usable in isles.run_virtual(worker, 2, links=LINKS, args=((0, 1),)):
+        assert usable == () and all(map(torch.equal, before, bases))
 
 
 class Toy(nn.Module):

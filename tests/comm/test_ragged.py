@@ -55,17 +55,17 @@ def test_the_smallest_form_is_taken() -> None:
 
 
 def test_messages_of_any_length_come_in_group_order() -> None:
-    """Lengths 0, 1000, 2000: everyone has all three, and has sent (40 + its own length) to two others; with a member
+    """Lengths 0, 1000, 2000: everyone has all three, and has sent (40 + its own length) to two others; of a member
     that is broken, nobody has any.
     """
-    for rank, (gathered, nothing, sent) in enumerate(isles.run_virtual(gathers, 3, links=LINKS)):
-        assert [len(wire) for wire in gathered] == [0, 1000, 2000]
-        assert all(bool((wire == value).all()) for value, wire in enumerate(gathered))
-        assert nothing is None
+    for rank, (gathered, left, sent) in enumerate(isles.run_virtual(gathers, 3, links=LINKS)):
+        assert [(position, len(wire)) for position, wire in gathered.items()] == [(0, 0), (1, 1000), (2, 2000)]
+        assert all(bool((wire == value).all()) for value, wire in gathered.items())
+        assert list(left) == [0, 2] and all(torch.equal(wire, gathered[position]) for position, wire in left.items())
         assert sent == 2 * (40 + 1000 * rank) == ragged_bytes(1000 * rank, 3)
 
 
-def gathers(world: Mesh) -> tuple[list[Tensor], None, int]:
+def gathers(world: Mesh) -> tuple[dict[int, Tensor], dict[int, Tensor], int]:
     group = world.outer
     wire = torch.full((1000 * world.rank,), world.rank, dtype=torch.uint8)
     before = world.world.traffic["outer"].bytes_sent
@@ -78,7 +78,7 @@ def gathers(world: Mesh) -> tuple[list[Tensor], None, int]:
 def test_a_length_that_cannot_be_is_no_message() -> None:
     """A member that announces more than there can be, or less than nothing, is on another protocol: Diverged."""
 
-    def announces(call: Any, nbytes: int) -> Steps[bool]:
+    def announces(call: Any, nbytes: int) -> Steps[tuple[int, ...]]:
         headers = Headers(call, Stamp(1), 0, note=nbytes)
         return (yield from headers.compare())
 

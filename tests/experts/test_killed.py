@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from isles.experts.jobs import JobProgress, weights_sha256
@@ -66,6 +67,7 @@ def _two_of_three_are_the_masked_best(whole: System[object], folder: Path) -> No
     assert 1 in route(every, tokens, 8)
 
 
+@pytest.mark.long
 def test_a_router_that_is_killed_ends_its_round_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """With the routers, to the bit, of a run on the virtual backend that nothing happened to."""
     config = write_domains(tmp_path)

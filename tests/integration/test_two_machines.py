@@ -12,11 +12,12 @@ import pytest
 
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
-from tests.cli.command import Command, eventually, gone
+from tests.cli.command import Command, eventually, gone, isles
 from tests.integration.namespaces import Machine, two_machines
 from tests.training.runs import metrics, without_clocks, write_folder
 
 PORT = 29400
+TOKEN = "token.txt"
 # The command itself, with other machines' silence noticed sooner than after 10 s.
 SOON = "from isles.launch import link; link.SILENCE = 3.0; link._BEAT = 0.5; from isles.cli import main; main()"
 OTHER_VERSION = "import isles.version; isles.version.__version__ = '9.9.9'; from isles.cli import main; main()"
@@ -24,7 +25,10 @@ OTHER_VERSION = "import isles.version; isles.version.__version__ = '9.9.9'; from
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("user"))
+    folder = write_folder(tmp_path_factory.mktemp("user"))
+    code, _, error = isles("token", TOKEN, folder=folder)
+    assert code == 0, error
+    return folder
 
 
 @pytest.fixture
@@ -38,7 +42,8 @@ def start(
 ) -> Command:
     """The command of that node, with its own --out."""
     flags = ["--nodes", "2", "--node", str(node), "--rendezvous", f"{machines[0].address}:{PORT}"]
-    first = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120"] if verb == "train" else []
+    train = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120", "--token", f"@{TOKEN}"]
+    first = train if verb == "train" else []
     program = {"program": [sys.executable, "-c", code]} if code else {}
     return Command(verb, *first, *more, *flags, folder=folder, machine=machines[node], **program)  # type: ignore[arg-type]
 
@@ -103,7 +108,8 @@ def test_who_does_not_fit_is_told_and_the_right_one_awaited(folder: Path, machin
     wrong = [
         start(folder, machines, 1, "--steps", "7", "--set", "inner.lr=0.5", "--out", "a"),
         start(folder, machines, 1, "--steps", "6", "--out", "b", code=OTHER_VERSION),
-        Command("train", "tiny.toml", "--set", "world.join_deadline=1", "--nodes", "2", "--node", "1", "--out", "c",
+        Command("train", "tiny.toml", "--token", f"@{TOKEN}", "--set", "world.join_deadline=1",
+                "--nodes", "2", "--node", "1", "--out", "c",
                 "--rendezvous", f"{machines[0].address}:{PORT + 1}", folder=folder, machine=machines[1]),
     ]  # fmt: skip
     codes, last = ended(*wrong)

@@ -92,3 +92,15 @@ def lingers(world: Mesh, folder: str, seconds: float = 60.0) -> None:
         world.world.exchange(world.rank - 1, torch.zeros(1))
     while time.monotonic() < ends_at:
         sum(range(1000))
+
+
+def heard_at(pid: int) -> list[str]:
+    """Addresses at which a process listens, TCP."""
+    import psutil
+
+    return [str(one.laddr.ip) for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+
+
+def listeners(world: Mesh) -> list[str]:
+    """Of this worker, which is connected to the others."""
+    return heard_at(os.getpid())

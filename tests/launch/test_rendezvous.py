@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from isles.comm import credentials
+from isles.comm.credentials import Credentials
 from isles.comm.errors import (
     CommError,
     DeadlinePassed,
@@ -23,23 +25,36 @@ from isles.comm.errors import (
     from_plain,
     to_plain,
 )
-from isles.launch import admission, link, rendezvous
+from isles.launch import admission, link, loop, rendezvous
 from isles.launch import workers as local
-from isles.launch.link import Link, LinkLost, connect, listen, parse_address
+from isles.launch.addresses import listen, parse_address
+from isles.launch.link import Link, LinkLost, connect
+from isles.launch.listener import opened
 from isles.launch.nodes import NodeGroup, NodeSpec, split
+from isles.launch.proof import connect_as_node
 from isles.launch.reachable import EchoServer, echo_failure, interface_of
-from isles.launch.rendezvous import meet
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Links
 
 
+def accepted(listening: socket.socket) -> Link:
+    """The end of a link whose other end has just connected to `listening`."""
+
+    async def begin() -> Link:
+        return Link(*await opened(connection, None))
+
+    connection = listening.accept()[0]
+    connection.setblocking(False)
+    return loop.run(begin(), 5.0)
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[Link, Link]]:
     """Two ends of a link."""
-    with listen(0) as listener:
-        here = connect("127.0.0.1", listener.getsockname()[1], 5.0)
-        there = Link(listener.accept()[0])
+    with listen(0, "127.0.0.1") as listening:
+        here = connect("127.0.0.1", listening.getsockname()[1], 5.0)
+        there = accepted(listening)
     yield here, there
     here.close()
     there.close()
@@ -47,9 +62,9 @@ def ends() -> Iterator[tuple[Link, Link]]:
 
 def raw(data: bytes) -> Link:
     """The end of a link on whose other end somebody says `data`."""
-    with listen(0) as listener:
-        other = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
-        end = Link(listener.accept()[0])
+    with listen(0, "127.0.0.1") as listening:
+        other = socket.create_connection(("127.0.0.1", listening.getsockname()[1]))
+        end = accepted(listening)
     other.sendall(data)
     other.close()
     return end
@@ -58,8 +73,8 @@ def raw(data: bytes) -> Link:
 def test_messages_come_whole_and_in_order(ends: tuple[Link, Link]) -> None:
     """Of any JSON, floats to the bit; signs of life are no messages."""
     here, there = ends
-    sent = [{"loss": 0.1 + 0.2}, [1, "two", None], "x" * 300_000, {}]
-    here._send(b"")
+    sent = [{"loss": 0.1 + 0.2}, [1, "two", None], "x" * 50_000, {}]
+    loop.run(here._send(link.ALIVE))
     for message in sent:
         here.send(message)
     assert [there.receive(5.0) for _ in sent] == sent
@@ -86,6 +101,7 @@ def test_what_came_before_the_end_is_heard_first() -> None:
     body = json.dumps("last words").encode()
     end = raw(struct.pack(">4sI", b"isle", len(body)) + body)
     time.sleep(0.1)
+    assert end._lost is not None
     assert end.receive(5.0) == "last words"
     with pytest.raises(LinkLost):
         end.receive(5.0)
@@ -113,7 +129,7 @@ def test_addresses() -> None:
 
 
 def test_an_echo_server_answers_until_it_is_closed() -> None:
-    with EchoServer() as echo:
+    with EchoServer("127.0.0.1") as echo:
         assert echo_failure("127.0.0.1", echo.port) == ""
     assert echo_failure("127.0.0.1", echo.port) == "connection refused"
     assert interface_of("127.0.0.1") in ("lo", None) and interface_of("192.0.2.1") is None
@@ -185,9 +201,10 @@ def test_impossible_places(node_spec: dict[str, Any], words: str) -> None:
 class Meeting:
     """Nodes that come to one rendezvous, each in a thread of its own."""
 
-    def __init__(self, nodes: int, seconds: float = 10.0) -> None:
-        with listen(0) as free:
+    def __init__(self, mine: Credentials, nodes: int, seconds: float = 10.0) -> None:
+        with listen(0, "127.0.0.1") as free:
             self.port = free.getsockname()[1]
+        self.mine = mine
         self.nodes, self.seconds = nodes, seconds
         self.told: list[str] = []
         self.pool = ThreadPoolExecutor(8)
@@ -206,10 +223,13 @@ class Meeting:
             )
 
         def take_part() -> NodeGroup:
-            node_group = meet(node_spec, {"description": description}, agree, seconds or self.seconds, self.told.append)
+            patience = seconds or self.seconds
             if node == 0:
+                node_group = rendezvous.host(node_spec, self.mine, agree, patience, self.told.append)
                 node_group.go(store=7)
-            return node_group
+                return node_group
+            token = self.mine.token
+            return rendezvous.come(node_spec, token, {"description": description}, patience, self.told.append)
 
         return self.pool.submit(take_part)
 
@@ -221,13 +241,18 @@ class Meeting:
             time.sleep(0.01)
 
 
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return credentials.found(tmp_path_factory.mktemp("run") / "credentials")
+
+
 @pytest.fixture
-def gathering() -> Iterator[Callable[..., Meeting]]:
+def gathering(mine: Credentials) -> Iterator[Callable[..., Meeting]]:
     """Meetings whose threads have ended by the end of the test."""
     made: list[Meeting] = []
 
     def make(*arguments: Any) -> Meeting:
-        made.append(Meeting(*arguments))
+        made.append(Meeting(mine, *arguments))
         return made[-1]
 
     yield make
@@ -272,13 +297,12 @@ def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monk
     monkeypatch.setattr(rendezvous, "__version__", "9.9.9")
     assert "node 2 runs isles 9.9.9, node 0 runs isles 0." in refusal(2)
     monkeypatch.undo()
-    with pytest.raises(LinkLost):  # a program of another kind
-        raw_link = connect("127.0.0.1", group.port, 5.0)
-        raw_link._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        raw_link.receive(5.0)
-    doctor = connect("127.0.0.1", group.port, 5.0)
-    doctor.send({"doctor": "0.1.0"})
-    assert "a run of isles listens here, not isles doctor" in doctor.receive(5.0)["over"][1][0]
+    for said in (b"GET / HTTP/1.1\r\n\r\n", link.packed({"doctor": "0.1.0"})):  # programs of another kind
+        with socket.create_connection(("127.0.0.1", group.port), 5.0) as stranger:
+            stranger.sendall(said)
+            heard = stranger.recv(1000)
+            assert not heard or heard[0] == 0x15, heard  # nothing but TLS's own alert
+        group.hears("turned away 127.0.0.1: it does not speak TLS as isles does")
 
     second = group.come(2)
     for node_group in [host.result(10.0), first.result(10.0), second.result(10.0)]:
@@ -289,14 +313,14 @@ def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting
     group = gathering(3)
     host = group.come(0)
     group.hears("waiting at")
-    gone = connect("127.0.0.1", group.port, 5.0)
+    gone = connect_as_node("127.0.0.1", group.port, group.mine.token, 5.0)
     gone.send(
         {
             "isles": admission.__version__,
             "node": 1,
             "nodes": 3,
             "echo_port": 1,
-            "ports": "",
+            "ports": "1-2",
             "description": {"description": "same"},
         }
     )
@@ -323,13 +347,15 @@ def test_nobody_comes(gathering: Callable[..., Meeting]) -> None:
 def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
     """A port in use, an address of another machine, an unknown name: a user's mistakes, told at once."""
     group = gathering(2)
-    with listen(group.port), pytest.raises(ValueError, match=f"port {group.port} cannot be listened on"):
+    with listen(group.port, "127.0.0.1"), pytest.raises(ValueError, match=f"port {group.port} cannot be listened on"):
         group.come(0).result(5.0)
     for host, words in (("192.0.2.1", "is no address of this machine"), ("no.such.host.invalid", "no such host name")):
         for node in (0, 1) if "name" in words else (0,):
             node_spec = NodeSpec(nodes=2, node=node, rendezvous=f"{host}:29400")
             with pytest.raises(ValueError, match=words):
-                meet(node_spec, {}, lambda description, node: "", 5.0, group.told.append)
+                if node == 0:
+                    rendezvous.host(node_spec, group.mine, lambda description, node: "", 5.0, group.told.append)
+                rendezvous.come(node_spec, group.mine.token, {}, 5.0, group.told.append)
 
 
 def test_seats_of_the_second_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import multiprocessing.forkserver
 import os
 import signal
@@ -68,6 +69,19 @@ def test_results_come_in_rank_order() -> None:
     assert isles.run_local(local_workers.identity, 1) == [(0, 1, 1, ())]
     for rank, result in enumerate(isles.run_local(local_workers.tensors, 2)):
         assert torch.equal(result["rank"], torch.full((3,), rank)) and (result["large"] == rank).all()
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store and gloo's own listeners: nobody else can reach them."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = len(local_workers.heard_at(os.getpid()))
+    pool = LocalWorkers(local_workers.listeners, 2)
+    here = local_workers.heard_at(os.getpid())
+    assert len(here) == before + 1, "the store does not listen: this test sees nothing"
+    workers = pool.join()
+    assert all(workers), "gloo does not listen: this test sees nothing"
+    for address in (*here, *(one for worker in workers for one in worker)):
+        assert ipaddress.ip_address(address).is_loopback, (here, workers)
 
 
 def test_two_runs_at_once_do_not_meet() -> None:

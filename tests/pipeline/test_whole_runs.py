@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import isles
+from tests.covers import share
 from tests.pipeline import whole_runs
 
 STEPS, REPLICAS = 8, 2
@@ -50,17 +51,17 @@ def apart(name: str, stages: int, tied: bool = False) -> float:
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", share(METHODS, 2, 3, ("ddp", "diloco", "noloco")))
 def test_weights_are_those_of_the_unsplit_run_to_the_bit(name: str, stages: int) -> None:
     assert apart(name, stages) == 0.0
 
 
-@pytest.mark.parametrize("name", ["diloco", "noloco"])
+@pytest.mark.parametrize("name", ["diloco", pytest.param("noloco", marks=pytest.mark.long)])
 def test_tied_matrices_train_as_unsplit_with_the_loss_at_home(name: str) -> None:
     assert apart(name, 2, tied=True) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["diloco", "ddp"])
+@pytest.mark.parametrize("name", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_clipping_over_the_replica_means_what_it_means_unsplit(name: str) -> None:
     unsplit, split = run(name, 1, norm=0.5), run(name, 2, norm=0.5)
     assert unsplit[0][1] != run(name, 1)[0][1]  # it acts
@@ -76,7 +77,7 @@ def test_a_stage_sends_its_own_part_of_the_outer_bytes() -> None:
     assert torch.isfinite(torch.tensor(parts)).all()
 
 
-@pytest.mark.parametrize(("stages", "tied"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(("stages", "tied"), [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.long)])
 def test_stages_are_judged_and_put_together_as_the_one_model(stages: int, tied: bool) -> None:
     for replica in range(REPLICAS):
         *_, judged, state = run("diloco", 1, tied)[replica]

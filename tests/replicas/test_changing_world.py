@@ -12,6 +12,7 @@ from isles.comm.call import Ledger
 from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
 from isles.comm.view import View
+from tests.covers import share
 from tests.replicas.changing import ChangingRoster
 from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, train_step, weights
 
@@ -86,7 +87,7 @@ def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
         run(worker, False)
 
 
-@pytest.mark.parametrize("name", FOLLOW)
+@pytest.mark.parametrize("name", share(FOLLOW, 0, 3, ("diloco", "noloco")))
 def test_a_planned_leave(name: str) -> None:
     """Seat 2 stays until each of its fragments has done the last round that it is in, then finishes by itself."""
 

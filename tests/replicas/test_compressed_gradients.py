@@ -10,6 +10,7 @@ from torch import Tensor
 
 import isles
 from isles.comm.mesh import Mesh
+from tests.covers import cover
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 KEPT = ["ddp, int4", "ddp, low rank", "dct-dp"]  # of RUNS: those that keep something of gradients
@@ -35,8 +36,7 @@ def kept(optimizer: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("form", ["local", "global"])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("name", "form"), cover(CODECS, ("local", "global"), each=1))
 def test_what_was_put_in_is_in_the_means_or_kept(name: str, form: str) -> None:
     """Sum of gradients = workers x sum of means + residuals, whatever the codec does to them (compression.md 2.2); all
     workers get the same bits. Nothing is lost by codec none.

@@ -11,6 +11,7 @@ import torch
 import isles
 from isles.comm.mesh import Mesh
 from isles.wrapping import innermost
+from tests.covers import share
 from tests.replicas.deferred import CopyingNet, LateGradients, LateUpdates
 from tests.replicas.workers import DIVIDED, LINKS, RUNS, Net, adamw, bits, held_out, loss_of, usual_inner, weights, wrap
 
@@ -82,7 +83,7 @@ def same(name: str, kind: Kind, batches: int, max_norm: float | None) -> bool:
     return prompt == late
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", share(FIRST, 0, 3, ("ddp", "dct-dp", "diloco", "demo")))
 def test_late_gradients_and_updates_change_no_bit(name: str) -> None:
     assert same(name, "late gradients", 2, 0.3)
 

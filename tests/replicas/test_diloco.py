@@ -90,7 +90,7 @@ def test_replicas_in_a_list(method: str, workers: int) -> None:
 AGREE = ["ddp", "ddp, small buckets", "ddp, bf16", "localsgd", "diloco", "diloco, int8", "diloco, fp16"]
 
 
-@pytest.mark.parametrize(("name", "workers"), cover(AGREE, (2, 3, 4, 5), each=2))
+@pytest.mark.parametrize(("name", "workers"), cover(AGREE, (2, 3, 4, 5), each=1))
 def test_replicas_are_bitwise_equal_after_every_exchange(name: str, workers: int) -> None:
     """6.2: one hash on all workers after every exchange, whatever the codec, from different initial weights."""
 
@@ -373,7 +373,7 @@ def test_several_parameter_groups_keep_their_settings() -> None:
 FEW = ["ddp", "localsgd", "diloco, int8", "noloco"]
 
 
-@pytest.mark.parametrize(("name", "entries", "workers"), cover(FEW, (1, 2, 3, 7), (2, 3, 4, 5), each=4))
+@pytest.mark.parametrize(("name", "entries", "workers"), cover(FEW, (1, 2, 3, 7), (2, 3, 4, 5), each=2))
 def test_fewer_parameters_than_workers(name: str, entries: int, workers: int) -> None:
     """Shards of nothing are legal."""
 

@@ -23,7 +23,7 @@ def noise(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize(("name", "workers"), cover(CODECS, (1, 2, 3, 4, 7), each=2))
+@pytest.mark.parametrize(("name", "workers"), cover(CODECS, (1, 2, 3, 4, 7), each=1))
 def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> None:
     """Sum of residuals + N mean = sum of buffers, to 1e-6 of their norm, whatever is encoded twice; all members get
     the same mean; bytes are as promised.
@@ -36,7 +36,7 @@ def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> Non
         form, group = codec(name), world.outer
         before = world.world.traffic["outer"].bytes_sent
         call = group.call(round=3)
-        assert group.start(mean(call, buffer, form, Stamp(1), residual=residual)).wait() is True
+        assert group.start(mean(call, buffer, form, Stamp(1), residual=residual)).wait()
         counted = world.world.traffic["outer"].bytes_sent - before
         assert counted == sent_bytes(n, torch.float32, form, group.size, group.rank)
         return buffer, residual

@@ -13,6 +13,7 @@ from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.replicas.parts.mixing import RandomGroups
+from tests.covers import cover
 from tests.replicas.workers import LINKS, RUNS, Net, counted, held_out, killed, sgd, train_step, weights, wrap
 
 NOLOCO = [name for name in RUNS if name.startswith("noloco")]
@@ -59,8 +60,9 @@ def ends_early(world: Mesh, name: str, how: str, on_peer_failure: str, steps: in
     return losses, sorted(optimizer.lost), world.transport.now(), held_out(model) / before  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("how", ["raises", "returns"])
-@pytest.mark.parametrize("name", ["ddp", "localsgd", "diloco", "ist", *NOLOCO])
+@pytest.mark.parametrize(
+    ("name", "how"), cover(["ddp", "localsgd", "diloco", "ist", *NOLOCO], ("raises", "returns"), each=1)
+)
 def test_by_default_the_lost_worker_is_named(name: str, how: str) -> None:
     """Every method: PeerLost with the rank of the worker that ended, or of one that ended because of it."""
     results = isles.run_virtual(ends_early, 4, links=LINKS, args=(name, how, ""), return_errors=True)
@@ -69,9 +71,7 @@ def test_by_default_the_lost_worker_is_named(name: str, how: str) -> None:
     assert isinstance(results[2], KeyError) if how == "raises" else results[2] == "early"
 
 
-@pytest.mark.parametrize("how", ["raises", "returns"])
-@pytest.mark.parametrize("name", NOLOCO)
-@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize(("name", "how", "workers"), cover(NOLOCO, ("raises", "returns"), (4, 5), each=1))
 def test_survivors_go_on(name: str, how: str, workers: int) -> None:
     """solo: all other workers do all steps and learn; at virtual time nobody waits for the dead."""
     results = isles.run_virtual(ends_early, workers, links=LINKS, args=(name, how, "solo"), return_errors=True)

@@ -143,8 +143,8 @@ def moved_alone(world: Mesh) -> None:
     islands = isles.mesh(inner=1)
     model = Blocks()
     optimizer = isles.LocalSGD(model, isles.DDP(model, adamw(model), islands.inner), islands.outer, sync_every=1)
-    model.double()
     for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from isles.launch.link import listen
+from isles.comm import credentials
+from isles.launch.addresses import listen
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -29,15 +31,17 @@ def real(folder: pytest.TempPathFactory, *assignments: str) -> Config:
 
 def both(here: tuple[Config, Path, int | None], there: tuple[Config, Path, int | None]) -> list[Any]:
     """What node 0 and node 1 know when all have met, or the error."""
-    with listen(0) as free:
+    with listen(0, "127.0.0.1") as free:
         rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
+    folder = Path(tempfile.mkdtemp(dir=here[1].parent), "credentials")
+    token = credentials.found(folder).token
     parted = threading.Barrier(2)
 
     def node(number: int, config: Config, out: Path, resume: int | None) -> Any:
         try:
-            with met(
-                config, NodeSpec(nodes=2, node=number, rendezvous=rendezvous), out, resume, lambda text: None
-            ) as node_group:
+            own = folder if number == 0 else None
+            spec = NodeSpec(nodes=2, node=number, rendezvous=rendezvous, token=token, credentials=own)
+            with met(config, spec, out, resume, lambda text: None) as node_group:
                 if number == 0:
                     node_group.go()
                 parted.wait(20.0)

@@ -68,7 +68,7 @@ def without_bytes(line: dict[str, Any]) -> dict[str, Any]:
 
 
 FITTING = [name for name in ON_VIRTUAL if name not in DIVIDED]  # a bigram model has no units
-FEW = ["ddp", "dct-dp", "diloco", "streaming-diloco", "eager", "noloco", "demo", "dilocox"]
+FEW = ["ddp", "diloco", "noloco", "demo"]
 
 
 @pytest.mark.parametrize("fitting", [FEW, pytest.param(FITTING, marks=pytest.mark.long)], ids=["few", "all"])

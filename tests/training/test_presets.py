@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,22 @@ from isles.cli.train import train
 from isles.models import parameters
 from isles.training.config.presets import preset_file, presets
 from isles.training.config.reading import read_config
-from isles.training.dry_run import dry_run
+from isles.training.dry_run import DryRun, dry_run
 
 NAMES = list(presets())
+
+
+@cache
+def plan_of(name: str) -> DryRun:
+    """The preset's dry run on the virtual clock."""
+    config = read_config(str(preset_file(name)), {}, [])
+    return dry_run(replace(config, world=replace(config.world, backend="virtual")))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_resolves_and_can_be_planned(name: str) -> None:
     """Its dry run refuses nothing, warns of nothing, and computes most of the time on the links that it is for."""
-    config = read_config(str(preset_file(name)), {}, [])
-    virtual = replace(config, world=replace(config.world, backend="virtual"))
-    planned = dry_run(virtual)
+    planned = plan_of(name)
     assert planned.outline.rounds >= 100
     assert not planned.notices or name == "diloco-60m"  # 176 rounds in the paper too, where its momentum wants 200
     assert planned.transfers is not None and planned.transfers.utilisation is not None
@@ -33,11 +39,11 @@ def test_a_preset_resolves_and_can_be_planned(name: str) -> None:
 def test_the_papers_presets_have_the_papers_numbers() -> None:
     """Tokens of a step, steps, rounds and sizes, worked out from the papers' tables."""
     noloco, diloco = (read_config(str(preset_file(name)), {}, []) for name in ("noloco-small", "diloco-60m"))
-    planned = dry_run(noloco)
+    planned = plan_of("noloco-small")
     assert (planned.tokens_per_step, planned.steps, planned.outline.rounds) == (2**19, 25_000, 500)
     assert (noloco.inner.lr, noloco.inner.lr * noloco.inner.final_lr_fraction) == pytest.approx((6e-4, 6e-5))
     assert noloco.replicas.pull == 0.7  # type: ignore[attr-defined]
-    planned = dry_run(diloco)
+    planned = plan_of("diloco-60m")
     assert (planned.tokens_per_step, planned.outline.rounds) == (8 * 512 * 1024, 176)
     assert parameters(diloco.model.shape()) == pytest.approx(60e6, rel=0.05)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,26 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt", 20_000)
 
 
-@pytest.fixture
-def stopped(text: Path, tmp_path: Path) -> Any:
-    """stopped(method, workers, settings...): the directory of a run that stopped after step AT."""
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """trained(method, workers, settings...): the directory of a run that stopped after step AT, made once."""
 
+    @cache
     def make(name: str, workers: int, *more: str) -> Path:
         own = [f"run.checkpoint_every={AT}", "run.log_every=1", *more]
         config = tiny(text, *own, method=name, workers=workers, steps=STEPS)
-        return stop(config, tmp_path / f"{name}-{workers}")
+        return stop(config, tmp_path_factory.mktemp("trained") / f"{name}-{workers}")
+
+    return make
+
+
+@pytest.fixture
+def stopped(trained: Any, tmp_path: Path) -> Any:
+    """stopped(method, workers, settings...): a copy of such a directory."""
+
+    def make(name: str, workers: int, *more: str) -> Path:
+        path = trained(name, workers, *more)
+        return Path(shutil.copytree(path, tmp_path / path.name))
 
     return make
 

@@ -24,6 +24,8 @@ class Averaging(ABC):
 
     held_bytes = 0
     """Memory of what is kept from round to round."""
+    keeps_signs = False
+    """Whether the mean of zeros has the sign that all of them had."""
     starting = 0
     """Rounds at the beginning that travel otherwise than the later ones."""
 
@@ -42,8 +44,8 @@ class Averaging(ABC):
     @abstractmethod
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
-    ) -> Steps[bool]:
-        """Put the group's mean into `buffer`; False if a member's stamp says `broken`. Arguments: those of `mean`."""
+    ) -> Steps[tuple[int, ...]]:
+        """Put the mean of the members of use into `buffer`. Arguments and result: those of `mean`."""
 
     @abstractmethod
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
@@ -63,6 +65,7 @@ class Coded(Averaging):
 
     def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
         self.codec, self.elements, self.dtype = codec, elements, dtype
+        self.keeps_signs = codec.lossless
 
     @override
     def pattern(self, round: int, size: int) -> MessagePattern:
@@ -75,7 +78,7 @@ class Coded(Averaging):
     @override
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
-    ) -> Steps[bool]:
+    ) -> Steps[tuple[int, ...]]:
         return mean(call, buffer, self.codec, stamp, own, residual, part)
 
     @override

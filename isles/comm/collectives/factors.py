@@ -107,7 +107,7 @@ class Factors(Averaging):
     @override
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
-    ) -> Steps[bool]:
+    ) -> Steps[tuple[int, ...]]:
         assert own is None, "see `share`"
         if self._whole(call.round or 0):
             return (yield from mean(call, buffer, self.form.dense, stamp, None, residual, part))
@@ -117,8 +117,9 @@ class Factors(Averaging):
         dense, left = self._pick(buffer), None if residual is None else self._pick(residual)
         if len(dense):
             exchanges.append(mean(call, dense, self.form.dense, stamp, residual=left, part=_DENSE))
-        if not all((yield from _together(exchanges))):
-            return False
+        usable = (yield from _together(exchanges))[0]  # one stamp for all
+        if not usable:
+            return ()
         columns = [_orth(p) for p in self._split(first, [len(a) for a in inputs])]
         own_second = _flat([a.T @ p for a, p in zip(inputs, columns, strict=True)])
         second, lost = own_second.clone(), None if residual is None else own_second.clone()
@@ -132,7 +133,7 @@ class Factors(Averaging):
             into_mean = self._split(own_second.sub_(lost), [a.shape[1] for a in inputs])
             for matrix, p, q in zip(self.matrices, columns, into_mean, strict=True):
                 matrix.of(residual).addmm_(p, q.T, alpha=-1)
-        return True
+        return usable
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -184,9 +185,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _together(protocols: Sequence[Steps[bool]]) -> Steps[list[bool]]:
+def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[int, ...]]]:
     """Run several protocols at once: their messages share each wait. They wait for all that they yield."""
-    results: dict[int, bool] = {}
+    results: dict[int, tuple[int, ...]] = {}
     while len(results) < len(protocols):
         waits: list[Work] = []
         for index, protocol in enumerate(protocols):

@@ -27,8 +27,8 @@ _MAGIC_BITS = 40
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where a member is: its inner step and the 64-bit hash of its anchor (0: not compared). broken: what it sends is
-    not to be used by anyone.
+    """Where a member is: its inner step and the 64-bit hash of its anchor, or of what else must be equal (0: not
+    compared). broken: what it sends is not to be used by anyone.
     """
 
     step: int
@@ -58,10 +58,12 @@ class Headers:
         self.works: list[Work] = [call.recv(position, self._theirs[position], phase) for position in self.group.others]
         self.works += [call.send(position, mine, phase) for position in self.group.others]
 
-    def compare(self) -> Steps[bool]:
-        """Wait for the headers; raise Elsewhere or Diverged for the first that differs. False if a member is broken."""
+    def compare(self) -> Steps[tuple[int, ...]]:
+        """Wait for the headers; the positions of those whose share is of use, ascending. Raises Elsewhere or Diverged
+        for the first that differs.
+        """
         yield self.works
-        whole = not self.stamp.broken
+        usable = [] if self.stamp.broken else [self.group.rank]
         for position in self.group.others:
             word, turn, view, step, digest, *_ = self._read(position)
             magic, form = word & (1 << _MAGIC_BITS) - 1, word >> _MAGIC_BITS
@@ -75,9 +77,11 @@ class Headers:
             if form != self.form:
                 raise Diverged(peer, here.step, "it exchanges something else: another length, codec or part")
             if digest != here.digest:
-                raise Diverged(peer, here.step, f"anchor hash {digest:#x} against {here.digest:#x} here")
-            whole = whole and magic == _MAGIC
-        return whole
+                hashes = f"anchor hash {digest:#x} against {here.digest:#x} here"
+                raise Diverged(peer, here.step, f"{hashes} (of gradients: other parameters are frozen)")
+            if magic == _MAGIC:
+                usable.append(position)
+        return tuple(sorted(usable))
 
     def note(self, position: int) -> int:
         """What another member noted; after `compare`."""

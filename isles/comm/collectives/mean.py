@@ -24,9 +24,11 @@ process, perhaps before its header is read: that is why lengths are agreed on wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
@@ -107,13 +109,14 @@ def mean(
     own: Tensor | None = None,
     residual: Tensor | None = None,
     part: int = 0,
-) -> Steps[bool]:
-    """Replace flat `buffer` (n,) by the mean over the call's group. False if a member's stamp says `broken`: the
-    buffer then holds nothing of use.
+) -> Steps[tuple[int, ...]]:
+    """Replace flat `buffer` (n,) by the mean over the call's group, without the members whose stamp says `broken`. The
+    positions of those that it is the mean of, ascending; where there are none it is zero.
 
     own: if given (n,), filled with this member's contribution as the others decode it. residual: if given (n,), reduced
     by what of this member's buffer got into the mean: with the buffer itself in it, the encodings' error is left, and
-    over all members residuals + size * mean = sum of buffers. part: tells apart several buffers of one round (0 to 3).
+    over the members of use residuals + their number * mean = sum of buffers (but what the second encoding of a broken
+    member's shard loses). part: tells apart several buffers of one round (0 to 3).
     Raises Elsewhere for a member of another view, Diverged when a member's stamp differs or it averages something else.
     After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
@@ -122,7 +125,7 @@ def mean(
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = _Wires()
     waiting: _Segment | None = None
-    whole = True
+    usable: tuple[int, ...] = ()
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
         pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
         phase = part + _PARTS * (1 + 2 * index)
@@ -130,14 +133,14 @@ def mean(
             call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
         )
         if waiting is None:
-            whole = yield from headers.compare()  # the first segment is already on its way behind them
+            usable = yield from headers.compare()  # the first segment is already on its way behind them
         else:
-            yield from waiting.finish()
+            yield from waiting.finish(usable)
             waiting.release()
         waiting = segment
     assert waiting is not None
-    yield from waiting.finish()
-    return whole
+    yield from waiting.finish(usable)
+    return usable
 
 
 def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, member: int, out: Tensor) -> None:
@@ -219,8 +222,8 @@ class _Segment(ABC):
         """Post the first receives and sends."""
 
     @abstractmethod
-    def finish(self) -> Steps[None]:
-        """Wait for them, do the rest."""
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
+        """Wait for them, do the rest. usable: the positions that the mean is of."""
 
     def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
         """Post the receive of an encoded run of `elements` entries."""
@@ -247,33 +250,40 @@ class _Segment(ABC):
         if self.residual is not None:
             self.residual[first:last].sub_(decoded)
 
-    def reduce(self, wire: Tensor, out: Tensor) -> None:
-        """Write the mean of the inbox and the own `wire`, summed in group order, into `out`: it may be what `wire` is a
-        view of.
+    def reduce(self, wire: Tensor, out: Tensor, usable: Sequence[int]) -> None:
+        """Write the mean of what came from the positions `usable`, the own `wire` being one of this member's, summed in
+        group order, into `out`: it may be what `wire` is a view of.
         """
-        group = self.call.group
-        wires = [wire if position == group.rank else self.inbox[position] for position in range(group.size)]
+        rank = self.call.group.rank
+        wires = [wire if position == rank else self.inbox[position] for position in usable]
+        if not wires:
+            out.zero_()
+            return
         if self.codec.lossless:  # views: what is received is added up where it lies
             total = self.decode(wires[0], out.numel())
             for other in wires[1:]:
                 total.add_(self.decode(other, out.numel()))
-            torch.div(total, group.size, out=out)
+            torch.div(total, len(wires), out=out)
             return
         self.codec.decode_into(wires[0], out)
         room = torch.empty_like(out)
         for other in wires[1:]:
             self.codec.decode_into(other, room)
             out.add_(room)
-        out.div_(group.size)
+        out.div_(len(wires))
 
 
 class _Alone(_Segment):
     def start(self) -> None:
         self.wire = self.codec.encode(self.buffer)
 
-    def finish(self) -> Steps[None]:
+    @override
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
         yield self.works
         self.note(self.wire, 0, self.buffer.numel())
+        if not usable:
+            self.buffer.zero_()
+            return
         mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
         if mine.data_ptr() != self.buffer.data_ptr():
             self.buffer.copy_(mine)
@@ -287,10 +297,11 @@ class _AllGather(_Segment):
             self.works.append(self.receive(position, self.codec, elements, self.phase))
         self.works += [self.call.send(position, self.wire, self.phase) for position in self.call.group.others]
 
-    def finish(self) -> Steps[None]:
+    @override
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
         yield self.works  # the sends too: the reduction may write over what the wire is a view of
         self.note(self.wire, 0, self.buffer.numel())
-        self.reduce(self.wire, self.buffer)
+        self.reduce(self.wire, self.buffer, usable)
 
 
 class _TwoShot(_Segment):
@@ -310,12 +321,13 @@ class _TwoShot(_Segment):
         self.note(wire, first, last)
         return wire
 
-    def finish(self) -> Steps[None]:
+    @override
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
         yield self.works
         group, back = self.call.group, self.codec.back
         first, last = self.shards[group.rank]
         shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
-        self.reduce(self.wire, shard)
+        self.reduce(self.wire, shard, usable)
         self.release()
         wire = back.encode(shard)
         works = []
@@ -325,7 +337,7 @@ class _TwoShot(_Segment):
         works += [self.call.send(position, wire, self.phase + _PARTS) for position in group.others]
         told = back.decode(wire, last - first, shard.dtype)
         if self.residual is not None:  # what the second encoding lost of all members' shares
-            self.residual[first:last].add_(shard - told, alpha=group.size)
+            self.residual[first:last].add_(shard - told, alpha=len(usable))
         shard.copy_(told)
         yield works
         for position in group.others:

@@ -22,14 +22,14 @@ def ragged_bytes(nbytes: int, size: int) -> int:
     return (size - 1) * (HEADER_BYTES + NOTE_BYTES + nbytes)
 
 
-def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[list[Tensor] | None]:
-    """Every member's `wire` (flat uint8), in group order; None if a member's stamp says `broken`: then nothing is of
-    use. most: bytes that no message may exceed. Raises Diverged when a member's stamp differs.
+def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[dict[int, Tensor]]:
+    """The `wire` (flat uint8) of every member whose stamp does not say `broken`, by position in ascending order. most:
+    bytes that no message may exceed. Raises Diverged when a member's stamp differs.
     """
     group = call.group
     headers = Headers(call, stamp, _HEADER, note=wire.numel())
     works = [call.send(position, wire, _BODY) for position in group.others if wire.numel()]
-    whole = yield from headers.compare()
+    usable = yield from headers.compare()
     gathered = {group.rank: wire}
     for position in group.others:
         nbytes = headers.note(position)
@@ -40,4 +40,4 @@ def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[li
             works.append(call.recv(position, gathered[position], _BODY))
     if works:
         yield works
-    return [gathered[position] for position in range(group.size)] if whole else None
+    return {position: gathered[position] for position in usable}

@@ -34,6 +34,11 @@ class PipelinePlan:
         """Of a step."""
         return routes_of(self.paths, self.problem.waves)
 
+    @property
+    def step_seconds(self) -> float:
+        """That a step takes, by its replay."""
+        return replay_paths(self.problem, self.paths).makespan
+
     def refuse(
         self, *, links: str | None = None, workers: int | None = None, cuts: Sequence[int] | None = None
     ) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
+from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
@@ -73,7 +75,7 @@ class BucketedSync(ReplicaSync):
         for bucket in self.buckets:
             bucket.reduction = self.reduction(bucket)
         self.skipped = 0
-        """Steps that all skipped, because some worker's gradients were not finite and this was noticed."""
+        """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled = False  # whether a gradient scaler takes part in this step
         self._elements = sum(bucket.layout.numel for bucket in self.buckets)
@@ -99,10 +101,12 @@ class BucketedSync(ReplicaSync):
     @override
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """What is kept of gradients follows the scale of the loss."""
-        if scaler is None or not self._careful:
+        if scaler is None:
             return super().step(closure, scaler=scaler)
         self._scaled, before = scaler.is_enabled(), scaler.get_scale()
         loss = super().step(closure, scaler=scaler)
+        if not self._careful:
+            return loss
         if (after := scaler.get_scale()) != before:
             for bucket in self.buckets:
                 bucket.reduction.rescale(after / before)
@@ -122,8 +126,8 @@ class BucketedSync(ReplicaSync):
                 "gradients were changed between backward() and step(), but they travel during backward() already: "
                 "clip with max_norm=, unscale with step(scaler=)"
             )
-        whole = [self._wait(bucket) for bucket in self.buckets]  # of all, also behind one that is not
-        is_usable = all(whole)
+        broken = self._broken()
+        is_usable = not broken
         if self._careful:
             is_usable = not self.replica.largest(int(not is_usable))  # its other parts would step without this one
         if is_usable:
@@ -131,16 +135,32 @@ class BucketedSync(ReplicaSync):
                 bucket.reduction.land(bucket.flat)
                 bucket.unload()
         else:
-            self._skip()
+            self._skip(broken)
         for bucket in self.buckets:
             bucket.rest()
         self._launched, self._scaled = 0, False
 
-    def _skip(self) -> None:
+    def _broken(self) -> list[int]:
+        """Wait for all buckets; the workers whose gradients are not finite in one of them."""
+        usable = [self._wait(bucket) for bucket in self.buckets]
+        return [seat for position, seat in enumerate(self.group.ranks) if any(position not in own for own in usable)]
+
+    def _skip(self, broken: Sequence[int]) -> None:
         """Have all workers skip the inner step: optimizers leave parameters without a gradient alone, and scalers look
-        for gradients that are not finite.
+        for gradients that are not finite. WorkerFailed, naming the worker, where nothing is kept that a step could do
+        harm to, and no scaler expects such steps.
         """
+        if broken and not self._careful and not self._scaled:
+            raise WorkerFailed(
+                broken[0],
+                f"its gradient is not finite at inner step {self.steps + 1}: lower the learning rate, or set max_norm",
+            )
         self.skipped += 1
+        if broken and not self._scaled:
+            warnings.warn(
+                f"the gradient of {workers(broken)} is not finite at inner step {self.steps + 1}: all skip this step",
+                stacklevel=2,
+            )
         for parameter in self.parameters:
             parameter.grad = torch.full_like(parameter, math.nan) if self._scaled else None
 
@@ -267,14 +287,23 @@ class BucketedSync(ReplicaSync):
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
         step, group = self.steps + 1, self.group
+        bucket.reduction.digest = bucket.frozen_digest
         bucket.reduction.begin(bucket.flat, step)
         call = group.call(round=2 * step + again, fragment=bucket.index)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
         bucket.transfer = group.start(bucket.reduction.exchange(call, bucket.flat, step), nbytes=nbytes)
 
-    def _wait(self, bucket: Bucket) -> bool:
+    def _wait(self, bucket: Bucket) -> tuple[int, ...]:
         assert bucket.transfer is not None
-        return bucket.transfer.wait()
+        try:
+            return bucket.transfer.wait()
+        except DeadlinePassed as error:
+            if not bucket.stale:
+                raise
+            raise ValueError(
+                f"{error}, where gradients travel twice: without no_sync() all workers do as many backward passes a "
+                "step; wrap all but the last in `with optimizer.no_sync():`, then each may do its own number"
+            ) from error
 
     def _sent(self, bucket: Bucket, step: int, position: int) -> int:
         return bucket.reduction.sent_bytes(step, self.group.size, position)

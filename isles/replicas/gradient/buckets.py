@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,11 @@ from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction
+
+_NOBODYS = -0.0
+"""First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:
+so the mean tells what nobody has a gradient of, without a byte more.
+"""
 
 
 class Bucket:
@@ -24,22 +31,42 @@ class Bucket:
         self.waiting = len(parameters)
         """Gradients not ready yet in this backward pass."""
         self.reduction: Reduction
-        self.transfer: Transfer[bool] | None = None
+        self.transfer: Transfer[tuple[int, ...]] | None = None
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
+        ends = torch.tensor([0, *(parameter.numel() for parameter in parameters)]).cumsum(0)
+        filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
+        self._firsts = ends[:-1][filled].to(self.flat.device)
+        self._filled = filled
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector of the bucket as one view (p,) a parameter."""
         return flat.split([parameter.numel() for parameter in self.parameters])
 
     def load(self) -> None:
-        """Copy the gradients in; one that was not computed counts as zero."""
+        """Copy the gradients in; one that was not computed counts as zero. ValueError for a sparse one."""
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in self.parameters):
+            raise ValueError("a gradient is sparse, buckets hold dense ones: make its layer with sparse=False")
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
         pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if self.reduction.keeps_signs:
+            self._mark()
         self._loaded = self._gradients()
+
+    def _mark(self) -> None:
+        firsts = self.flat[self._firsts] + 0.0  # which makes -0.0 positive
+        missing = [i for i, place in enumerate(self._filled) if self.parameters[place].grad is None]
+        firsts[missing] = _NOBODYS
+        self.flat[self._firsts] = firsts
+
+    @property
+    def frozen_digest(self) -> int:
+        """Hash of which parameters are frozen; 0: none is."""
+        frozen = [place for place, parameter in enumerate(self.parameters) if not parameter.requires_grad]
+        return crc32(repr(frozen).encode()) if frozen else 0
 
     def is_changed(self) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it."""
@@ -52,11 +79,21 @@ class Bucket:
         return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
     def unload(self) -> None:
-        """Copy the means back into the gradients."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        torch._foreach_copy_([p.grad for p in self.parameters], self.views)  # type: ignore[misc]
+        """Copy the means back into the gradients. What is frozen, and where zeros keep their signs what nobody has a
+        gradient of, has none, so that the inner optimizer leaves it alone.
+        """
+        missing = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
+        left = {place for place in missing if not self.parameters[place].requires_grad}
+        if missing and self.reduction.keeps_signs:
+            firsts = self.flat[self._firsts]
+            nobodys = (firsts == 0).logical_and_(firsts.signbit()).tolist()
+            left |= {place for place, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
+        for place in missing:
+            if place not in left:
+                self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+        pairs = [(p.grad, view) for p, view in zip(self.parameters, self.views, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
     def rest(self) -> None:
         """Ready for the next backward pass."""

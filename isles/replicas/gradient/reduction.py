@@ -34,18 +34,22 @@ class Reduction(ABC):
     residual: Tensor | None = None
     """What was not sent yet, flat (n,), in the gradients' units: error feedback."""
     careful = False
-    """True if gradients that are not finite are noticed: then all workers skip the step."""
+    """True if all workers skip a step in which somebody's gradients are not finite, as what is kept would suffer."""
+    keeps_signs = False
+    """True if the mean of zeros has the sign that all of them had: -0.0 marks what nobody has a gradient of."""
 
     def __init__(self, layout: FlatParameters) -> None:
         self.layout = layout
+        self.digest = 0
+        """Hash of what must be the same on all members in the next exchange, such as which parameters are frozen."""
 
     @abstractmethod
     def begin(self, flat: Tensor, step: int) -> None:
         """Look at the gradients (n,) of inner step `step` (1, 2, ...), which may be changed."""
 
     @abstractmethod
-    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
-        """Exchange what `begin` made. False if some member's gradients are not finite."""
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
+        """Exchange what `begin` made. The positions of the members whose gradients are finite, as far as it looks."""
 
     @abstractmethod
     def land(self, flat: Tensor) -> None:
@@ -84,16 +88,18 @@ class Reduction(ABC):
 
 
 class Native(Reduction):
-    """The backend's own all-reduce, where the gradients lie."""
+    """The backend's own all-reduce, where the gradients lie; nobody looks at them."""
+
+    keeps_signs = True
 
     @override
     def begin(self, flat: Tensor, step: int) -> None:
         pass
 
     @override
-    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
         yield from native_mean(call, flat)
-        return True
+        return tuple(range(call.group.size))
 
     @override
     def land(self, flat: Tensor) -> None:
@@ -120,6 +126,7 @@ class Averaged(Reduction):
         super().__init__(layout)
         self.averaging, self.feedback = averaging, feedback
         self.careful = feedback is not None or averaging.held_bytes > 0
+        self.keeps_signs = feedback is None and averaging.keeps_signs
         self.usable = True
         self._before: dict[str, Any] | None = None  # what `averaging` kept, while a step has not landed
         if feedback is not None:
@@ -130,16 +137,16 @@ class Averaged(Reduction):
         if self._before is not None:
             self.averaging.load_state_dict(self._before)
         self._before = self.averaging.state_dict()
-        self.usable = not self.careful or is_finite(flat)
+        self.usable = is_finite(flat)
         if not self.usable:
             flat.zero_()
         elif self.residual is not None:
             self._left.copy_(flat.add_(self.residual))
 
     @override
-    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
         left = self._left if self.feedback is not None and self.feedback.form == "local" else None
-        stamp = Stamp(step, broken=not self.usable)
+        stamp = Stamp(step, self.digest, broken=not self.usable)
         return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
 
     @override

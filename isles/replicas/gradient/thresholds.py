@@ -121,16 +121,15 @@ class Thresholds(Reduction):
         self._wire = self._encode(flat, picked)
 
     @override
-    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[bool]:
-        stamp = Stamp(step, broken=not self.usable)
+    def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
+        stamp = Stamp(step, self.digest, broken=not self.usable)
         if self._whole:
             return (yield from self.exact.mean(call, flat, stamp, None, None, 0))
         wires = yield from gather_ragged(call, self._wire, stamp, self._message_bytes(self.layout.numel))
-        if wires is None:
-            return False
-        self._theirs = [self._decode(wire) for wire in wires]
-        self._own = self._theirs[call.group.rank][1]
-        return True
+        if len(wires) == call.group.size:  # else nobody takes this step
+            self._theirs = [self._decode(wire) for wire in wires.values()]
+            self._own = self._theirs[call.group.rank][1]
+        return tuple(wires)
 
     @override
     def land(self, flat: Tensor) -> None:

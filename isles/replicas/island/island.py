@@ -88,6 +88,9 @@ class Together(Replica):
     def catch_up(self) -> None:
         self.inside.catch_up()
 
+    def forget_moments(self) -> None:
+        self.inside.replica.forget_moments()
+
     def total(self, own: Tensor, channel: Channel) -> Tensor:
         return self.inside.replica.total(summed(self._group, own, channel), channel)
 
@@ -143,6 +146,10 @@ class Copies(Together):
         self._rows = [_rows(parameter.detach(), self._group.size) for parameter in self.parameters]
         self.shares = [rows[self._group.rank] for rows in self._rows]
         self._spread = 0
+
+    def is_sound(self) -> bool:
+        """They are the same on all workers of the island, who so come to the same answer."""
+        return all(bool(parameter.detach().sum().isfinite()) for parameter in self.parameters)
 
     def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
         """Everyone's shares to everyone. Bytes sent: (R - 1) times the own ones; one latency."""

@@ -47,33 +47,38 @@ class Courier:
         """True if the fragment's next round has nobody else in it and nothing to do but land what it forms."""
         return self.parts.own_answer and self._present(fragment.rounds + 1).size == 1
 
+    @property
+    def is_only_one(self) -> bool:
+        """True if there is nobody else in the world: what this worker does is its inner optimizer's business."""
+        return self.roster.founders.size == 1
+
     def survivors(self) -> Group:
         """The workers that are left; where the method goes on without lost ones, they are asked."""
         return self.roster.survivors(asked=self.parts.on_peer_failure == "solo")
 
-    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int) -> Exchange:
-        """Start the exchange of a snapshot, with what error feedback adds."""
-        parts, usable, own = self.parts, True, None
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
+        """Start the exchange of a snapshot, with what error feedback adds. usable: all of it is finite."""
+        parts, own = self.parts, None
         before = fragment.latest  # with rounds_late > 1 its answer lands later, but what it leaves behind is needed now
         if before is not None and (parts.feedback is not None or fragment.averaging.held_bytes):
             self.survives(before)
             self._balance(fragment, before)
         if parts.feedback is not None:
-            usable = fragment.compensate(payload)
+            usable = fragment.compensate(payload) and usable
             if not usable:
                 payload.zero_()
-                fragment.skip()  # what is broken is not trained on until the round lands
-        elif parts.rule.keeps_left and fragment.residual is not None:
+        if parts.feedback is None and parts.rule.keeps_left and fragment.residual is not None:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
             own = fragment.staging()
             fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
-        fragment.latest = self._start(
+        fragment.latest = sent = self._start(
             fragment, fragment.rounds, payload, fragment.averaging, stamp, _PAYLOAD, own, None, left
         )
-        return fragment.latest
+        sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
+        return sent
 
     def send_anchor(self, fragment: Fragment, round: int, step: int) -> Exchange:
         """Start the exchange of the anchor for `round`."""
@@ -123,7 +128,7 @@ class Courier:
         if residual is None or feedback is None or payload.balanced:
             return
         payload.balanced = True
-        if payload.failed or not payload.whole:
+        if payload.failed or payload.is_own_broken or not payload.whole:
             residual.zero_()
             return
         if feedback.form == "global":
@@ -148,7 +153,7 @@ class Courier:
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
         deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
-        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size)
+        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size, seats=group.ranks)
 
     def _meanwhile(self, step: int) -> float:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""

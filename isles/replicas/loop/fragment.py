@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,26 +24,39 @@ class Exchange:
     """
 
     buffer: Tensor
-    transfer: Transfer[bool] | None
+    transfer: Transfer[tuple[int, ...]] | None
     own: Tensor | None = None
     participants: int = 1
     failed: bool = False
     """A peer failed and the method goes on without it; `buffer` holds nothing of use."""
     whole: bool = True
-    """False if a member had nothing to send that is of use: then all skip the round."""
+    """False if all skip the round, because a member had nothing to send that is of use."""
     balanced: bool = False
     """Error feedback of it is final."""
+    seats: tuple[int, ...] = ()
+    """The members, where one of them may have nothing to send that is of use."""
+    spares: bool = False
+    """Such a member is left out of the mean; else all skip the round."""
+    broken: tuple[int, ...] = ()
+    """Those of `seats` that had nothing of use."""
+    is_own_broken: bool = False
+    """Known before it arrives: this worker is one of them."""
 
     def wait(self) -> None:
-        """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged."""
-        if self.transfer is not None:
-            self.whole = self.transfer.wait()
+        """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged. May be called again."""
+        if self.transfer is None:
+            return
+        usable = self.transfer.wait()
+        if self.seats:
+            self.broken = tuple(seat for position, seat in enumerate(self.seats) if position not in usable)
+            self.whole = not self.broken or (self.spares and bool(usable))
+            self.participants = len(usable) if self.whole else len(self.seats)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers of what has arrived (`settle`)."""
         own = None if self.own is None else self.own.clone()
         told = {"participants": self.participants, "failed": self.failed, "whole": self.whole}
-        told["balanced"] = self.balanced
+        told |= {"balanced": self.balanced, "broken": list(self.broken), "is_own_broken": self.is_own_broken}
         return {"buffer": self.buffer.clone(), "own": own, **told}
 
 
@@ -54,6 +68,8 @@ class Flight:
     lands: int
     payload: Exchange
     anchors: Exchange | None
+    at_rest: tuple[int, ...] = ()
+    """Places in the fragment of parameters that are frozen since before what travels was learned."""
 
     def exchanges(self) -> list[Exchange]:
         """What it waits for."""
@@ -63,7 +79,8 @@ class Flight:
         """Tensors and numbers; its exchanges must have arrived (`settle`)."""
         anchors = None if self.anchors is None else self.anchors.state_dict()
         payload = self.payload.state_dict()
-        return {"fragment": self.fragment.index, "lands": self.lands, "payload": payload, "anchors": anchors}
+        told = {"fragment": self.fragment.index, "lands": self.lands, "at_rest": list(self.at_rest)}
+        return {**told, "payload": payload, "anchors": anchors}
 
 
 class Fragment:
@@ -135,6 +152,23 @@ class Fragment:
         self.progress = float(torch.stack(squares).sum().sqrt())
         return bool(torch.stack(sums).isfinite().all())
 
+    @contextmanager
+    def resting(self, places: Sequence[int]) -> Iterator[None]:
+        """Around a landing: the parameters at `places` stay on their anchor, which stays where it is, as do the outer
+        rule's vectors.
+        """
+        spans = self.flat.spans(places)
+        vectors = [self.anchor, *self.vectors.values()]
+        kept = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
+        yield
+        for part, before in kept:
+            part.copy_(before)
+        for place, span in zip(places, spans, strict=True):
+            live = self.flat.parameters[place].detach()
+            live.copy_(self.anchor[span].view(live.shape))
+            if self.reference is not self.anchor:
+                self.reference[span].copy_(live.reshape(-1))
+
     def skip(self) -> None:
         """Undo the progress since the last landing: live weights and reference on the anchor."""
         self.flat.write(self.anchor)
@@ -191,6 +225,8 @@ class Fragment:
             state["failed"],
             state["whole"],
             state["balanced"],
+            broken=tuple(state.get("broken", ())),  # earlier versions did not tell who
+            is_own_broken=state.get("is_own_broken", False),
         )
 
 

@@ -6,7 +6,8 @@
     [[...], ...]  one's own: lists of parameter names or their beginnings, such as "blocks.0"
 
 "Blocks" are the members of the model's ModuleList with the most parameters. Every trainable parameter belongs to
-exactly one fragment, a tied one to that of its first name.
+exactly one fragment, a tied one to that of its first name. Where blocks are frozen, those of sequential and strided
+that hold nothing else are left out.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None 
     cut = [[named[name] for name in named if owners[name] == index] for index in range(len(own))]
     if lost:
         cut.append([named[name] for name in lost])
+    if isinstance(fragments, str):
+        cut = [parameters for parameters in cut if parameters]  # blocks that are frozen as a whole are no fragment
     if len(cut) > MAX_FRAGMENTS:
         raise ValueError(f"fragments: {len(cut)} are more than {MAX_FRAGMENTS}; choose a larger layers_per_fragment")
     empty = [index for index, parameters in enumerate(cut) if not parameters]

@@ -19,7 +19,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +29,33 @@ from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.network.planner.planned import PlannedExchange, Rhythm
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.loop.sweep import Sweep
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.interfaces import Composition, OnBroken
 from isles.replicas.parts.legal import warnings
 from isles.replicas.schedule import Held, landings, outer_memory, planned_rounds
-from isles.replicas.sync import ReplicaSync
+from isles.replicas.sync import MethodConfig, ReplicaSync
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterConfig(MethodConfig):
+    """What every outer method takes."""
+
+    on_broken: OnBroken = "skip"
+    """Where a worker's share is not finite: skip, nobody takes that round; leave out, the mean is of the others'."""
 
 
 class OuterSync(ReplicaSync):
-    """An outer method: a `Composition` run by the one loop."""
+    """An outer method: a `Composition` run by the one loop.
 
+    A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
+    what error feedback held back are forgotten. Who it was is told in a warning on all workers of that round.
+    """
+
+    Config = OuterConfig
     level = "parameter"
     spans_islands = True
     follows_roster = True
@@ -58,7 +73,10 @@ class OuterSync(ReplicaSync):
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
-        self.skipped = 0  # rounds of a fragment, because somebody's share was not finite
+        self.skipped = 0
+        """Rounds of a fragment that were skipped, because somebody's share was not finite."""
+        self.healed = 0
+        """Times that this worker healed itself."""
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
@@ -141,10 +159,13 @@ class OuterSync(ReplicaSync):
 
     @override
     def gauges(self) -> dict[str, float]:
-        """What error feedback holds back, in outer gradients; the largest of the fragments'."""
+        """Rounds that were skipped, and, the largest of the fragments', what error feedback holds back in outer
+        gradients.
+        """
+        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
         if self.parts.feedback is None:
-            return {}
-        return {"feedback_ratio": max(f.left_ratio for f in self.fragments), "skipped_rounds": self.skipped}
+            return told
+        return {"feedback_ratio": max(f.left_ratio for f in self.fragments), **told}
 
     @override
     def advise(self, steps: int) -> list[str]:
@@ -179,10 +200,12 @@ class OuterSync(ReplicaSync):
             "flights": [flight.state_dict() for flight in self.flights],
             "roster": self.roster.state_dict(),
             "skipped": self.skipped,
+            "healed": self.healed,
         }
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
+        self.watch.loaded()
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self.flights = []
@@ -190,10 +213,11 @@ class OuterSync(ReplicaSync):
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
-            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held))
+            resting = tuple(saved.get("at_rest", ()))
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, resting))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = Courier(self.roster, self.parts)
-        self.skipped = state["skipped"]
+        self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
 
     @classmethod
     @override
@@ -214,31 +238,66 @@ class OuterSync(ReplicaSync):
             return
         self.catch_up()
         leaving = self._snapshots(sending)
+        if not all(usable for *_, usable in leaving):
+            self._heal()
+            for fragment, payload, usable in leaving:
+                if not usable:
+                    Sweep(fragment, self.parts, self.agrees).snapshot(payload)  # of no progress: finite again
         for flight in landing:
             self.courier.receive(flight, self._snapshot)
         if sending:
             self.adapt()
         moment = self.cadence.lands(self.steps) if lands is None else lands
         fresh: dict[int, Tensor | None] = {}  # own shares that leave now, by fragment, where somebody reads them
-        for fragment, payload in leaving:
-            flight = self._send(fragment, payload, moment)
+        for fragment, payload, usable in leaving:
+            flight = self._send(fragment, payload, moment, usable)
             fresh[fragment.index] = flight.payload.own
             landing += self._landing_with(flight, landing)
             self.flights.append(flight)
         for flight in landing:
             self._land(flight, fresh.get(flight.fragment.index))
 
-    def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor]]:
-        """What leaves now, by fragment. A round that this worker does alone is done here, and leaves nothing."""
+    def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor, bool]]:
+        """What leaves now, by fragment, and whether it is of use. A round that this worker does alone is done here, and
+        leaves nothing.
+        """
         leaving = []
         for fragment in (self.fragments[index] for index in sending):
             if self.courier.is_alone(fragment):
-                fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
-                fragment.digest = Sweep(fragment, self.parts, self.agrees).alone()
-                self.replica.spread(fragment.places)
+                self._alone(fragment)
             else:
-                leaving.append((fragment, self._snapshot(fragment, fragment.staging())))
+                payload = fragment.staging()
+                look = Sweep(fragment, self.parts, self.agrees).snapshot(payload)
+                leaving.append((fragment, payload, look.is_usable and self.replica.is_sound()))
         return leaving
+
+    def _alone(self, fragment: Fragment) -> None:
+        """A round without anybody else, in one sweep."""
+        resting = self._resting(fragment)
+        fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
+        sweep = Sweep(fragment, self.parts, self.agrees)
+        if not self.courier.is_only_one and not sweep.look().is_usable:
+            self._heal()
+            self._skipped(fragment, [self.group.transport.rank])
+            return
+        with fragment.resting(resting):
+            fragment.digest = sweep.alone()
+        if resting and self.agrees:
+            fragment.digest = fragment.flat.digest(fragment.anchor)
+        self.replica.spread(fragment.places)
+
+    def _heal(self) -> None:
+        """What came of numbers that are not finite goes: the next steps start from the anchors, with fresh moments."""
+        for fragment in self.fragments:
+            fragment.skip()
+        self.replica.spread(self.everything)
+        self.replica.forget_moments()
+        self.healed += 1
+
+    def _resting(self, fragment: Fragment) -> tuple[int, ...]:
+        """Places in the fragment of what is frozen since before its last round."""
+        still = set(self.watch.at_rest(fragment.places, fragment.sent))
+        return tuple(place for place, number in enumerate(fragment.places) if number in still)
 
     def _landing_with(self, sent: Flight, landing: Sequence[Flight]) -> list[Flight]:
         """What lands because `sent` left: itself, if its answer is awaited at once; an answer of nothing, if answers
@@ -258,32 +317,57 @@ class OuterSync(ReplicaSync):
             self._land(flight, None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
-        return Sweep(fragment, self.parts, self.agrees).snapshot(out)
+        """What this worker has to say of a fragment now."""
+        sweep = Sweep(fragment, self.parts, self.agrees)
+        if not sweep.snapshot(out).is_usable:
+            self._heal()
+            sweep.snapshot(out)
+        return out
 
-    def _send(self, fragment: Fragment, payload: Tensor, lands: int) -> Flight:
+    def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> Flight:
+        resting = self._resting(fragment)
         fragment.rounds += 1
         fragment.sent = self.steps
         anchors, fragment.ahead = fragment.ahead, None
         if anchors is None and self.parts.rule.shares_anchors:
             anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
-        return Flight(fragment, lands, self.courier.send(fragment, payload, self.steps, lands), anchors)
+        sent = self.courier.send(fragment, payload, self.steps, lands, usable)
+        return Flight(fragment, lands, sent, anchors, resting)
 
     def _land(self, flight: Flight, fresh: Tensor | None) -> None:
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
         if not flight.payload.whole:
-            self.skipped += 1
+            self._skipped(fragment, flight.payload.broken)
             if not self.parts.reading.needs_own:
                 fragment.skip()
-                self.replica.spread(fragment.places)
+                self._landed(flight)
                 return
             flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
-        fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
+        elif flight.payload.broken:
+            self._warn(flight.payload.broken, "the mean is that of the others")
+        with fragment.resting(flight.at_rest):
+            fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
+        if flight.at_rest and self.agrees:
+            fragment.digest = fragment.flat.digest(fragment.anchor)
+        self._landed(flight)
+
+    def _landed(self, flight: Flight) -> None:
+        fragment = flight.fragment
         self.replica.spread(fragment.places)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
             fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)
+
+    def _skipped(self, fragment: Fragment, broken: Sequence[int]) -> None:
+        self.skipped += 1
+        self._warn(broken, f"round {fragment.rounds} of fragment {fragment.index} is skipped by all in it")
+
+    def _warn(self, broken: Sequence[int], what: str) -> None:
+        who = workers(broken) if broken else "a worker"
+        text = f"what {who} learned up to inner step {self.steps} is not finite: {what}, and its weights go back"
+        warn(f"{text} to the anchor; a lower learning rate, or max_norm, may keep it finite", stacklevel=2)
 
     def _under_way(self) -> Iterator[Exchange]:
         for flight in self.flights:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isles.replicas.flat import digest
 from isles.replicas.loop.fragment import Flight, Fragment
+from isles.replicas.loop.look import Look
 from isles.replicas.parts.interfaces import Answer, Composition
 
 
@@ -34,11 +35,13 @@ class Sweep:
         self.words = self.flat.words(fragment.anchor) if hashed else ()
         self.sums: list[Tensor] = []
 
-    def snapshot(self, out: Tensor) -> Tensor:
-        """Write what travels into `out` (numel,)."""
+    def snapshot(self, out: Tensor) -> Look:
+        """Write what travels into `out` (numel,), and look at it."""
+        look = Look()
         for i, part in enumerate(self.flat.parts(out)):
             self._form(i, part)
-        return out
+            look.take(part)
+        return look
 
     def answered(self, flight: Flight, fresh: Tensor | None) -> int:
         """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
@@ -53,6 +56,15 @@ class Sweep:
             gradient = read(mean, new[i], own[i], payload.participants)
             self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
         return digest(self.sums)
+
+    def look(self) -> Look:
+        """At what would travel."""
+        look, room = Look(), self.flat.scratch()
+        for i, anchor in enumerate(self.anchors):
+            part = room[: anchor.numel()]
+            self._form(i, part)
+            look.take(part)
+        return look
 
     def alone(self) -> int:
         """Snapshot and landing of a round that has one member and loses nothing; the anchor's hash, or 0."""

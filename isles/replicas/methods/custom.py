@@ -22,7 +22,7 @@ from isles.replicas.checks import (
     uneven_fragments,
 )
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.fedavg import Descent
 from isles.replicas.methods.localsgd import Average
@@ -37,7 +37,6 @@ from isles.replicas.parts.legal import AXES, refuse
 from isles.replicas.parts.mixing import Everyone, Nobody, RandomGroups
 from isles.replicas.parts.reading import Eager, Received
 from isles.replicas.parts.stability import warn_unless_stable
-from isles.replicas.sync import MethodConfig
 
 WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
 ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -58,7 +57,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(MethodConfig):
+class CustomConfig(OuterConfig):
     """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
     default of the method that the member comes from.
     """
@@ -214,6 +213,7 @@ class Custom(OuterSync):
             feedback=feedback(config.error_feedback, config.feedback_decay),
             anchor_codec=codec(config.anchors) if rule.shares_anchors else None,
             prefetch_anchors=rule.shares_anchors,
+            on_broken=config.on_broken,
         )
 
     @override

@@ -14,10 +14,11 @@ worker sends its entries to all others: (M - 1) eta-th parts, so it pays where M
 
 Deviations: a stale tau lets more and more through while E grows (or starves where gradients grow small), so it is
 renewed at once where it sends more than density_guard K entries, or fewer than K / density_guard. Tensors of fewer than
-`exclude_below` entries are sent whole. A step in which somebody's gradient is not finite is skipped by all and leaves
-E and tau alone. The paper sums at a parameter server; here every worker sums all contributions in the order of the
-workers. Values may travel in a codec, E is what it loses. Buckets: `isles.replicas.gradient.bucketed`; one exchange a
-bucket, for all but the last then travel behind the backward pass, and it is the last that is waited for either way.
+`exclude_below` entries are sent whole. A step in which somebody's gradient is not finite is skipped by all and leaves E
+and tau alone. No gradient counts as zero, so weight decay and momentum go on, but for parameters that are frozen. The
+paper sums at a parameter server; here every worker sums all contributions in the order of the workers. Values may
+travel in a codec, E is what it loses. Buckets: `isles.replicas.gradient.bucketed`; one exchange a bucket, for all but
+the last then travel behind the backward pass, and it is the last that is waited for either way.
 Memory: 8 bytes a parameter (the buckets, E).
 """
 

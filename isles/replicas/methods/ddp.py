@@ -8,9 +8,10 @@ with error feedback E where the form loses much:
     a_i = grad_i + E_i;    grad <- mean_i C(a_i);    E_i <- decay (a_i - C(a_i))
 
 (global: E_i <- decay (a_i - grad), the form of torch's PowerSGD hook.) Then a step in which a gradient is not finite is
-skipped by all. Buckets, hooks and overlap: `isles.replicas.gradient.bucketed`. Memory: 4 bytes a parameter for the
-buckets; with error feedback 8 more, for the residuals of this step become final only when all workers' gradients have
-come.
+skipped by all; without, it ends the run and names the worker. A parameter that nobody has a gradient of in a step has
+none after it; with a codec or error feedback no gradient counts as zero, so weight decay and momentum go on. Buckets,
+hooks and overlap: `isles.replicas.gradient.bucketed`. Memory: 4 bytes a parameter for the buckets; with error feedback
+8 more, for the residuals of this step become final only when all workers' gradients have come.
 """
 
 from __future__ import annotations

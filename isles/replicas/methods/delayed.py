@@ -69,6 +69,7 @@ class DelayedDiLoCo(OuterSync):
             fragments=fragments,
             codec=form(config.codec),
             feedback=feedback(config.error_feedback, config.feedback_decay),
+            on_broken=config.on_broken,
         )
 
     @override

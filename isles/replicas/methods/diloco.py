@@ -23,17 +23,16 @@ from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, momentum_in_range, positive_rate
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoConfig(MethodConfig):
+class DiLoCoConfig(OuterConfig):
     """Settings of `diloco`; defaults of the paper, section 3."""
 
     sync_every: int = 500
@@ -113,4 +112,5 @@ class DiLoCo(OuterSync):
             landing=Replace(),
             codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
+            on_broken=self.config.on_broken,
         )

@@ -18,17 +18,16 @@ from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, positive_rate
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(MethodConfig):
+class FedAvgConfig(OuterConfig):
     """Settings of `fedavg`."""
 
     sync_every: int = 50
@@ -80,6 +79,7 @@ class FedAvg(OuterSync):
             mixing=Everyone(),
             rule=Descent(lr=self.config.outer_lr),
             landing=Replace(),
+            on_broken=self.config.on_broken,
             codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

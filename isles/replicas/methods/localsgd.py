@@ -16,16 +16,15 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.replicas.checks import at_least
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGDConfig(MethodConfig):
+class LocalSGDConfig(OuterConfig):
     """Settings of `localsgd`."""
 
     sync_every: int = 50
@@ -64,4 +63,5 @@ class LocalSGD(OuterSync):
             codec=codec("none"),  # lossy parameters, without an anchor to correct them, stay wrong for good
             rule=Average(),
             landing=Replace(),
+            on_broken=self.config.on_broken,
         )

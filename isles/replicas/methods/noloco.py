@@ -34,20 +34,19 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec, form
 from isles.replicas.checks import at_least, group_fits, momentum_in_range, one_of, positive_rate
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.legal import PLAIN, refuse
 from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.parts.stability import warn_unless_stable
-from isles.replicas.sync import MethodConfig
 
 ExchangeForm = Literal["delta+phi", "single_vector", "theta_only"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoLoCoConfig(MethodConfig):
+class NoLoCoConfig(OuterConfig):
     """Settings of `noloco`; defaults of the paper, Table 1, and of its code."""
 
     sync_every: int = 50
@@ -190,4 +189,5 @@ class NoLoCo(OuterSync):
             landing=Replace(),
             prefetch_anchors=config.prefetch_phi and config.exchange == "delta+phi",
             on_peer_failure=config.on_peer_failure,
+            on_broken=config.on_broken,
         )

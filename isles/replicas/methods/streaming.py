@@ -80,6 +80,7 @@ class StreamingDiLoCo(OuterSync):
             fragments=fragments,
             codec=form(config.codec),
             feedback=feedback(config.error_feedback, config.feedback_decay),
+            on_broken=config.on_broken,
         )
 
     def _overlap(self) -> int:

@@ -17,15 +17,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import Codec, Form
 from isles.comm.codecs.lowrank import LowRank
+from isles.replicas.checks import one_of
 from isles.replicas.parts.legal import refuse
 from isles.replicas.parts.reading import Received
+
+OnBroken = Literal["skip", "leave out"]
 
 
 class Cadence(Protocol):
@@ -178,9 +181,17 @@ class Composition:
     """Send the anchor right after it moved, for the next round, behind the next inner steps."""
     on_peer_failure: Literal["raise", "solo"] = "raise"
     """solo: a round whose partner is lost or late is done alone."""
+    on_broken: OnBroken = "skip"
+    """skip: a round in which somebody's share is not finite is skipped by all. leave out: it is the mean of the others'
+    shares.
+    """
 
     def __post_init__(self) -> None:
         refuse(self.choice)
+        one_of("on_broken", self.on_broken, get_args(OnBroken))
+        why = self._cannot_leave_out
+        if self.on_broken == "leave out" and why is not None:
+            raise ValueError(f'on_broken = "leave out": {why}; choose "skip"')
         for name in self.rule.start:
             if name not in self.rule.vectors:
                 raise ValueError(f"rule {self.rule.name}: start names {name!r}, which is none of its vectors")
@@ -190,6 +201,16 @@ class Composition:
                 f"codec = {self.codec.name!r}: what others make of a low-rank share is known only with the mean, so it "
                 'cannot stand in for a lost answer: choose on_peer_failure = "raise", or another codec'
             )
+
+    @property
+    def _cannot_leave_out(self) -> str | None:
+        if self.reading.needs_own:
+            return (
+                "an own share counts at once as a part of a mean of all, and could not be taken back from a smaller one"
+            )
+        if self.rule.keeps_left:
+            return "a worker keeps what did not travel of its weights, which is what is broken"
+        return "nothing travels, so there is nobody to leave out" if self.choice["mixing"] == "nobody" else None
 
     @property
     def choice(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import tomlkit
@@ -20,6 +21,7 @@ from isles.imports import is_place
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
 from isles.training.config.sections import ORDER, SECTIONS, Config
+from isles.training.config.trust import check
 
 DEFAULT_METHOD = "noloco"
 _OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
@@ -28,17 +30,22 @@ Tables = dict[str, dict[str, Any]]
 
 
 def read_config(
-    path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, shared: bool = False
+    path: str | None,
+    flags: Mapping[str, Any],
+    assignments: Sequence[str],
+    *,
+    shared: bool = False,
+    trust: bool = False,
 ) -> Config:
     """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments:
     "section.key=value".
 
     shared: the words are for several methods, as in a comparison: settings of [replicas] that this one does not have,
-    but another one does, are left to the others.
+    but another one does, are left to the others. trust: as in `gather`.
 
     ValueError: anything that is not as it should be.
     """
-    tables = gather(path, flags, assignments)
+    tables = gather(path, flags, assignments, trust=trust)
     return resolve(_own(tables) if shared else tables)
 
 
@@ -50,11 +57,13 @@ def _own(tables: Tables) -> Tables:
     return {**tables, "replicas": kept}
 
 
-def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False) -> Tables:
     """The user's tables, over the embedded ones where no file is given; all but [replicas] is checked. Arguments as in
-    `read_config`.
+    `read_config`. trust: what a run's file names is imported, whoever made that run.
     """
     given = words(path, flags, assignments)
+    if path is not None:
+        check(Path(path), given, trust=trust)
     for name in given:
         if name not in ORDER:
             raise ValueError(unknown_name("section", name, ORDER))

@@ -17,9 +17,11 @@ from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.network.named import links
 from isles.network.pauses import Pauses
+from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
+from isles.training.config.planned import check_plan, plan_of
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
@@ -223,19 +225,43 @@ class Config:
         """Copies of the model that the workers make up."""
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
+    def _check_plan(self, plan: PipelinePlan) -> None:
+        world = self.world
+        check_plan(
+            plan,
+            self.pipeline,
+            method=self.method,
+            workers=world.workers,
+            inner=world.inner,
+            links=world.links if world.is_simulated else None,
+        )
+        if world.is_simulated and world.step_seconds != type(world).step_seconds:
+            raise ValueError(
+                f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
+                "with world.step_factors who is slower than planned"
+            )
+
     def _check_pipeline(self) -> None:
-        stages, world = self.pipeline.stages, self.world
-        if world.workers % (stages * world.inner):
+        stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
+        if plan is not None:
+            self._check_plan(plan)
+        elif world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        sequences = self.data.batch_size_per_worker(world.workers // stages)
+        readers = world.workers // stages if plan is None else len(plan.problem.origins)
+        sequences = self.data.batch_size_per_worker(readers)
         if sequences % self.pipeline.microbatches:
             raise ValueError(
                 f"pipeline.microbatches = {self.pipeline.microbatches} does not divide a replica's batch of "
                 f"{sequences} sequences: choose a divisor, or another data.batch_size"
+            )
+        if self.pipeline.stage_loss and self.method not in ("none", "ddp"):
+            raise ValueError(
+                f'pipeline.stage_loss with replicas.method = "{self.method}": what it keeps of a stage would have to '
+                'follow; choose "none" or "ddp"'
             )
         if self.inner.accumulation > 1:
             raise ValueError(

@@ -55,8 +55,9 @@ class Resumption:
     notes: list[str]
 
 
-def prepare(run: Path, workers: int | None) -> Resumption:
+def prepare(run: Path, workers: int | None, *, trust: bool = False) -> Resumption:
     """Make the newest checkpoint of `run` one of `workers` workers (None: as config.toml says), and config.toml too.
+    trust: import what that names, whoever made the run.
 
     ValueError: there is no checkpoint, the run cannot be with so many workers, or it is going on; then nothing is
     changed.
@@ -66,7 +67,8 @@ def prepare(run: Path, workers: int | None) -> Resumption:
     if not steps:
         raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
     step = steps[-1]
-    config = read_config(str(run / "config.toml"), {} if workers is None else {"world.workers": workers}, [])
+    flags = {} if workers is None else {"world.workers": workers}
+    config = read_config(str(run / "config.toml"), flags, [], trust=trust)
     seats, after = checkpoints.seats(step), config.world.workers
     before = len(seats)
     if seats == list(range(after)):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from isles.comm.errors import CommError, RendezvousFailed
 from isles.launch.nodes import NodeSpec
+from isles.training.config.trust import TYPED
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import locked
+from isles.training.records.tokens import forget
 
 CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "logs"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -67,6 +69,8 @@ def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> No
     if not _has_begun(out) and not steps:
         (out / METRICS).unlink(missing_ok=True)
         (out / CONFIG).unlink(missing_ok=True)
+        (out / TYPED).unlink(missing_ok=True)
+        forget(out)
     if isinstance(error, CommError | OSError) and has_room(error) and not isinstance(error, RendezvousFailed):
         error.add_note(
             f"go on after step {steps[-1]} with: isles resume {out}{node_spec.flags}"

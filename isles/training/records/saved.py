@@ -78,12 +78,14 @@ def start_weights(model: nn.Module, start: str) -> None:
     load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
-def load_run(run: Path) -> SavedRun:
-    """The consolidated model of the run directory `run`, ready to be evaluated. ValueError where there is none."""
+def load_run(run: Path, *, trust: bool = False) -> SavedRun:
+    """The consolidated model of the run directory `run`, ready to be evaluated. trust: import what it names, whoever
+    made it. ValueError where there is none.
+    """
     weights = run / "model.safetensors"
     if not weights.is_file():  # said before the configuration is looked for
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
-    config = read_config(str(run / "config.toml"), {}, [])
+    config = read_config(str(run / "config.toml"), {}, [], trust=trust)
     model = build(config.model, seed=config.run.seed)
     load_weights(model, weights, str(run / "config.toml"))
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

@@ -77,7 +77,8 @@ class Spread:
         """Of those among `steps` of which all samples are there; a lost worker's own is left out."""
         whole = [step for step in steps if self.left and self._samples[step].keys() >= self.left]
         samples = {step: self._samples.pop(step) for step in whole}
-        return {step: spread_of([own[worker] for worker in sorted(self.left)]) for step, own in samples.items()}
+        alike = {step: own for step, own in samples.items() if len({len(text) for text in own.values()}) == 1}
+        return {step: spread_of([own[worker] for worker in sorted(self.left)]) for step, own in alike.items()}
 
 
 def spread_of(samples: Sequence[str]) -> float:

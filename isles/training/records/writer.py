@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from isles.launch.nodes import NodeGroup
 from isles.schema import SpreadMetrics
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.training.config.trust import names_in, vouch
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
@@ -88,7 +90,7 @@ class Records:
             del self.shards[step]
             seats = sorted(self.left)
             self.node_group.tell({"command": {"commit": step, "seats": seats}})
-            commit(self.config, self.out, step, self.node_group, seats)
+            commit(self.config, self.out, step, seats, self.node_group)
 
     def _lose(self, worker: int) -> None:
         """What waited for `worker` alone waits no more."""
@@ -113,13 +115,14 @@ class Records:
 
 
 def write_config(config: Config, out: Path) -> None:
-    """RUN/config.toml, once."""
+    """RUN/config.toml, once, with a record that what it names was typed here."""
     path = out / CONFIG
     if not path.exists():
         path.write_text(to_toml(config), encoding="utf-8")
+        vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
-def commit(config: Config, out: Path, step: int, node_group: NodeGroup, seats: Sequence[int]) -> None:
+def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_group: NodeGroup) -> None:
     """Make the checkpoint of `step`, which the workers `seats` have all written, exist on this machine."""
     write_config(config, out)
     keep = config.run.keep_checkpoints

@@ -14,13 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isles.comm.credentials import read
+from isles.launch import rendezvous
+from isles.launch.fields import Unfit, integer
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.rendezvous import meet
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.tokens import host_credentials, node_token
 
 _SHOWN = 3  # differing keys that are named
+_LAST_STEP = 1 << 53
+_OPEN = (
+    "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, "
+    "or in WireGuard (docs/two-machines.md)"
+)
 
 
 @contextlib.contextmanager
@@ -52,7 +60,8 @@ def met(
     }
     if node_spec.shared_directory:
         tell = _nobody  # torchrun starts all at once: they come before a word about it is read
-    node_group = meet(node_spec, description, partial(_disagreement, description), world.join_deadline, tell)
+    node_group = _meet(node_spec, description, out, world.join_deadline, tell)
+    tell(_OPEN)
     try:
         if node_spec.node == 0:
             node_group.facts.update(
@@ -68,12 +77,39 @@ def met(
     node_group.part()
 
 
+def _meet(
+    node_spec: NodeSpec, description: Mapping[str, Any], out: Path, seconds: float, tell: Callable[[str], None]
+) -> NodeGroup:
+    if node_spec.node > 0:
+        token = node_spec.token if node_spec.shared_directory else node_token(out, node_spec.token)
+        assert token is not None
+        return rendezvous.come(node_spec, token, description, seconds, tell)
+    if node_spec.credentials is not None:
+        mine, fresh = read(node_spec.credentials), False
+    else:
+        mine, fresh = host_credentials(out, node_spec.token)
+
+    def say(text: str) -> None:
+        nonlocal fresh
+        tell(text)
+        if fresh:
+            fresh = False
+            tell(
+                f"on the others the same command, but: --nodes {node_spec.nodes} --node 1 --rendezvous "
+                f"{node_spec.rendezvous} --token {mine.token}"
+            )
+
+    return rendezvous.host(node_spec, mine, partial(_disagreement, description), seconds, say)
+
+
 def _nobody(text: str) -> None:
     pass
 
 
 def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
     """Why `node`, with its description, cannot take part in node 0's run; empty where it can."""
+    if not _is_steps(theirs.get("checkpoints")):
+        return "it does not describe its run as isles does"
     if (theirs.get("checkpoints") is None) != (mine["checkpoints"] is None):
         commands = [
             "isles train" if description.get("checkpoints") is None else "isles resume"
@@ -89,6 +125,16 @@ def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int)
     if mine["out"] is not None and theirs.get("out") == mine["out"]:
         return f"node {node} writes into the same directory as node 0, {mine['out'][1]}: give each its own --out"
     return ""
+
+
+def _is_steps(value: Any) -> bool:
+    """Whether it is None, or a list of steps."""
+    if value is None:
+        return True
+    try:
+        return isinstance(value, list) and all(integer({"step": step}, "step", 0, _LAST_STEP) >= 0 for step in value)
+    except Unfit:
+        return False
 
 
 def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from isles.launch.fields import port
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
 from isles.training.config.sections import Config
+from isles.training.records.events import begun, committed, host_heard
 from isles.training.records.rundir import LOGS, METRICS, run_directory
+from isles.training.records.tokens import forget
 from isles.training.records.writer import commit
 from isles.training.running.agree import met
 from isles.training.running.processes import train_process
@@ -45,6 +48,7 @@ def follow(
             results = _work(config, out, on_line, node_group)
             if None in results:
                 raise Interrupted(out, node_spec)
+        forget(out)
     return node_group.host
 
 
@@ -55,18 +59,22 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
 
     def obey(command: Any) -> None:
         if isinstance(command, dict) and "commit" in command:
-            commit(config, out, int(command["commit"]), node_group, command["seats"])
+            with host_heard():
+                step, seats = committed(command, config)
+            commit(config, out, step, seats, node_group)
 
     world = config.world
     start_server()
+    with host_heard():
+        store, step = port(node_group.facts, "store"), begun(node_group.facts, config)
     own = worker_specs(
         node_group,
         world.workers,
-        int(node_group.facts["store"]),
+        store,
         threads=world.threads,
         deadlines=deadlines(config),
         logs=out / LOGS,
     )
-    pool = RemoteWorkers(train_process, own, args=(config, out, node_group.facts["resume"]), node_group=node_group)
+    pool = RemoteWorkers(train_process, own, args=(config, out, step), node_group=node_group)
     with first_interrupt(pool.stop):
         return pool.join(take, obey)

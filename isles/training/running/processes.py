@@ -11,6 +11,7 @@ from isles.comm.mesh import Mesh
 from isles.launch.nodes import NodeGroup
 from isles.launch.workers import LocalWorkers, Workers
 from isles.training.config.sections import Config
+from isles.training.records.events import Schema
 from isles.training.records.rundir import LOGS
 from isles.training.running.server import start_server
 from isles.training.running.starting import deadlines, warnings_told
@@ -28,6 +29,7 @@ def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) 
         deadlines=deadlines(config),
         logs=out / LOGS,
         node_group=node_group,
+        check=Schema(config),
     )
 
 

@@ -31,6 +31,7 @@ from isles.training.memory import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
 from isles.training.records.rundir import SUMMARY, run_directory
+from isles.training.records.tokens import forget
 from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
@@ -85,6 +86,7 @@ def launch(
             partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
             os.replace(partial, out / SUMMARY)
             loggers.summary(summary)
+            forget(out)
     return summary
 
 
@@ -129,7 +131,7 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
     judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
     bubble = mean("pipeline_seconds") / (compute + blocked) if compute + blocked else 0.0
-    first, world = results[0], config.world
+    first, world = max(results, key=lambda result: result["parameters"]), config.world  # who put the model together
     return schema.Summary(
         isles_version=__version__,
         method=config.method,

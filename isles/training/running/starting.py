@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from isles.comm.transport import Deadlines
+from isles.training.config.planned import longest_wait, plan_of
 from isles.training.config.sections import Config
 
 _PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
@@ -22,6 +23,10 @@ def deadlines(config: Config) -> Deadlines:
     """
     world = config.world
     own = Deadlines(outer=world.outer_deadline, pipeline=world.pipeline_deadline, slowest_link=world.slowest_link)
+    plan = plan_of(config.pipeline)
+    if plan is not None:
+        waits = {name: max(own.of(name), longest_wait(plan)) for name in ("inner", "outer", "pipeline")}
+        own = replace(own, **waits)
     if world.pauses is None:
         return own
     patience = {

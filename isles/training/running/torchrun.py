@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -21,15 +22,19 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from isles.comm import mesh
+from isles.comm import credentials, mesh
+from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, from_plain, to_plain
-from isles.launch.link import Link, LinkLost, listen
+from isles.launch.addresses import listen, own_address, written
+from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.processes import PipeHandle
 from isles.launch.reachable import interface_of, loopback
+from isles.launch.relay import order
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.training.config.sections import Config
+from isles.training.records.events import Schema, begun, host_heard
 from isles.training.running.agree import met
 from isles.training.running.processes import train_process
 from isles.training.running.run import SummaryTable, launch
@@ -53,18 +58,36 @@ def take_part(
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = next(iter(dist.rendezvous("env://")))[0]
-    if rank == 0:
-        with listen(0) as free:
-            store.set("isles/rendezvous", f"{os.environ['MASTER_ADDR']}:{free.getsockname()[1]}")
-    rendezvous = store.get("isles/rendezvous").decode()
-    node_spec = NodeSpec(nodes=size, node=rank, rendezvous=rendezvous if size > 1 else "", shared_directory=True)
     try:
-        if rank == 0:
-            return _lead(config, out(), on_line, on_notice, resume, node_spec, store)
-        _follow(config, on_notice, resume, node_spec, store)
-        return None
+        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
+            node_spec = _place(rank, size, store, Path(folder, "credentials"))
+            if rank == 0:
+                return _lead(config, out(), on_line, on_notice, resume, node_spec, store)
+            _follow(config, on_notice, resume, node_spec, store)
+            return None
     finally:
         mesh.leave()
+
+
+def _place(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
+    """Which of torchrun's processes this is, and where they meet: all are told over its store. folder: for rank 0's
+    credentials.
+    """
+    if size == 1:
+        return NodeSpec(shared_directory=True)
+    if rank == 0:
+        own = "127.0.0.1" if _one_machine() else own_address(os.environ["MASTER_ADDR"], "MASTER_ADDR")
+        with listen(0, own) as free:
+            store.set("isles/rendezvous", written(own, free.getsockname()[1]))
+        store.set("isles/token", str(credentials.found(folder).token))
+    return NodeSpec(
+        nodes=size,
+        node=rank,
+        rendezvous=store.get("isles/rendezvous").decode(),
+        shared_directory=True,
+        token=parse_token(store.get("isles/token").decode()),
+        credentials=folder if rank == 0 else None,
+    )
 
 
 def _lead(
@@ -82,8 +105,10 @@ def _lead(
 
     def start_workers(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
         workers = config.world.workers
-        node_group.go(out=str(out))
-        pool = Workers(workers, [PipeHandle(0, ours), *node_handles(node_group, workers)], lambda patience: None)
+        store.set("isles/out", str(out))
+        node_group.go()
+        others = node_handles(node_group, workers, Schema(config))
+        pool = Workers(workers, [PipeHandle(0, ours), *others], lambda patience: None)
         begun.put((pool, resume, node_group))
         return pool
 
@@ -110,7 +135,10 @@ def _follow(
 ) -> None:
     with met(config, node_spec, Path(), resume, on_notice) as node_group:
         launcher = _LinkToLauncher(node_group.links[0], node_spec.node)
-        _attend(launcher, config, Path(node_group.facts["out"]), node_group.facts["resume"], node_group, store)
+        out = Path(store.get("isles/out").decode())
+        with host_heard():
+            step = begun(node_group.facts, config)
+        _attend(launcher, config, out, step, node_group, store)
         launcher.hear_how_it_ended()
 
 
@@ -123,7 +151,6 @@ def _attend(
     store: dist.Store,
 ) -> None:
     """Work in this thread. Ctrl-C, and torchrun's SIGTERM, ask all workers to stop after a common step."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     spec = WorkerSpec(
         rank=node_group.node,
         size=node_group.nodes,
@@ -131,7 +158,7 @@ def _attend(
         host=node_group.host,
         port=0,
         threads=config.world.threads,
-        interface=loopback() if one_machine else interface_of(node_group.here),
+        interface=loopback() if _one_machine() else interface_of(node_group.here),
         deadlines=deadlines(config),
     )
 
@@ -148,6 +175,10 @@ def _attend(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
 class _Closed(KeyboardInterrupt):
@@ -216,7 +247,7 @@ class _LinkToLauncher(_ToLauncher):
 
     def recv(self) -> Any:
         try:
-            while not isinstance(command := self._next(), str | list):
+            while (command := order(self._next())) is None:
                 pass  # a word to launchers
         except LinkLost as error:
             raise EOFError(str(error)) from error

@@ -32,7 +32,7 @@ class VirtualWorkers:
             workers,
             args=args,
             links=world.links,
-            inner=world.inner * (config.pipeline.stages if config.pipeline.together else 1),
+            inner=world.inner * config.pipeline.neighbours,
             inner_links=world.inner_links,
             threads=world.threads,
             step_seconds=step_seconds(config),

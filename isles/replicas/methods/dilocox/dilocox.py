@@ -30,7 +30,7 @@ from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.fragment import Fragment
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
 from isles.replicas.parts.cadence import EveryH
@@ -38,11 +38,10 @@ from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.landing import Carry, Replace
 from isles.replicas.parts.mixing import Everyone
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoXConfig(MethodConfig):
+class DiLoCoXConfig(OuterConfig):
     """Settings of `dilocox`."""
 
     sync_every: int = 125
@@ -159,6 +158,7 @@ class DiLoCoX(OuterSync):
             landing=Carry() if config.delay == "carry" else Replace(),
             codec=form,
             feedback=feedback(config.error_feedback, config.feedback_decay),
+            on_broken=config.on_broken,
         )
 
     @override

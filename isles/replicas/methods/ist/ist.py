@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import Stamp, pattern, working_bytes
+from isles.comm.errors import WorkerFailed
 from isles.comm.tags import Channel
 from isles.models.subnet import put, reads, split_axes, take
 from isles.network.planner.planned import Cross, PlannedExchange, Rhythm, by_size
@@ -246,6 +247,7 @@ class IST(ReplicaSync):
     def _next_round(self) -> None:
         """Merge, average, divide anew. All of it is waited for: the next step needs the other units."""
         live = self.subnet.live(self.inner, self.store.keys(moments=True))
+        self._refuse_not_finite()
         sent_up, sent_down = (each[self.group.rank] for each in self.store.sent_bytes(self.round))
         up = self.store.up(self.group.call(), live, self.store.kept, self.round)
         merging = self.group.start(up, nbytes=sent_up)
@@ -257,6 +259,12 @@ class IST(ReplicaSync):
         if self.config.optimizer_state == "reset":
             self.inner.state.clear()
         self.merged = self.steps
+
+    def _refuse_not_finite(self) -> None:
+        """Nothing is kept that a broken subnet could go back to."""
+        if not all(bool(parameter.detach().sum().isfinite()) for parameter in self.parameters):
+            reason = f"its weights are not finite at inner step {self.steps}: lower the learning rate, or set max_norm"
+            raise WorkerFailed(self.group.transport.rank, reason)
 
     def _average(self, channel: Channel, stamp: Stamp | None = None) -> None:
         shared = FlatParameters(self.shares)

@@ -83,7 +83,7 @@ def evaluate(
     route: RouteOption = "once",
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
-    from isles.cli.experts_show import print_forest, print_results
+    from isles.cli.experts.show import print_forest, print_results
     from isles.experts.joining import Joining
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
-    from isles.cli.experts_show import print_paper, print_plan
+    from isles.cli.experts.show import print_paper, print_plan
     from isles.experts.reading import read
     from isles.experts.systems import settings
 
@@ -240,7 +240,7 @@ class _Words:
 
 
 def _run(words: _Words, out: Path | None, listing: bool) -> None:
-    from isles.cli.experts_show import print_jobs, print_results
+    from isles.cli.experts.show import print_jobs, print_results
     from isles.experts.reading import read
     from isles.experts.systems import opened, settings
 
@@ -280,6 +280,6 @@ def _refuse_undone(system: System[Any]) -> None:
 
 
 def _progress() -> Any:
-    from isles.cli.experts_show import Shown
+    from isles.cli.experts.show import Shown
 
     return Shown()

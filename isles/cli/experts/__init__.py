@@ -1,0 +1,1 @@
+"""`isles experts`: ensembles of models that are trained apart."""

@@ -1,0 +1,142 @@
+"""A listening socket that strangers may do to what they like.
+
+Each connection is heard by a task of its own in the loop's thread, which has `seconds` from its beginning to its end.
+At most `most` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
+that one machine that opens thousands only cuts off itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from isles.launch import loop
+from isles.launch.frames import STRANGERS
+from isles.launch.link import LinkLost, plain, reason
+
+MOST = 64
+_AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
+_BACKLOG = 128
+
+Hear = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Hears a new connection, to the end or until it is let in; who returns has closed it or keeps it. What is raised ends
+that connection alone: LinkLost with words for a person, or whatever a connection may raise.
+"""
+
+
+class Listener:
+    """Has every connection to `listening` heard, from the making of this until the end of its context.
+
+    refused: told, in the loop's thread, of each connection that came to nothing: its address and why.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        hear: Hear,
+        *,
+        seconds: float,
+        tls: ssl.SSLContext | None = None,
+        most: int = MOST,
+        refused: Callable[[str, str], None] = lambda address, why: None,
+    ) -> None:
+        self._listening, self._hear, self._refused = listening, hear, refused
+        self._seconds, self._tls, self._most = seconds, tls, most
+        self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
+        listening.setblocking(False)
+        listening.listen(_BACKLOG)
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.get_running_loop().create_task(self._accept())
+
+        self._accepting = loop.run(begin())
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            loop.run(self._end(), 2.0)
+        self._listening.close()
+
+    async def _accept(self) -> None:
+        own = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await own.sock_accept(self._listening)
+            except OSError:  # it went away again, or this process has no descriptor left for it
+                await asyncio.sleep(_AGAIN)
+                continue
+            if len(self._heard) >= self._most:
+                self._make_room()
+            task = own.create_task(self._attend(connection, plain(address[0])))
+            self._heard[task] = plain(address[0])
+            task.add_done_callback(lambda done: self._heard.pop(done, None))
+
+    def _make_room(self) -> None:
+        ((address, _),) = Counter(self._heard.values()).most_common(1)
+        oldest = next(task for task, its in self._heard.items() if its == address)
+        del self._heard[oldest]
+        oldest.cancel()
+
+    async def _attend(self, connection: socket.socket, address: str) -> None:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(self._seconds):
+                reader, writer = await opened(connection, self._tls)
+                await self._hear(reader, writer)
+        except asyncio.CancelledError:
+            if writer is not None:
+                writer.transport.abort()
+            raise
+        except Exception as error:  # whatever a stranger brings about is the end of that stranger alone
+            if writer is not None:
+                writer.transport.abort()
+            words = f"it is silent for {self._seconds:g} s" if isinstance(error, TimeoutError) else reason(error)
+            self._refused(address, str(error) if isinstance(error, LinkLost) else words)
+
+    async def _end(self) -> None:
+        tasks = [self._accepting, *self._heard]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=1.0)
+
+
+async def opened(
+    connection: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The streams of a connection that was accepted, once it speaks TLS where it must. The connection is theirs."""
+    own = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=STRANGERS)
+    transport, protocol = await own.connect_accepted_socket(
+        lambda: asyncio.StreamReaderProtocol(reader), connection, ssl=tls
+    )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, own)
+
+
+class Throttle:
+    """Lets so many lines about strangers through a minute, and says how many it kept back."""
+
+    def __init__(self, tell: Callable[[str], None], lines: int = 20) -> None:
+        self._tell, self._lines = tell, lines
+        self._minute, self._told, self._kept = time.monotonic(), 0, 0
+
+    def tell(self, text: str) -> None:
+        """Pass it on, if there is room for it."""
+        if time.monotonic() - self._minute > 60.0:
+            if self._kept:
+                self._tell(f"and {self._kept} more such")
+            self._minute, self._told, self._kept = time.monotonic(), 0, 0
+        if self._told < self._lines:
+            self._told += 1
+            self._tell(text)
+        else:
+            self._kept += 1

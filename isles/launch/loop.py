@@ -1,0 +1,59 @@
+"""The thread in which this process's links are read and written: one asyncio loop, begun with the first of them.
+
+What launchers do meanwhile, such as waiting for their workers, keeps no sign of life from being sent, and no stranger
+from being turned away in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_FAREWELL = 1.0  # seconds for what is under way at the end of the process
+_starting = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def run(coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+    """The coroutine's result, from any other thread. TimeoutError after `seconds`; it is then cancelled."""
+    future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, _started())
+    try:
+        return future.result(seconds)
+    finally:
+        future.cancel()
+
+
+def call(function: Callable[..., object], *arguments: Any) -> None:
+    """Have it called in the loop's thread, soon."""
+    _started().call_soon_threadsafe(function, *arguments)
+
+
+def _started() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_loop.run_forever, name="isles-links", daemon=True)
+            thread.start()
+            atexit.register(_end, _loop, thread)
+        return _loop
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Quietly: asyncio would complain of tasks that are left."""
+
+    async def cancel() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_FAREWELL) if tasks else None
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(cancel(), loop)
+    thread.join(2 * _FAREWELL)

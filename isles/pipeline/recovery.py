@@ -1,0 +1,222 @@
+"""Stages that are lost with all of their workers, made anew out of what is left (CheckFree, arXiv 2506.15461).
+
+    checkfree    W_s <- (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}),   w: norm of a stage's last gradient
+    checkfree+   the same; half of the microbatches see the ends exchanged, so the second stage can stand in for the
+                 first one behind the origin, and the last but one for the last: those are copies
+    average      both neighbours alike       copy   the stage before       random   drawn anew
+    checkpoint   all stages as they were some steps ago
+
+A stage that was made anew begins with empty moments and a rate 1.1 times as high. Stage 0 is never lost: it has the
+text, what makes the stream, and, as the loss is computed there, what ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from isles.comm.codecs.base import as_bytes
+from isles.comm.collectives.basic import all_done
+from isles.comm.mesh import Mesh
+from isles.models.stages import Stage
+from isles.network.noise import uniform
+
+RATE = 1.1
+"""Times the learning rate of a stage that was made anew; the paper's."""
+_NORM_BYTES = 8
+
+
+def lost_stages(step: int, stages: int, chance: float, seed: int) -> list[int]:
+    """Those that are lost after inner step `step`, each with `chance`; the same at every worker."""
+    return [stage for stage in range(1, stages) if uniform(seed, 0x10C4EC, step, stage) < chance]
+
+
+def sources(kind: str, stage: int, stages: int) -> tuple[int, ...]:
+    """The stages whose weights a lost one is made of: two are averaged, one is copied; none for what needs none."""
+    if kind in ("random", "checkpoint"):
+        return ()
+    last = stage == stages - 1
+    if kind == "copy" or last:
+        return (stage - 1,)
+    if kind == "checkfree+" and stage == 1:
+        return (2,)
+    return stage - 1, stage + 1
+
+
+def refuse_neighbours(step: int, lost: Sequence[int], kind: str, stages: int) -> None:
+    """ValueError where a stage would be made of another one that is lost too."""
+    for stage in lost:
+        gone = [other for other in sources(kind, stage, stages) if other in lost]
+        if gone:
+            pair = sorted((stage, gone[0]))
+            raise ValueError(
+                f"stages {pair[0]} and {pair[1]} are both lost after inner step {step}: "
+                f'pipeline.recovery = "{kind}" makes a stage of its neighbours; choose "checkpoint", or a smaller '
+                "pipeline.stage_loss"
+            )
+
+
+def merged(before: Tensor, before_norm: float, after: Tensor, after_norm: float) -> Tensor:
+    """CheckFree's mean of two neighbours: with equal norms the plain one, with one norm of 0 a copy of the other."""
+    total = before_norm + after_norm
+    share = after_norm / total if total > 0 else 0.5
+    return before * (1 - share) + after * share
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """How stages are lost and mended. every: steps between the copies that "checkpoint" goes back to."""
+
+    chance: float
+    kind: str
+    seed: int
+    every: int
+
+
+class Recovery:
+    """One worker's part in mending lost stages. drawn: weights of this stage, drawn anew from a seed.
+
+    ValueError where stages differ in their blocks, so that none can stand in for another.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        world: Mesh,
+        blocks: Sequence[int],
+        settings: LossSettings,
+        drawn: Callable[[int], Mapping[str, Tensor]],
+    ) -> None:
+        if sources(settings.kind, 1, 3) and len(set(blocks)) > 1:
+            raise ValueError(
+                f'pipeline.recovery = "{settings.kind}": stages of {", ".join(map(str, blocks))} blocks cannot stand '
+                "in for each other; choose pipeline.cut or model.layers so that all have as many"
+            )
+        self.stage, self.world, self.settings, self.drawn = stage, world, settings, drawn
+        self.stages = len(blocks)
+        self.norm = 0.0
+        """Of this stage's last gradient, its blocks' alone."""
+        self.kept: dict[str, Any] | None = None
+
+    def after_step(self, step: int, inner: Optimizer) -> tuple[list[int], float]:
+        """Called when inner step `step` is done and its gradients are still there. The stages that were lost, and what
+        this worker's learning rate is multiplied with.
+        """
+        gradients = [own.grad for own in self._parameters() if own.grad is not None]
+        self.norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        settings, here = self.settings, self.world.place.stage
+        lost = lost_stages(step, self.stages, settings.chance, settings.seed)
+        refuse_neighbours(step, lost, settings.kind, self.stages)
+        if settings.kind == "checkpoint":
+            self._go_back(step, inner, is_lost=bool(lost))
+            return lost, 1.0
+        for stage in lost:
+            self._send(stage)
+        if here not in lost:
+            return lost, 1.0
+        with torch.no_grad():
+            self._rebuild(step)
+        inner.state.clear()
+        return lost, RATE
+
+    @property
+    def kind(self) -> str:
+        """How lost stages are mended."""
+        return self.settings.kind
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of the run."""
+        return {"norm": self.norm, "kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.norm, self.kept = state["norm"], state["kept"]
+
+    def _parameters(self) -> list[Tensor]:
+        """Of the blocks, in their order: what neighbours have too."""
+        return [parameter for block in self.stage.blocks for parameter in block.parameters()]
+
+    def _holders(self, stage: int) -> list[int]:
+        """The ranks that hold `stage`, at this worker's place inside a stage."""
+        inner = self.world.place.inner
+        places = [(place, rank) for rank, place in enumerate(self.world.layout.coordinates)]
+        return [rank for place, rank in sorted(places) if place.stage == stage and place.inner == inner]
+
+    def _pairs(self, source: int, lost: int) -> list[tuple[int, int]]:
+        """(who sends, who is mended) for every worker of the lost stage: the one in the same column where there is."""
+        givers = self._holders(source)
+        return [(givers[number % len(givers)], taker) for number, taker in enumerate(self._holders(lost))]
+
+    def _send(self, lost: int) -> None:
+        """This stage's weights and norm to the workers of a lost stage that are made of it."""
+        if self.world.place.stage not in sources(self.settings.kind, lost, self.stages):
+            return
+        takers = [taker for giver, taker in self._pairs(self.world.place.stage, lost) if giver == self.world.rank]
+        if not takers:
+            return
+        norm = torch.tensor([self.norm], dtype=torch.float64)
+        wire = torch.cat((as_bytes(self._flat().cpu()), as_bytes(norm)))
+        group = self.world.world
+        works = [group.call("control").send(taker, wire) for taker in takers]
+        group.start(all_done(works), "control", nbytes=wire.numel()).wait()
+
+    def _rebuild(self, step: int) -> None:
+        kind, here = self.settings.kind, self.world.place.stage
+        if kind == "random":
+            self.stage.load_state_dict(self.drawn(step))
+            return
+        found = [self._received(source) for source in sources(kind, here, self.stages)]
+        if len(found) == 1:
+            flat = found[0][0]
+        else:
+            (before, before_norm), (after, after_norm) = found
+            if kind == "average":
+                before_norm = after_norm = 1.0
+            flat = merged(before, before_norm, after, after_norm)
+        parameters = self._parameters()
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+    def _received(self, source: int) -> tuple[Tensor, float]:
+        """Weights and norm of the stage `source`."""
+        group, own = self.world.world, self._flat().cpu()
+        giver = next(giver for giver, taker in self._pairs(source, self.world.place.stage) if taker == self.world.rank)
+        wire = torch.empty(own.nbytes + _NORM_BYTES, dtype=torch.uint8)
+        group.start(all_done([group.call("control").recv(giver, wire)]), "control", nbytes=wire.numel()).wait()
+        norm = wire[own.nbytes :].clone().view(torch.float64)
+        return wire[: own.nbytes].view(own.dtype), float(norm)
+
+    def _flat(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters()])
+
+    def _go_back(self, step: int, inner: Optimizer, *, is_lost: bool) -> None:
+        """Load what was kept, at every stage; else keep what there is when it is time. Before the first copy there is
+        only the beginning.
+        """
+        if is_lost and self.kept is None:
+            self.stage.load_state_dict(self.drawn(0))  # as the run began
+            inner.state.clear()
+        elif is_lost:
+            assert self.kept is not None
+            self.stage.load_state_dict(self.kept["model"])
+            rates = [group["lr"] for group in inner.param_groups]
+            inner.load_state_dict(self.kept["inner"])
+            for group, rate in zip(inner.param_groups, rates, strict=True):
+                group["lr"] = rate  # the schedule goes on
+        elif step % self.settings.every == 0:
+            model = {name: tensor.clone() for name, tensor in self.stage.state_dict().items()}
+            self.kept = {"model": model, "inner": _copied(inner.state_dict())}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,126 @@
+"""What a user does to a model behind its optimizer's back, looked at in each step: parameters that are frozen or
+thawed, weights that are loaded, formats that change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from isles.replicas.flat import FlatParameters
+from isles.replicas.island.sharded import own_rows
+from isles.wrapping import innermost
+
+
+class ModelWatch:
+    """Of the parameters that are exchanged, in their order."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._known = set(map(id, self.parameters))
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
+        self._before: int | None = None  # hash of the weights before some were loaded that nobody told of yet
+        self._is_restored = False  # the optimizer's state was loaded since the last step
+        hook = _Loading(weakref.ref(self))
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(hook)
+
+    def look(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        """Called in inner step `step`, with gradients in place. groups: the inner optimizer's. ValueError, in one line
+        with the mend, for what would be trained without being exchanged, or exchanged without having been trained.
+        """
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise ValueError(
+                        f"{self._name(parameter)} was frozen when the optimizer was made, so it would be trained and "
+                        "never exchanged: make the optimizer anew after requires_grad_(True), or freeze it again"
+                    )
+        for number, (parameter, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
+            if parameter.dtype != dtype:
+                raise ValueError(
+                    f"{self._name(parameter)} is {_short(parameter.dtype)} now and was {_short(dtype)} when the "
+                    "optimizer was made, so rounding would count as progress: convert the model before"
+                )
+            if parameter.requires_grad or parameter.grad is not None:
+                self._since.pop(number, None)
+            else:
+                self._since.setdefault(number, step)
+        if self._before is not None and self._before != self._digest():
+            raise ValueError(
+                "weights were loaded into the model after its optimizer was made, and would count as progress: load "
+                "them before, or load the optimizer's state_dict() of the same moment too"
+            )
+        self._before, self._is_restored = None, False
+
+    def at_rest(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
+        """Those of the parameters `numbers` that stood still in all inner steps after step `since`, being frozen."""
+        return tuple(number for number in numbers if self._since.get(number, since + 2) <= since + 1)
+
+    def loading(self) -> None:
+        """Weights are about to be loaded, if they are others."""
+        if self._before is None and not self._is_restored and not self.parameters[0].is_meta:
+            self._before = self._digest()
+
+    def loaded(self) -> None:
+        """Something of the optimizer's own state was loaded: weights of the same moment were, or are to come."""
+        self._before, self._is_restored = None, True
+
+    def state_dict(self) -> dict[str, int]:
+        """JSON-able: what is frozen, and since when."""
+        return {str(number): step for number, step in self._since.items()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from `state_dict`."""
+        self._since = {int(number): step for number, step in state.items()}
+
+    def _digest(self) -> int:
+        flat = FlatParameters([own_rows(parameter) for parameter in self.parameters])
+        return flat.digest(flat.read(flat.new()))
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+
+
+class _Loading:
+    """What torch calls before a module's weights are loaded. A copy of the model, saved or deep, tells nobody."""
+
+    def __init__(self, watch: weakref.ref[ModelWatch] | None = None) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: object) -> None:
+        watch = None if self._watch is None else self._watch()
+        if watch is not None:
+            watch.loading()
+
+    def __reduce__(self) -> tuple[type[_Loading], tuple[()]]:
+        return _Loading, ()
+
+
+def refuse_unfit(parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
+    """ValueError, with the mend, for what no method can exchange, or step."""
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise ValueError("the model has lazy parameters without a shape: run one batch through it before wrapping")
+    odd = next((parameter for parameter in parameters if parameter.is_complex()), None)
+    if odd is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(odd.shape)} is complex, and would lose its imaginary part: keep two real "
+            "numbers an entry (torch.view_as_real), and see them as complex in forward"
+        )
+    if isinstance(innermost(inner), torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, each with gradients of its own, of which only one could "
+            "be exchanged: use an optimizer of one gradient a step, such as AdamW or SGD"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,60 @@
+"""`pipeline.routing = "skippipe"`: whether the rest of a configuration can be run by its plan. Loads no torch."""
+
+from __future__ import annotations
+
+from isles.errors import in_section
+from isles.network.named import links as named
+from isles.network.routing.delays import fingerprint
+from isles.network.routing.plan import PipelinePlan, read_plan
+from isles.pipeline.config import PipelineConfig
+
+_STEPS_WAITED = 5
+"""Of a plan's steps, before somebody who is silent counts as lost: its last microbatch may come at the step's end."""
+
+
+def plan_of(pipeline: PipelineConfig) -> PipelinePlan | None:
+    """The plan of a run; None where its routing has none. ValueError as `read_plan`."""
+    if pipeline.routing != "skippipe":
+        return None
+    try:
+        return read_plan(pipeline.plan)
+    except ValueError as error:
+        raise ValueError(in_section("pipeline", f"plan = {error}", ["plan"])) from None
+
+
+def longest_wait(plan: PipelinePlan) -> float:
+    """Seconds that nodes of a plan wait for each other at least."""
+    return _STEPS_WAITED * plan.step_seconds
+
+
+def check_plan(
+    plan: PipelinePlan, pipeline: PipelineConfig, *, method: str, workers: int, inner: int, links: str | None
+) -> None:
+    """ValueError, one line that names the key, where the plan is for something else than the run. inner: workers of an
+    island. links: the network's name; None where it is as it is.
+    """
+    try:
+        plan.refuse(workers=workers)
+        if links is not None:
+            plan.refuse(links=fingerprint(named(links), workers))
+        if pipeline.cut and len(pipeline.cut) == len(plan.problem.stages) - 1:
+            plan.refuse(cuts=pipeline.cut)
+    except ValueError as error:
+        raise ValueError(f"pipeline.plan = {pipeline.plan}: {error}") from None
+    problem, own = plan.problem, plan.problem.memory * plan.problem.waves
+    if method != "ddp":
+        raise ValueError(
+            f'replicas.method = "{method}": the nodes of a stage share the gradient of each step of a plan; choose '
+            '"ddp"'
+        )
+    if len(problem.stages) != pipeline.stages:
+        raise ValueError(
+            f"pipeline.stages = {pipeline.stages}: the plan has {len(problem.stages)}; set it to that, or plan again"
+        )
+    if pipeline.microbatches != own:
+        raise ValueError(
+            f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
+            f"{problem.memory} x waves {problem.waves}); set it to that"
+        )
+    if inner > 1:
+        raise ValueError(f"world.inner = {inner}: the nodes of a plan are single workers; leave it out")

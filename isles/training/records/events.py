@@ -1,0 +1,178 @@
+"""What the workers of another machine may say, and in which words: the schema of what goes over a link during a run.
+
+A machine that has the token is one of the run, but what it says is data: steps are whole numbers of this run, a worker
+speaks for itself alone, texts have no control characters, nothing becomes a path. Anything else is `Unfit`, and its
+machine counts as lost, by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from isles.comm.errors import NodeLost
+from isles.launch.fields import Unfit, integer, number, table, text
+from isles.schema import Metrics
+from isles.training.config.sections import Config
+from isles.training.records.spread import WEIGHTS
+from isles.training.records.timeline import KEPT
+
+_COUNT = 1 << 63
+_WORDS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LINE = tuple(field.name for field in fields(Metrics))
+_KINDS = ("compute", "away", "blocked", "transfer")
+_CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
+_GAUGES = 64
+_RESULTS = (
+    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "bytes_across", "ddp_bytes",
+    "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds", "pipeline_seconds",
+)  # fmt: skip
+
+
+class Schema:
+    """Of the run `config`. A call is a check of `isles.launch.relay`."""
+
+    def __init__(self, config: Config) -> None:
+        self.steps = config.run.steps
+
+    def __call__(self, kind: str, value: Any, ranks: Container[int]) -> Any:
+        """The value of a message of that kind about the workers `ranks`, fit for use. Unfit where it is not."""
+        if kind == "event":
+            return self.event(table(value, "an event"), ranks)
+        if kind == "done":
+            return None if value is None else _result(table(value, "a result"))
+        if kind == "held":
+            return integer({"held": value}, "held", 0, self.steps)
+        return value
+
+    def event(self, event: dict[str, Any], ranks: Container[int]) -> dict[str, Any]:
+        """One of those that `Records.take` knows; of these ranks."""
+        keys = set(event)
+        if keys == {"notice"}:
+            return {"notice": text(event, "notice", 4000)}
+        if keys == {"checkpoint", "worker"}:
+            return {"checkpoint": self._step(event, "checkpoint"), "worker": _rank(event, "worker", ranks)}
+        if keys == {"corpus", "rank"}:
+            return {"corpus": _digest(event, "corpus"), "rank": _rank(event, "rank", ranks)}
+        if keys == {"sample", "step", "worker"}:
+            return {"sample": _sample(event), **self._place(event, ranks)}
+        if keys == {"spans"}:
+            spans = event["spans"]
+            if not isinstance(spans, list) or len(spans) > 2 * KEPT:
+                raise Unfit("spans are too many")
+            return {"spans": [self._span(table(span, "a span"), ranks) for span in spans]}
+        return self._line(event, ranks)
+
+    def _line(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
+        gauges = [key for key in event if key not in _LINE]
+        if len(gauges) > _GAUGES or not all(_WORDS.fullmatch(key) for key in gauges) or "lost" in gauges:
+            raise Unfit("an event of no kind that isles has")
+        kept = self._place(event, ranks)
+        for key in ("tokens", "bytes_sent", "bytes_received"):
+            kept[key] = integer(event, key, 0, _COUNT)
+        for key in ("blocked_seconds", "compute_seconds", "clock_seconds"):
+            kept[key] = number(event, key, -math.inf)
+        for key in ("loss", "lr", *(["val_loss"] if "val_loss" in event else []), *gauges):
+            kept[key] = _figure(event, key)
+        return {key: kept[key] for key in event}
+
+    def _span(self, span: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
+        kind, channel = span.get("kind"), span.get("channel")
+        if kind not in _KINDS or channel not in _CHANNELS:
+            raise Unfit("a span of no kind that isles has")
+        times = {key: number(span, key, -math.inf) for key in ("start", "end")}
+        return {**self._place(span, ranks), "kind": kind, "channel": channel, **times}
+
+    def _place(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
+        return {"step": self._step(event, "step"), "worker": _rank(event, "worker", ranks)}
+
+    def _step(self, event: Mapping[str, Any], key: str) -> int:
+        return integer(event, key, 0, self.steps)
+
+
+@contextlib.contextmanager
+def host_heard() -> Iterator[None]:
+    """While what node 0 says is looked at: what is unfit is the loss of node 0."""
+    try:
+        yield
+    except Unfit as error:
+        raise NodeLost(0, f"says what isles does not say: {error}") from None
+
+
+def committed(command: Mapping[str, Any], config: Config) -> tuple[int, list[int]]:
+    """Step and workers of node 0's word that a checkpoint is whole. Unfit where it is none."""
+    seats = command.get("seats")
+    if not isinstance(seats, list) or len(seats) > config.world.workers:
+        raise Unfit("seats are no workers of this run")
+    known = [integer({"seat": seat}, "seat", 0, config.world.workers - 1) for seat in seats]
+    return integer(command, "commit", 0, config.run.steps), known
+
+
+def begun(facts: Mapping[str, Any], config: Config) -> int | None:
+    """The step that node 0 says to go on from; None for a new run."""
+    return None if facts.get("resume") is None else integer(facts, "resume", 0, config.run.steps)
+
+
+def _result(result: dict[str, Any]) -> dict[str, Any]:
+    """What `Trainer.conclude` returns."""
+    known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory"}
+    if set(result) != known:
+        raise Unfit("a result of another kind than isles'")
+    kept: dict[str, Any] = {key: _figure(result, key) for key in _RESULTS}
+    if None in kept.values():
+        raise Unfit("a result with a figure missing")
+    kept |= {key: _figure(result, key) for key in ("val_loss", "val_loss_replica")}
+    digest, memory = result["corpus_sha256"], result["memory"]
+    kept["corpus_sha256"] = "" if digest == "" else _digest(result, "corpus_sha256")
+    kept["memory"] = None if memory is None else {
+        key: text(memory, key, 4000) if isinstance(memory[key], str) else _figure(memory, key)
+        for key in table(memory, "memory") if _WORDS.fullmatch(key)
+    }  # fmt: skip
+    return kept
+
+
+def _rank(event: Mapping[str, Any], key: str, ranks: Container[int]) -> int:
+    rank = integer(event, key, 0, _COUNT)
+    if rank not in ranks:
+        raise Unfit(f"{key} {rank} is no worker of its")
+    return rank
+
+
+def _figure(event: Mapping[str, Any], key: str) -> float | None:
+    """A number, finite or not, or None."""
+    value = event.get(key)
+    if value is None:
+        return None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, int) and abs(value) > _COUNT)
+    ):
+        raise Unfit(f"{key} is no number")
+    return value
+
+
+def _digest(event: Mapping[str, Any], key: str) -> str:
+    value = event.get(key)
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise Unfit(f"{key} is no SHA-256")
+    return value
+
+
+def _sample(event: Mapping[str, Any]) -> str:
+    value = event.get("sample")
+    if not isinstance(value, str) or len(value) > 6 * WEIGHTS:
+        raise Unfit("sample is no text of the length of one")
+    try:
+        size = len(base64.b64decode(value, validate=True))
+    except ValueError:
+        raise Unfit("sample is not in base64") from None
+    if size % 4 or size == 0:
+        raise Unfit("sample is no weights")
+    return value

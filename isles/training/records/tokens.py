@@ -1,0 +1,90 @@
+"""The token of a run on several machines: who makes it, where each machine keeps it, when it is removed.
+
+HOME/tokens/HALF/    what `isles token` has made on this machine, by the first half of the token
+RUN/credentials/     node 0: the key, the certificate and the secret; another node: the token alone
+
+They are removed from RUN when the run is complete; until then `isles resume` finds them there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from isles.comm import credentials
+from isles.comm.credentials import Credentials, Token, parse_token
+from isles.home import home
+
+CREDENTIALS = "credentials"
+VARIABLE = "ISLES_TOKEN"
+_TOKEN = "token"
+
+
+def given_token(text: str | None, nodes: int) -> Token | None:
+    """What --token says, or where it is not given ISLES_TOKEN; None where neither is. ValueError where --token is of no
+    use, or no token.
+    """
+    if nodes == 1:
+        if text is not None:
+            raise ValueError("--token is for several machines: add --nodes and --rendezvous, or take it out")
+        return None
+    text = text if text is not None else os.environ.get(VARIABLE)
+    return parse_token(text) if text else None
+
+
+def make_token() -> Token:
+    """A new token, for a run whose node 0 is this machine. ValueError where it cannot be kept."""
+    new = _tokens() / f"new-{os.getpid()}"
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        token = credentials.found(new).token
+        new.rename(_tokens() / token.fingerprint)
+    except OSError as error:
+        raise ValueError(
+            f"{_tokens()}: cannot be written to ({error.strerror}); name another folder with ISLES_HOME"
+        ) from error
+    return token
+
+
+def host_credentials(run: Path, given: Token | None) -> tuple[Credentials, bool]:
+    """Those of node 0 of the run in the directory `run`, and whether they were made now, so that nobody has heard of
+    the token. ValueError where the key of the token that was given is not on this machine, or its certificate has
+    expired.
+    """
+    kept = run / CREDENTIALS
+    if given is not None and not (kept.exists() and credentials.read(kept).token == given):
+        made = _tokens() / given.fingerprint
+        if not made.exists() or credentials.read(made).token != given:
+            raise ValueError(
+                "--token: was not made on this machine, which is node 0 and must have its key; make one here with "
+                "`isles token`, or leave --token out here and copy the one that is shown"
+            )
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(made, kept)
+    fresh = not kept.exists()
+    mine = credentials.found(kept) if fresh else credentials.read(kept)
+    if credentials.stale(mine):
+        raise ValueError("--token: its certificate has expired; make another one with `isles token`")
+    return mine, fresh
+
+
+def node_token(run: Path, given: Token | None) -> Token:
+    """The token of another node of the run in the directory `run`, kept there. ValueError where there is none."""
+    kept = run / CREDENTIALS / _TOKEN
+    if given is None:
+        if not kept.exists():
+            raise ValueError(f"--token is missing: give the one that node 0 shows, or {VARIABLE}, or --token @FILE")
+        return parse_token(f"@{kept}")
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    credentials.write_private(kept, str(given).encode("ascii"))
+    return given
+
+
+def forget(run: Path) -> None:
+    """Remove them from a run that is over."""
+    shutil.rmtree(run / CREDENTIALS, ignore_errors=True)
+
+
+def _tokens() -> Path:
+    return home() / "tokens"

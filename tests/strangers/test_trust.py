@@ -1,0 +1,105 @@
+"""A run directory that comes from elsewhere is data: what it names is imported only for who made it, or trusts it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from isles.cli import app
+from isles.home import home
+from isles.training.config.reading import gather, read_config
+from isles.training.config.trust import TYPED
+from isles.training.records.saved import load_run
+from isles.training.records.writer import write_config
+
+EVIL = """
+[model]
+factory = "os:system"
+context = 16
+[model.options]
+command = "touch {flag}"
+[world]
+backend = "virtual"
+"""
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> tuple[Path, Path]:
+    """A run that somebody else made, and the file that appears if its word is taken."""
+    run, flag = tmp_path / "downloaded", tmp_path / "owned"
+    (run / "checkpoints" / "step-2").mkdir(parents=True)
+    (run / "checkpoints" / "step-2" / "manifest.json").write_text('{"step": 2, "workers": 4, "files": {}}')
+    (run / "model.safetensors").write_bytes(b"")
+    (run / "config.toml").write_text(EVIL.format(flag=flag))
+    return run, flag
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "RUN"], ["generate", "RUN", "--prompt", "x"], ["export", "RUN"], ["resume", "RUN"],
+        ["resume", "RUN", "--workers", "2"], ["train", "RUN/config.toml", "--dry-run"],
+        ["train", "RUN/config.toml"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_downloaded_run_is_no_program(downloaded: tuple[Path, Path], command: list[str]) -> None:
+    """One line that shows what would be imported; nothing is."""
+    run, flag = downloaded
+    done = CliRunner().invoke(app, [word.replace("RUN", str(run)) for word in command])
+    assert isinstance(done.exception, ValueError) and not flag.exists()
+    said = str(done.exception)
+    assert "model.factory = 'os:system', model.options = {'command':" in said and "add --trust" in said
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("record", ["{}", "[" * 5000, '{"names": {"model.factory": "os:system"}, "mac": "0"}', "\xff"])
+def test_a_record_that_was_not_written_here_is_none(downloaded: tuple[Path, Path], record: str) -> None:
+    run, _ = downloaded
+    (run / TYPED).write_text(record, encoding="latin-1")
+    with pytest.raises(ValueError, match="was not made here"):
+        load_run(run)
+
+
+def test_trust_is_given_once(downloaded: tuple[Path, Path]) -> None:
+    """And is noted, for these names and arguments alone."""
+    run, _ = downloaded
+    config = run / "config.toml"
+    assert gather(str(config), {}, [], trust=True)["model"]["factory"] == "os:system"
+    assert gather(str(config), {}, [])["model"]["factory"] == "os:system"
+    config.write_text(config.read_text().replace("touch", "rm"))
+    with pytest.raises(ValueError, match="was not made here"):
+        gather(str(config), {}, [])
+
+
+def test_what_was_typed_here_is_imported(tmp_path: Path) -> None:
+    """A run of one's own, also after it was moved; not by who has another home, nor after somebody changed the name."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[model]\nfactory = "tests.training.own_models:build"\ncontext = 16\n[replicas]\nmethod = "none"\n')
+    config = read_config(str(mine), {}, [])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"")
+    write_config(config, tmp_path / "run")
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    path = tmp_path / "moved" / "config.toml"
+    assert read_config(str(path), {}, []) == config
+    assert (home() / "key").stat().st_mode & 0o077 == 0
+    record = json.loads((tmp_path / "moved" / TYPED).read_text())
+    assert record["names"] == {"model.factory": "tests.training.own_models:build"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISLES_HOME", str(tmp_path / "other"))
+        with pytest.raises(ValueError, match=r"model.factory = 'tests.training.own_models:build'.*was not made here"):
+            read_config(str(path), {}, [])
+    path.write_text(path.read_text().replace("own_models:build", "own_models:wide"))
+    with pytest.raises(ValueError, match="own_models:wide"):
+        read_config(str(path), {}, [])
+
+
+def test_a_config_that_a_person_names_is_that_persons_word(downloaded: tuple[Path, Path], tmp_path: Path) -> None:
+    run, _ = downloaded
+    shutil.copy(run / "config.toml", tmp_path / "mine.toml")
+    assert gather(str(tmp_path / "mine.toml"), {}, [])["model"]["factory"] == "os:system"

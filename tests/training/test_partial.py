@@ -1,0 +1,157 @@
+"""Runs by a plan, from CONFIG to summary: resumed to the same bits, judged in full order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isles.network.own import read_links
+from isles.network.routing.delays import delays_of, fingerprint
+from isles.network.routing.plan import PipelinePlan, as_json, read_plan
+from isles.network.routing.problem import Costs, Problem
+from isles.network.routing.search import blind
+from isles.training.records.saved import load_run
+from isles.training.running.run import launch
+from tests.network.routing.instances import drawn, paths_of, reference
+from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+
+SIZES = (2, 1, 2)
+
+
+def write_links(folder: Path, problem: Problem) -> Path:
+    """A network of lines that take the problem's delays."""
+    rows = ", ".join(f"[{', '.join(map(repr, row))}]" for row in problem.delays)
+    path = folder / "links.toml"
+    path.write_text(f"bandwidth = inf\nlatency = [{rows}]\n")
+    return path
+
+
+def write_plan(folder: Path, problem: Problem, paths: Any = None, **changes: Any) -> PipelinePlan:
+    """plan.json and links.toml in `folder`."""
+    links = read_links(str(write_links(folder, problem)))
+    problem = replace(problem, delays=delays_of(links, problem.nodes, 1))
+    made = PipelinePlan(
+        problem=problem, paths=paths or blind(problem, 1), links=fingerprint(links, problem.nodes), **changes
+    )
+    (folder / "plan.json").write_text(as_json(made))
+    return made
+
+
+def words(folder: Path, made: PipelinePlan) -> list[str]:
+    own, stages = made.problem.memory * made.problem.waves, len(made.problem.stages)
+    return [
+        f"model.layers={stages}",
+        f"pipeline.stages={stages}",
+        f"pipeline.microbatches={own}",
+        f"data.batch_size={own}",
+        "pipeline.routing=skippipe",
+        f"pipeline.plan={folder / 'plan.json'}",
+        f"world.links={folder / 'links.toml'}",
+        "run.log_every=1",
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_text(tmp_path / "text.txt")
+    return tmp_path
+
+
+def small() -> Problem:
+    return drawn(3, SIZES, path_length=2, memory=2, waves=1)
+
+
+def config_of(folder: Path, made: PipelinePlan, *more: str, steps: int = 4, **given: Any):
+    asked = {"method": "ddp", "workers": made.problem.nodes, **given}
+    return tiny(folder / "text.txt", *words(folder, made), *more, steps=steps, **asked)
+
+
+def test_a_run_by_a_plan_goes_on_with_the_same_bits_and_is_judged_in_full_order(folder: Path) -> None:
+    made = write_plan(folder, small())
+    whole, copy = folder / "whole", folder / "copy"
+    config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits")
+    run(config, whole)
+    summary = json.loads((whole / "summary.json").read_text())
+    weights = load_file(whole / "model.safetensors")
+    assert summary["stages"] == 3 and summary["parameters"] == sum(own.numel() for own in weights.values())
+    # As many rows as the one model is judged on by itself, in the order of all its blocks.
+    assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-6)
+    assert load_run(whole).model is not None
+    shutil.copytree(whole, copy)
+    (copy / "summary.json").unlink()
+    told = Told()
+    launch(config, copy, told.lines.append, told.notices.append, resume=2)
+    lines = [sorted(str(without_clocks(line)) for line in metrics(one)) for one in (whole, copy)]
+    assert lines[0] == lines[1]
+    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["pipeline.plan=nowhere.json"], r"pipeline.plan = nowhere.json: cannot be read"),
+        (["pipeline.plan="], 'pipeline.routing = "skippipe" wants plan'),
+        (["pipeline.stages=2", "model.layers=2"], "pipeline.stages = 2: the plan has 3"),
+        (["pipeline.microbatches=4"], "pipeline.microbatches = 4: the plan sends 2 from each origin"),
+        (["pipeline.cut=[1, 3]", "model.layers=4"], "the plan cuts the model before blocks 1, 2, the run before 1, 3"),
+        (["world.links=lan"], "the plan was made for other links"),
+        (["world.step_seconds=2.0"], "world.step_seconds = 2.0: a plan says what its tasks take"),
+        (["pipeline.loss_at=last"], 'pipeline.loss_at = "last": with a plan'),
+        (["pipeline.in_flight=2"], "pipeline.in_flight = 2: a plan says"),
+        (["pipeline.routing=fixed"], 'pipeline.plan = ".*" acts with routing = "skippipe" only'),
+        (["replicas.method=diloco"], 'replicas.method = "diloco": the nodes of a stage share'),
+        (["world.workers=6", "world.links=lan"], "the plan is for 5 workers, there are 6"),
+        (["world.inner=5"], "world.inner = 5: the nodes of a plan are single workers"),
+    ],
+)
+def test_what_a_plan_cannot_be_run_with_is_one_line(folder: Path, change: list[str], told: str) -> None:
+    made = write_plan(folder, small(), cuts=(1, 2))
+    with pytest.raises(ValueError, match=told) as refusal:
+        config_of(folder, made, *change)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text[:-40], "not valid JSON"),
+        (
+            lambda text: text.replace('"nodes": [0, ', '"nodes": [1, ', 1),
+            "begins at node 1: a path begins",
+        ),
+        (lambda text: text.replace('"memory": 2', '"memory": 0'), "memory = 0: choose 1 or more"),
+    ],
+)
+def test_a_plan_that_is_broken_is_one_line(folder: Path, change: Any, told: str) -> None:
+    made = write_plan(folder, small())
+    path = folder / "plan.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=told) as refusal:
+        config_of(folder, made)
+    assert str(refusal.value).startswith("pipeline.plan = ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.long
+def test_the_shipped_assignment_trains_on_twenty_nodes(folder: Path) -> None:
+    """A step takes the replay's seconds and those in which a stage's nodes exchange their gradients."""
+    problem, shipped = reference("instance_shipped")
+    problem = replace(problem, costs=Costs(rest=0.13, rest_at_origin=0.09))
+    made = write_plan(folder, problem, paths_of(problem, shipped["paths_ca_one_per_origin"]))
+    run(config_of(folder, made, "pipeline.clip=stage", "run.checkpoint_every=2"), folder / "run")
+    ends = {}
+    for line in metrics(folder / "run"):
+        if "worker" in line:
+            ends[line["step"]] = max(ends.get(line["step"], 0.0), line["clock_seconds"])
+    took = [ends[step + 1] - ends[step] for step in (1, 2, 3)]
+    planned = read_plan(folder / "plan.json").step_seconds
+    slowest = max(max(row) for row in problem.delays)
+    print(f"planned {planned:.4f} s, took {took}")
+    assert all(planned - slowest < seconds < planned + 4 * slowest for seconds in took)
+    assert all(torch.isfinite(own).all() for own in load_file(folder / "run" / "model.safetensors").values())
