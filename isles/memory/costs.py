@@ -53,6 +53,9 @@ written.
 """
 
 
+_ROUNDED = 16384  # bytes: what a unit's tensors take more in whole pages, each where it may begin
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """What is chosen for one unit."""
@@ -293,7 +296,9 @@ def staging(profile: Profile, placements: Sequence[Placement]) -> int:
     each, these once more while they become those of the parameters.
     """
     every = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
-    return max((SLOTS * cost.read + 3 * cost.fetched for cost in every if cost.filed), default=0)
+    return max(
+        (SLOTS * (cost.read + _ROUNDED) + 3 * (cost.fetched + _ROUNDED) for cost in every if cost.filed), default=0
+    )
 
 
 def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:

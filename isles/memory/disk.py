@@ -34,7 +34,7 @@ _MMAP_THRESHOLD = -3  # of mallopt
 _SMALL = 65536  # bytes: what is larger the C library is to give back at once
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies in its section."""
 
     dtype: torch.dtype
@@ -129,10 +129,10 @@ class Section:
 
     def __init__(self, file: DiskFile, like: Sequence[Tensor], *, cached: bool = False) -> None:
         self.file, self._cached = file, cached
-        self.places, end = list[Place](), 0
+        self.places, end = list[TensorPlace](), 0
         for tensor in like:
             begin = -(-end // ALIGNED) * ALIGNED
-            self.places.append(Place(tensor.dtype, tensor.shape, begin, tensor.nbytes))
+            self.places.append(TensorPlace(tensor.dtype, tensor.shape, begin, tensor.nbytes))
             end = begin + tensor.nbytes
         self.nbytes, self.room = sum(place.nbytes for place in self.places), pages(end)
         self._begin = file.extend(self.room)
@@ -166,7 +166,7 @@ class Section:
         self.file.write(self._begin, buffer[: self.room], cached=self._cached)
 
 
-class Slot:
+class StagingSlot:
     """Page-aligned memory that is taken once and grows where a larger unit comes. meter: counts it."""
 
     def __init__(self, meter: MemoryMeter | None = None) -> None:

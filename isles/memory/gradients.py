@@ -25,7 +25,7 @@ class Landed(NamedTuple):
     shown: Callable[[], None] | None
 
 
-class Landing:
+class Arrivals:
     """What comes down, until the computing thread takes it. arrived: called with a unit whose gradients of the step's
     last batch are on its parameters.
     """

@@ -29,7 +29,7 @@ from isles.memory.arena import Arena
 from isles.memory.costs import SLOTS, Profile, ends_update
 from isles.memory.engines.base import Engine, Urgency
 from isles.memory.engines.paced import Paced
-from isles.memory.gradients import Landing
+from isles.memory.gradients import Arrivals
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
@@ -106,7 +106,7 @@ class Managed(Wrapping):
             device=device,
             buffers=list(model.buffers()),
             accumulation=plan.accumulation,
-            landing=Landing(self._arrived),
+            landing=Arrivals(self._arrived),
             stored=stored,
             meter=meter,
         )

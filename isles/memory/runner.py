@@ -24,7 +24,7 @@ from isles.memory.activations import Repeatable, Swapped
 from isles.memory.arena import Arena
 from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_cost, unit_time
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
-from isles.memory.gradients import Landed, Landing
+from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
 from isles.memory.stored import StoredUnit
@@ -59,7 +59,7 @@ class Runner:
         device: torch.device,
         buffers: Sequence[Tensor],
         accumulation: int,
-        landing: Landing,
+        landing: Arrivals,
         stored: Mapping[int, StoredUnit],
         meter: MemoryMeter | None = None,
     ) -> None:

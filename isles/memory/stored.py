@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.memory.costs import Placement
-from isles.memory.disk import ALIGNED, DiskFile, Section, Slot, give_back_freed_memory, pages
+from isles.memory.disk import ALIGNED, DiskFile, Section, StagingSlot, give_back_freed_memory, pages
 from isles.memory.meter import MemoryMeter
 from isles.memory.units import ModelUnit
 from isles.memory.updates import PartialOptimizer, Settings
@@ -25,15 +25,15 @@ class Staging:
 
     def __init__(self, meter: MemoryMeter | None = None) -> None:
         self.meter = meter
-        self.fetched, self.sent = Slot(meter), Slot(meter)
+        self.fetched, self.sent = StagingSlot(meter), StagingSlot(meter)
         self.fetching = threading.Lock()
-        self.updates: list[Slot] = []  # that are free
+        self.updates: list[StagingSlot] = []  # that are free
 
-    def take(self) -> Slot:
+    def take(self) -> StagingSlot:
         """One for an update; whoever takes it has asked for it."""
-        return self.updates.pop() if self.updates else Slot(self.meter)
+        return self.updates.pop() if self.updates else StagingSlot(self.meter)
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: StagingSlot) -> None:
         """It is free again."""
         self.updates.append(slot)
 
@@ -106,7 +106,7 @@ class StoredUnit:
         states = self._tensors(self.optimizer.state)
         if states and not self._is_there(states):
             section = self.section(states)
-            buffer = Slot().take(section.room)
+            buffer = StagingSlot().take(section.room)
             _copy(section.views(buffer), states)
             section.write(buffer)
             self._show(self.optimizer.state)
@@ -220,7 +220,7 @@ class StoredUpdate:
             before, section = stored.states, stored.section(tensors)
             buffer = self._buffers["states"] if section is before else self._rest
             if buffer is None or len(buffer) < section.room:
-                buffer = Slot().take(section.room)
+                buffer = StagingSlot().take(section.room)
             for view, tensor in zip(section.views(buffer), tensors, strict=True):
                 if not _same_memory(view, tensor):
                     view.copy_(tensor)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isles.memory.costs import Placement
-from isles.memory.disk import DiskFile, Section, Slot, check_folder
+from isles.memory.disk import DiskFile, Section, StagingSlot, check_folder
 from isles.memory.engines.base import DiskFailed
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
@@ -174,7 +174,7 @@ def test_both_ways_to_the_file_show_the_same(direct: bool, tmp_path: Path) -> No
     tensors = [torch.arange(3000.0), torch.tensor(7.0), torch.arange(10, dtype=torch.int64)]
     section = Section(file, tensors, cached=not direct)
     assert section.nbytes == sum(tensor.nbytes for tensor in tensors)
-    slot = Slot().take(section.room)
+    slot = StagingSlot().take(section.room)
     for number in range(3):
         for view, tensor in zip(section.views(slot), tensors, strict=True):
             view.copy_(tensor + number)
