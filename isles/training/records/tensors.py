@@ -33,6 +33,11 @@ _NAMES = {
 _ALIGNED = 8
 
 
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write them. OSError where that fails: no part of the file stays then."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that each is aligned
@@ -49,8 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
-                own = tensors[name].detach().cpu().contiguous().reshape(-1)
-                file.write(own.view(torch.uint8).numpy().data)
+                file.write(_bytes(tensors[name]))  # and what it may have copied is gone
     except OSError:
         path.unlink(missing_ok=True)  # it would take room from what is written next
         raise
