@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import ssl
 import threading
 import time
 from collections import deque
+from multiprocessing.connection import wait
 from typing import Any
 
 from isles.comm.errors import CommError
@@ -113,7 +113,7 @@ class Link:
 
     def wait(self, seconds: float) -> None:
         """Return when something comes, or after `seconds`."""
-        select.select([self._awake], [], [], seconds)
+        wait([self._awake], seconds)  # not select, which fails for descriptors from 1024 on
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""

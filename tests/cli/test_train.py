@@ -90,16 +90,15 @@ def test_a_method_of_ones_own_from_this_folder_that_breaks(folder: Path) -> None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By force. All four runs start together, for most of a start is waiting.
+# By force. All runs start together, for most of a start is waiting.
 
 
-@pytest.fixture(scope="module")
-def endless(folder: Path) -> Iterator[dict[str, Command]]:
-    """Runs that have trained their first steps and would go on for hours."""
-    commands = {
-        name: Command(*short("--steps", "1000000", "--method", "own:Slow", "--out", name), folder=folder)
-        for name in ("worker", "SIGINT", "SIGTERM", "SIGKILL")
-    }
+def _endless(folder: Path, name: str) -> Command:
+    return Command(*short("--steps", "1000000", "--method", "own:Slow", "--out", name), folder=folder)
+
+
+def _train_on(folder: Path, commands: dict[str, Command]) -> Iterator[dict[str, Command]]:
+    """The commands once they have trained their first steps; in the end none of their processes is left."""
     try:
         for name, command in commands.items():
             began = eventually(lambda name=name: (folder / name / "config.toml").exists() and metrics(folder / name))
@@ -109,6 +108,12 @@ def endless(folder: Path) -> Iterator[dict[str, Command]]:
         for command in commands.values():
             for process in command.left():
                 process.kill()
+
+
+@pytest.fixture(scope="module")
+def endless(folder: Path) -> Iterator[dict[str, Command]]:
+    """Runs that have trained their first steps and would go on for hours."""
+    yield from _train_on(folder, {name: _endless(folder, name) for name in ("worker", "SIGINT", "SIGKILL")})
 
 
 def test_a_killed_worker_ends_the_run_with_its_name(endless: dict[str, Command]) -> None:
@@ -144,12 +149,20 @@ def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path
     assert metrics(folder / "SIGINT") and not (folder / "SIGINT" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_no_worker_outlives_the_launcher(endless: dict[str, Command], name: str) -> None:
-    command = endless[name]
-    command.process.send_signal(signal.Signals[name])
+def test_no_worker_outlives_the_launcher(endless: dict[str, Command]) -> None:
+    check_ended_by(signal.SIGKILL, endless["SIGKILL"], -9)
+
+
+@pytest.mark.long
+def test_no_worker_outlives_a_launcher_that_is_told_to_end(folder: Path) -> None:
+    for commands in _train_on(folder, {"SIGTERM": _endless(folder, "SIGTERM")}):
+        check_ended_by(signal.SIGTERM, commands["SIGTERM"], 143)
+
+
+def check_ended_by(number: signal.Signals, command: Command, wanted: int) -> None:
+    command.process.send_signal(number)
     code, _, error = command.end()
-    assert code == (143 if name == "SIGTERM" else -9)
+    assert code == wanted
     assert "Traceback" not in error
     assert gone(command.mark)
 

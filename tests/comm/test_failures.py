@@ -95,9 +95,10 @@ def test_a_receive_from_anyone_survives_a_dead_member() -> None:
     assert zero["dead"][:2] == ("PeerLost", 2) and zero["dead"][2] < 2.0
 
 
-def test_twenty_runs_exit_well() -> None:
-    """All four processes exit 0, twenty times in a row, with receives and transfers given up."""
-    for seed in range(20):
+@pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.long)])
+def test_many_runs_exit_well(runs: int) -> None:
+    """All four processes exit 0, so many times in a row, with receives and transfers given up."""
+    for seed in range(runs):
         pool = LocalWorkers(failure_workers.everything, 4, args=(seed,), deadlines=SOON)
         start = time.monotonic()
         assert pool.join() == [seed + 1.5] * 4

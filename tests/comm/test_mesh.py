@@ -163,7 +163,11 @@ dist.destroy_process_group()
 )
 
 
-@pytest.mark.parametrize("script", [PLAIN, OWN_GROUP], ids=["plain", "beside the user's process group"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(PLAIN, marks=pytest.mark.long), OWN_GROUP],
+    ids=["plain", "beside the user's process group"],
+)
 def test_torchrun(tmp_path: Path, script: str) -> None:
     """`isles.init()` finds the world that torchrun describes; a process group of the user's own, with its own time-out,
     is neither used nor closed. A script may just end, after its last message or with transfers given up: exit code 0.

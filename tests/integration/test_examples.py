@@ -33,7 +33,9 @@ def output(*arguments: str) -> str:
     ("arguments", "workers"),
     [
         (["examples/bare_loop.py"], 1),
-        (["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/bare_loop.py"], 2),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/bare_loop.py"], 2, marks=pytest.mark.long
+        ),
         pytest.param(["examples/bare_loop.py", "--workers", "3"], 3, marks=pytest.mark.long),
     ],
     ids=["alone", "torchrun", "run_local"],
