@@ -27,7 +27,7 @@ from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.orders import orders
-from isles.network.routing.replay import TaskSeconds
+from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned
 from isles.pipeline.routers.base import Router
@@ -270,12 +270,7 @@ class _Share:
         shares = self.executor.ways.shares
         if shares is None:
             return
-        here, route = self.group.rank, self.routes[task.microbatch]
-        if task.kind == "F":
-            ends = task.hop == route.last and not route.home
-            share = shares.forward[here] + (shares.loss[here] if ends else 0.0)
-        else:
-            share = shares.loss[here] if task.kind == "L" else shares.backward[here]
+        share = seconds_of(shares, self.routes[task.microbatch], self.group.rank, task)
         transport = self.group.transport
         transport.compute(share * transport.step_seconds)
 

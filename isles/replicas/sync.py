@@ -30,7 +30,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
-from isles.replicas.flat import FlatParameters, VectorMaker
+from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.watch import ModelWatch, refuse_unfit
@@ -278,9 +278,7 @@ class ReplicaSync(Wrapping):
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)), of those that all of them hold.
-
-        Costs one mean over the group; the weights are not touched.
+        parameters)), of those that all of them hold. Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
         return start.replica_std(self.shares, self.survivors(), lambda sums: self.replica.total(sums, "eval"))
@@ -366,6 +364,13 @@ class ReplicaSync(Wrapping):
         if outer:
             raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
         return outer
+
+    @classmethod
+    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
+        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
+        if any(outers):
+            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
+        return [outers[0] for _ in after]
 
     # The common start.
 

@@ -18,9 +18,9 @@ def test_a_dry_run_shows_the_plan_and_its_step(capsys: pytest.CaptureFixture[str
     config = _config(*WORDS)
     plan = prepared(config)[2]
     found = dry_run(config)
-    assert found.memory == plan
+    assert found.placed == plan
     assert found.step_seconds == plan.step  # the clock's, not that of [world]
-    assert json.loads(json.dumps(found.as_json()))["memory"]["peak"] == plan.peak
+    assert json.loads(json.dumps(found.as_json()))["placed"]["peak"] == plan.peak
     shown.show(config, probe=False, as_json=False)
     told = capsys.readouterr().out
     assert f"blocks      {plan.short} (auto, exact updates)" in told
@@ -28,4 +28,4 @@ def test_a_dry_run_shows_the_plan_and_its_step(capsys: pytest.CaptureFixture[str
 
 
 def test_a_dry_run_without_a_plan_says_nothing_of_one() -> None:
-    assert dry_run(_config()).as_json()["memory"] is None
+    assert dry_run(_config()).as_json()["placed"] is None

@@ -30,8 +30,10 @@ from typing_extensions import override
 from isles.comm.group import Group
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
+from isles.replicas.flat import FlatNames
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
+from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition, OnBroken
@@ -226,6 +228,14 @@ class OuterSync(ReplicaSync):
         being the state of their mean: a round that has been sent lands with the new workers.
         """
         return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
+
+    @classmethod
+    @override
+    def recut(
+        cls, outers: Sequence[dict[str, Any]], before: Sequence[FlatNames], after: Sequence[FlatNames]
+    ) -> list[dict[str, Any]]:
+        """All flat vectors by name, those under way too."""
+        return recut_states(outers, before, after)
 
     # One step of the loop.
 

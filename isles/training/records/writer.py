@@ -19,6 +19,7 @@ from isles.training.config.sections import Config
 from isles.training.config.trust import names_in, vouch
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
+from isles.training.records.recut import cut_facts
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
 from isles.training.records.spread import Spread
 from isles.version import __version__
@@ -128,7 +129,7 @@ def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_grou
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method}
+    facts = {"isles_version": __version__, "method": config.method} | cut_facts(config)
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
     Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 
