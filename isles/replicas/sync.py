@@ -53,8 +53,8 @@ class ReplicaSync(Wrapping):
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
     stays local; or the method that makes an island of workers one replica; or a `Replica`. `param_groups` is shared, so
     schedulers work. group: the replicas, usually `world.outer`, or a roster of them. max_norm: clip the gradient to
-    this 2-norm after the reduction. vectors: makes what the method keeps from round to round (anchors, momenta,
-    staging), None: in memory. options: the fields of the method's `Config`.
+    this 2-norm after the reduction. vectors: makes anchors, momenta and staging; None: in memory. options: the fields
+    of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
@@ -95,8 +95,7 @@ class ReplicaSync(Wrapping):
             raise ValueError(f"{type(self).__name__} needs the same workers from beginning to end: pass world.outer")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
-        self.roster, self.group, self.max_norm = roster, roster.founders, max_norm
-        self.vectors = vectors
+        self.roster, self.group, self.max_norm, self.vectors = roster, roster.founders, max_norm, vectors
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
         refuse_unfit(self.replica.parameters, self.replica.inner)
@@ -116,9 +115,7 @@ class ReplicaSync(Wrapping):
         self._begin()
 
     def as_replica(self) -> Replica:
-        """What the workers of `group` hold of the one replica that they are together. ValueError for a method that does
-        not make them one.
-        """
+        """What the workers of `group` hold of the one replica that they are. ValueError where they are not one."""
         raise ValueError(f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP")
 
     @property
