@@ -1,15 +1,39 @@
 """An optimizer around another one: the same parameter groups and the same state, so that schedulers and trainers that
-look at either see both; and what is asked of an optimizer that does its work late.
+look at either see both; what is asked of an optimizer that does its work late; and whose memory a thread works in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+
+class _Here(threading.local):
+    host = False
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def host_work() -> Iterator[None]:
+    """What this thread makes within is the host's: meters of the device's memory do not count it."""
+    before, _HERE.host = _HERE.host, True
+    try:
+        yield
+    finally:
+        _HERE.host = before
+
+
+def is_host_work() -> bool:
+    """Whether this thread is within `host_work`."""
+    return _HERE.host
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ def show(config: Config, *, probe: bool, as_json: bool) -> None:
         return
     for notice in planned.notices:
         print(f"note: {notice}", file=sys.stderr)
-    before = (_head(config, planned), _memory(planned), _stages(config, planned))
+    before = (_head(config, planned), _memory(planned), _placed(planned), _stages(config, planned))
     for block in (*before, _exchanges(planned), _cost(planned)):
         if block:
             print("\n".join(block), end="\n\n")
@@ -76,6 +76,22 @@ def _memory(plan: DryRun) -> list[str]:
     width = max(len(what) for what, _, _ in rows)
     lines = [f"{what:<{width}}  {format_bytes(nbytes):>8}  {where}" for what, nbytes, where in rows]
     return [_line("memory" if line is lines[0] else "", line) for line in lines]
+
+
+def _placed(plan: DryRun) -> list[str]:
+    """Its blocks, where a plan of memory places them."""
+    from isles.report.units import format_bytes, format_seconds
+
+    found = plan.placed
+    if found is None:
+        return []
+    beside = [f"{format_bytes(found.host_bytes)} of the host", f"{format_bytes(found.disk_bytes)} of disk"]
+    words = ", ".join([format_bytes(found.peak), *(beside if found.disk_bytes else beside[:1])])
+    on = f" on {found.machine}" if found.machine else ""
+    return [
+        _line("blocks", f"{found.short} ({found.method}, {found.update} updates)"),
+        _line("", f"at the peak {words}; a step of {format_seconds(found.step)}{on}, simulated"),
+    ]
 
 
 def _stages(config: Config, plan: DryRun) -> list[str]:

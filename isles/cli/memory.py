@@ -33,6 +33,7 @@ def plan(
     machine: Annotated[str | None, typer.Option(help="A known machine, or a .toml file of one.")] = None,
     device_budget: Annotated[str | None, typer.Option(help="Memory of the device, such as 12GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Memory of the host, such as 64GiB.")] = None,
+    disk: Annotated[str | None, typer.Option(help="A folder for what neither memory holds.")] = None,
     method: Annotated[str | None, typer.Option(help="auto, autohete, karma or checkpoint.")] = None,
     update: Annotated[str | None, typer.Option(help="exact, or early (without clipping).")] = None,
     set_: Annotated[
@@ -50,6 +51,7 @@ def plan(
         "memory.machine": machine,
         "memory.device_budget": device_budget,
         "memory.host_budget": host_budget,
+        "memory.disk": disk,
         "memory.update": update,
         "memory.method": method,
     }
@@ -129,6 +131,9 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
     from isles.report.panels import Table
     from isles.report.units import format_bytes
 
+    columns = {"device": "stays", "kept": "activations", "up": "up a step", "down": "down a step", "host": "host"}
+    if plan.disk_bytes:
+        columns |= {"read": "read a step", "written": "written", "disk": "disk"}
     rows: list[tuple[str, ...]] = []
     first = last = ""
     groups: list[tuple[str, str, dict[str, Any]]] = []
@@ -139,9 +144,9 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
         groups[-1 if same else len(groups) :] = [(first, last, row)]
     for first, last, row in groups:
         name = first if first == last else f"{first} .. {last.rpartition('.')[2]}"
-        sizes = (format_bytes(row[key]) for key in ("device", "kept", "up", "down", "host"))
+        sizes = (format_bytes(row[key]) for key in columns)
         rows.append((name, f"{row['place']}{row['activations']}", row["why"], *sizes))
-    heads = ("unit", "plan", "what", "stays", "activations", "up a step", "down a step", "host")
+    heads = ("unit", "plan", "what", *columns.values())
     print_table(Table(heads=heads, rows=rows, names=3))
 
 

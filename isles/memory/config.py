@@ -11,6 +11,7 @@ from isles.memory.lanes import Update
 from isles.network.units import parse_bytes
 
 MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
+VectorPlace = Literal["memory", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,10 @@ class MemoryConfig:
     """Memory of the device that the run may take, such as "12GiB"; "": all that the machine has."""
     host_budget: str = ""
     """Memory of the host beside it; "": all that the machine has."""
+    disk: str = ""
+    """A folder for what neither memory holds: optimizer states of blocks; where the RAM is the device, their weights
+    and gradients too. Nothing of it is left after the run. "": none.
+    """
     machine: str = ""
     """A name of `isles.network.machines`, or the path of a .toml file of your own; its rates decide which plan is
     fastest. "": what is here. On the virtual backend the plan's step for a named machine is that of the clock.
@@ -34,6 +39,10 @@ class MemoryConfig:
     update: Update = "exact"
     """exact: every update waits until all gradients are there, as clipping needs it. early: a block is updated as soon
     as its gradients are there, which needs inner.max_norm = 0.
+    """
+    vectors: VectorPlace = "memory"
+    """Where outer methods keep anchors, momenta and what they are about to send: memory, or disk, in the folder of
+    `memory.disk`. They are touched once a round. It needs no plan.
     """
     plan: str = ""
     """A plan that `isles memory plan --json` wrote, instead of a search."""
@@ -43,7 +52,7 @@ class MemoryConfig:
     """
 
     def __post_init__(self) -> None:
-        for key, choices in (("method", MemoryMethod), ("update", Update)):
+        for key, choices in (("method", MemoryMethod), ("update", Update), ("vectors", VectorPlace)):
             value = getattr(self, key)
             if value not in get_args(choices):
                 raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
@@ -53,9 +62,12 @@ class MemoryConfig:
                 raise ValueError(f'{key} = {given!r}: write its unit too, such as "{given.strip()}GiB"')
             if given and parse_bytes(key, given) <= 0:
                 raise ValueError(f'{key} = {given!r}: choose memory above 0, such as "12GiB", or leave it out')
+        if self.vectors == "disk" and not self.disk:
+            raise ValueError('vectors = "disk": set memory.disk to the folder where they may lie')
         if self.method == "none":
-            for key in ("device_budget", "host_budget", "machine", "plan"):
-                if getattr(self, key):
+            used = ("disk",) if self.vectors == "disk" else ()
+            for key in ("device_budget", "host_budget", "disk", "machine", "plan"):
+                if key not in used and getattr(self, key):
                     raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
             if self.update != "exact" or self.emulate:
                 key = "emulate" if self.emulate else "update"

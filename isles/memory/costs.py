@@ -6,6 +6,7 @@ Choices for a block's parameters and optimizer states (`UnitPlace`):
     optimizer  O    the device keeps a copy of the weights; the host holds the masters and the states and updates them
     host       H    as O, and the copy comes up for each pass and goes again
     disk       N    as H, and the states wait in a file
+    file       F    weights, gradients and states wait in a file: where the RAM is the device, with no host beside it
 
 and for what its forward pass saves for the backward pass (`Activations`): keep K, swap S to the host, recompute R.
 
@@ -32,11 +33,27 @@ from typing import Literal, NamedTuple, get_args
 
 from isles.network.machines import Machine
 
-UnitPlace = Literal["device", "optimizer", "host", "disk"]
+UnitPlace = Literal["device", "optimizer", "host", "disk", "file"]
 Activations = Literal["keep", "swap", "recompute"]
 PLACES: tuple[UnitPlace, ...] = get_args(UnitPlace)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-LETTERS = {"device": "D", "optimizer": "O", "host": "H", "disk": "N", "keep": "K", "swap": "S", "recompute": "R"}
+LETTERS = {
+    "device": "D",
+    "optimizer": "O",
+    "host": "H",
+    "disk": "N",
+    "file": "F",
+    "keep": "K",
+    "swap": "S",
+    "recompute": "R",
+}
+SLOTS = 2
+"""Units whose updates may be between memory and the disk at a time: one is read while another one is updated and
+written.
+"""
+
+
+_ROUNDED = 16384  # bytes: what a unit's tensors take more in whole pages, each where it may begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,13 @@ class Placement:
     def short(self) -> str:
         """Two letters, such as DK."""
         return LETTERS[self.place] + LETTERS[self.activations]
+
+
+def places_of(machine: Machine, disk: float) -> set[UnitPlace]:
+    """Those that the machine has, with so many bytes of disk. One whose RAM is the device has no host beside it."""
+    if machine.host_bytes:
+        return {"device", "optimizer", "host", *(("disk",) if disk else ())}
+    return {"device", *(("file",) if disk else ())}
 
 
 class Transient(NamedTuple):
@@ -167,13 +191,18 @@ class UnitCost:
     refreshed: int  # up after an update on the host
     host: int
     disk: int
+    fetched: int  # bytes that come for `slot`
+    sent: int  # bytes that `gradients` are where they go
+    read: int  # from the disk for an update on the host
+    written: int  # to the disk after it
+    filed: bool  # fetched is read, and sent is written
 
 
 @lru_cache(maxsize=65536)
 def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
     """What the choice costs."""
     place, recompute = placement.place, placement.activations == "recompute"
-    device, stays = place == "device", place == "optimizer"
+    device, stays, filed, disk = place == "device", place == "optimizer", place == "file", place == "disk"
     passes = unit.resident if device else unit.brought
     transient = passes.recomputed if recompute else passes.kept
     held = unit.boundary if recompute else passes.saved
@@ -192,8 +221,13 @@ def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
         gradients=gradients,
         on_device=device,
         refreshed=unit.moved if stays else 0,
-        host=swap + (0 if device else 2 * unit.weights + (0 if place == "disk" else unit.states)),
-        disk=unit.states if place == "disk" else 0,
+        host=swap + (0 if device or filed else 2 * unit.weights + (0 if disk else unit.states)),
+        disk=unit.states if disk else 2 * unit.weights + unit.states if filed else 0,
+        fetched=0 if device or stays else unit.weights if filed else unit.moved,
+        sent=unit.weights if filed else gradients,
+        read=unit.states if disk else 2 * unit.weights + unit.states if filed else 0,
+        written=unit.states if disk else unit.weights + unit.states if filed else 0,
+        filed=filed,
     )
 
 
@@ -204,10 +238,10 @@ class UnitTime:
     forward: float
     backward: float  # with what is made again
     update: float  # on the device
-    slot: float
+    slot: float  # of the lane that reads where the unit is in a file, else of the one up
     swap_up: float
     swap_down: float
-    gradients: float
+    gradients: float  # of the lane that writes, or of the one down
     refresh: float
     host: float
     read: float
@@ -225,14 +259,14 @@ def unit_time(unit: UnitProfile, placement: Placement, machine: Machine) -> Unit
         forward=forward,
         backward=backward + (forward if placement.activations == "recompute" else 0.0),
         update=touched / machine.device_rate if cost.on_device else 0.0,
-        slot=_over(cost.slot, machine.up),
+        slot=_over(cost.fetched, machine.disk_read if cost.filed else machine.up),
         swap_up=_over(cost.swap, machine.up),
         swap_down=_over(cost.swap, machine.down),
-        gradients=0.0 if cost.on_device else _over(cost.gradients, machine.down),
+        gradients=0.0 if cost.on_device else _over(cost.sent, machine.disk_write if cost.filed else machine.down),
         refresh=_over(cost.refreshed, machine.up),
         host=0.0 if cost.on_device else unit.params / machine.host_update,
-        read=_over(cost.disk, machine.disk_read),
-        write=_over(cost.disk, machine.disk_write),
+        read=_over(cost.read, machine.disk_read),
+        write=_over(cost.written, machine.disk_write),
     )
 
 
@@ -252,7 +286,19 @@ def ends_update(profile: Profile, machine: Machine) -> float:
 
 def host_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
     """Memory of the host that a plan takes."""
-    return sum(unit_cost(unit, one).host for unit, one in zip(profile.units, placements, strict=True))
+    every = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+    slots = max((cost.read for cost in every if not cost.filed), default=0)
+    return SLOTS * slots + sum(cost.host for cost in every)
+
+
+def staging(profile: Profile, placements: Sequence[Placement]) -> int:
+    """Memory of the device through which units in a file go: `SLOTS` updates, and weights and gradients of one unit
+    each, these once more while they become those of the parameters.
+    """
+    every = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+    return max(
+        (SLOTS * (cost.read + _ROUNDED) + 3 * (cost.fetched + _ROUNDED) for cost in every if cost.filed), default=0
+    )
 
 
 def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
@@ -264,7 +310,7 @@ def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: 
     """Bytes on the device at the peak of a step in which nothing is fetched ahead: what must fit for a plan to run."""
     costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
     ends = profile.ends
-    used = peak = profile.base + sum(cost.resident for cost in costs)
+    used = peak = profile.base + staging(profile, placements) + sum(cost.resident for cost in costs)
     for batch in range(min(accumulation, 2)):
         for cost in costs:
             peak = max(peak, used + cost.slot + cost.forward)

@@ -32,9 +32,11 @@ class Counts(NamedTuple):
     mixed: int
 
 
-def expand(units: int, counts: Counts) -> tuple[Placement, ...]:
-    """The plan of these counts. Kept activations are those of the last units, whose backward pass comes first."""
-    moved: list[UnitPlace] = [*["disk"] * counts.stored, *["host"] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
+def expand(units: int, counts: Counts, near: UnitPlace = "host") -> tuple[Placement, ...]:
+    """The plan of these counts. near: where those that move and are not stored wait. Kept activations are those of the
+    last units, whose backward pass comes first.
+    """
+    moved: list[UnitPlace] = [*["disk"] * counts.stored, *[near] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
     device: list[UnitPlace] = ["device"] * counts.device
     optimizer: list[UnitPlace] = ["optimizer"] * (units - counts.device - counts.moved)
     places = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]
@@ -70,7 +72,8 @@ def ranked(
     device, moved = (np.repeat(grid[:, column], len(grid)) for column in (0, 1))
     kept, swapped = (np.tile(grid[:, column], len(grid)) for column in (0, 1))
     good = np.ones(len(device), bool)
-    if not places & {"host", "disk"}:
+    near: UnitPlace = "file" if "file" in places else "host"
+    if not places & {near, "disk"}:
         good &= moved == 0
     if "optimizer" not in places:
         good &= device + moved == units
@@ -94,7 +97,7 @@ def ranked(
     # The load of a pair of choices is the sum of what each of them adds to (device, keep).
     base = loads[row[Placement("device", "keep")]]
     totals = np.tile(np.asarray(fixed, float) + units * base, (len(device), 1))
-    for place, count in (("optimizer", hosted), ("host", moved - stored), ("disk", stored)):
+    for place, count in (("optimizer", hosted), (near, moved - stored), ("disk", stored)):
         if place in places:
             totals += _times(count, loads[row[Placement(place, "keep")]] - base)  # type: ignore[arg-type]
     for one, count in (("swap", swapped), ("recompute", remade)):
@@ -105,7 +108,8 @@ def ranked(
     stays = profile.base + device * costs["device"].resident + kept * unit.resident.saved + remade * unit.boundary
     if "optimizer" in places:
         stays = stays + hosted * costs["optimizer"].resident
-    soft = bound + _SOFT * (totals.sum(axis=1) - bound)
+    with np.errstate(invalid="ignore"):
+        soft = np.where(np.isfinite(bound), bound + _SOFT * (totals.sum(axis=1) - bound), np.inf)
     order = np.flatnonzero((stays <= budget) & np.isfinite(bound))
     for index in order[np.argsort(soft[order], kind="stable")]:
         numbers = (device[index], moved[index], stored[index], 0, kept[index], swapped[index], 0)
@@ -146,15 +150,16 @@ def possible(units: int, counts: Counts) -> bool:
 def lane_loads(profile: Profile, options: Sequence[Placement], machine: Machine, accumulation: int) -> np.ndarray:
     """Seconds of a step on (device, up, down, host, read, write): axes unit, option, lane."""
     every = [[unit_time(unit, one, machine) for one in options] for unit in profile.units]
-    return np.array([[_load(times, accumulation) for times in row] for row in every])
+    filed = [one.place == "file" for one in options]
+    return np.array([[_load(times, accumulation, far) for times, far in zip(row, filed, strict=True)] for row in every])
 
 
-def _load(times: UnitTime, batches: int) -> tuple[float, ...]:
+def _load(times: UnitTime, batches: int, filed: bool) -> tuple[float, ...]:
     return (
         batches * (times.forward + times.backward) + times.update,
-        batches * (2 * times.slot + times.swap_up) + times.refresh,
-        batches * (times.swap_down + times.gradients),
+        batches * ((0.0 if filed else 2 * times.slot) + times.swap_up) + times.refresh,
+        batches * (times.swap_down + (0.0 if filed else times.gradients)),
         times.host,
-        times.read,
-        times.write,
+        times.read + (batches * 2 * times.slot if filed else 0.0),
+        times.write + (batches * times.gradients if filed else 0.0),
     )

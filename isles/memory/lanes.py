@@ -18,10 +18,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 from isles.memory.arena import Arena
-from isles.memory.costs import Placement, Profile, ends_seconds, ends_update, least_peak, unit_cost, unit_time
+from isles.memory.costs import (
+    SLOTS,
+    Placement,
+    Profile,
+    ends_seconds,
+    ends_update,
+    least_peak,
+    staging,
+    unit_cost,
+    unit_time,
+)
 from isles.memory.serial import LANES, LaneName, SerialLane, SimulatedEvent
 from isles.network.machines import Machine
 
@@ -106,7 +117,9 @@ class _Run:
         self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
         self.update, self.accumulation, self.steps = update, accumulation, steps
         self.first_come = first_come
-        self.arena = Arena(budget, profile.base + sum(cost.resident for cost in self.costs))
+        resident = sum(cost.resident for cost in self.costs)
+        self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
+        self.updates = Arena(SLOTS)  # that are between memory and the disk
         up, down = _slowed(machine.up, machine.up_both), _slowed(machine.down, machine.down_both)
         self.lanes: dict[str, SerialLane] = {
             "up": SerialLane(self, "up", False, up),
@@ -229,7 +242,8 @@ class _Run:
                 if before is not None and before not in self.over:
                     self.kept[before] = there  # still there from the use before: it stays
                     return
-                fetch = lambda: self.lanes["up"].submit(urgency, times.slot, there.fire, f"weights {unit}")  # noqa: E731
+                lane = self.lanes["read" if cost.filed else "up"]
+                fetch = lambda: lane.submit(urgency, times.slot, there.fire, f"weights {unit}")  # noqa: E731
                 self._event("valid", step, unit, happened=step == 0).then(fetch)
 
             self.arena.want(cost.slot, slot_granted)
@@ -314,7 +328,8 @@ class _Run:
                 self._event("landed", step).fire()
 
         urgency = (step, batch, 2, unit)
-        self.lanes["down"].submit(urgency, self.times[unit].gradients, landed, f"gradients {unit}")
+        lane = self.lanes["write" if cost.filed else "down"]
+        lane.submit(urgency, self.times[unit].gradients, landed, f"gradients {unit}")
         return cost.backward_end + cost.slot
 
     def _end_bottom(self, task: _Task) -> float:
@@ -336,13 +351,19 @@ class _Run:
         urgency = (step + 1, 0, 0, unit)
 
         def updated() -> None:
-            self._event("valid", step + 1, unit).fire()
+            if not cost.filed:
+                self._event("valid", step + 1, unit).fire()
             if cost.refreshed:
                 fresh = self._event("fresh", step + 1, unit)
                 self.lanes["up"].submit(urgency, times.refresh, fresh.fire, f"weights {unit}")
             if cost.disk:
-                stored = self._event("stored", step + 1, unit)
-                self.lanes["write"].submit(urgency, times.write, stored.fire, f"states {unit}")
+                self.lanes["write"].submit(urgency, times.write, written, f"states {unit}")
+
+        def written() -> None:
+            self.updates.free(1)
+            self._event("stored", step + 1, unit).fire()
+            if cost.filed:
+                self._event("valid", step + 1, unit).fire()
 
         def update() -> None:
             self.lanes["host"].submit(urgency, times.host, updated, f"update {unit}")
@@ -351,7 +372,8 @@ class _Run:
             self.lanes["read"].submit(urgency, times.read, update, f"states {unit}")
 
         if cost.disk:
-            self._event("stored", step, unit, happened=step == 0).then(read)
+            ask = partial(self.updates.want, 1, read)
+            self._event("stored", step, unit, happened=step == 0).then(ask)
         else:
             update()
 

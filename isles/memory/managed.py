@@ -18,20 +18,22 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.memory.costs import Profile, ends_update
-from isles.memory.engines.base import Engine
+from isles.memory.arena import Arena
+from isles.memory.costs import SLOTS, Profile, ends_update
+from isles.memory.engines.base import Engine, Urgency
 from isles.memory.engines.paced import Paced
+from isles.memory.gradients import Arrivals
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
+from isles.memory.stored import stored_units
 from isles.memory.units import units_of
 from isles.memory.updates import PartialOptimizer, Settings, settings_of
 from isles.network.machines import Machine
@@ -47,10 +49,12 @@ def manage(
     machine: Machine,
     device: torch.device | None = None,
     engine: Engine | None = None,
+    disk: str = "",
     meter: MemoryMeter | None = None,
 ) -> Managed:
     """Run `model` and `inner`, which updates all its parameters, by the plan. device: where it computes; None for where
-    the model is. engine: None for threads of its own. PlanMismatch where model or batch are others than the plan's.
+    the model is. engine: None for threads of its own. disk: the folder for what the plan puts on disk. PlanMismatch
+    where model or batch are others than the plan's; ValueError where the folder cannot be used.
     """
     plan.check(profile)
     return Managed(
@@ -61,6 +65,7 @@ def manage(
         machine=machine,
         device=next(model.parameters()).device if device is None else device,
         engine=Paced() if engine is None else engine,
+        disk=disk,
         meter=meter,
     )
 
@@ -69,8 +74,9 @@ class Managed(Wrapping):
     """The optimizer of a model under a plan. `param_groups` and `state` are those of `inner`; `device` is where the
     model computes.
 
-    runner: what happens around the units. rest: the parameters that the device updates. Use `close`, or `with`, to end
-    its threads.
+    runner: what happens around the units. rest: the parameters that the device updates. meter: is told what other
+    threads and this object put on the device; `with meter:` around forward and backward passes counts the rest. Use
+    `close`, or `with`, to end its threads.
     """
 
     def __init__(
@@ -83,11 +89,13 @@ class Managed(Wrapping):
         machine: Machine,
         device: torch.device,
         engine: Engine,
+        disk: str = "",
         meter: MemoryMeter | None = None,
     ) -> None:
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self.plan, self.model, self.device, self.engine = plan, model, device, engine
         units = units_of(model)
+        stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
         self.runner = Runner(
             units,
             plan.placements,
@@ -98,14 +106,20 @@ class Managed(Wrapping):
             device=device,
             buffers=list(model.buffers()),
             accumulation=plan.accumulation,
-            arrived=self._arrived,
+            landing=Arrivals(self._arrived),
+            stored=stored,
             meter=meter,
         )
         hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
         self._parts = {index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()}
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
+        self._written = {index: engine.event(True) for index in stored}
+        self._slots = Arena(SLOTS)
         self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
+        self.meter = meter
+        if meter is not None:
+            meter.track(*model.buffers(), *self.rest)
         self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
         self._clean = True  # gradients of the last step are gone
         self._hooks = _read_hooks(model, weakref.ref(self))
@@ -152,21 +166,32 @@ class Managed(Wrapping):
             if index not in done:
                 self._queue(index, settings)
         self._rest_part.step(settings)
+        if self.meter is not None:
+            self.meter.track(*self._states_of_rest())
         self.engine.computed(began, self._update_seconds)
         self.runner.end_step()
         self._clean = not any(parameter.grad is not None for parameter in self.rest)
         return loss
 
+    def _states_of_rest(self) -> list[Tensor]:
+        values = (value for parameter in self.rest for value in self.inner.state.get(parameter, {}).values())
+        return [value for value in values if isinstance(value, Tensor)]
+
     def _queue(self, index: int, settings: Settings) -> None:
         """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
         runner, part = self.runner, self._parts[index]
-        brought, cost, times = runner.brought[index], runner.costs[index], runner.times[index]
+        brought, times = runner.brought[index], runner.times[index]
         gradients = [parameter.grad for parameter in brought.host]
         for parameter in brought.host:  # theirs from here on: whoever calls zero_grad() does not reach them
             parameter.grad = None
         updated, refreshed = self.engine.event(), self.engine.event()
         runner.updated[index], runner.refreshed[index] = updated, refreshed
         urgency = (runner.steps + 1, 0, 0, index)
+
+        if index in runner.stored:
+            refreshed.fire()  # there is no copy between passes
+            self._queue_stored(index, settings, gradients, urgency)
+            return
 
         def work() -> None:
             for parameter, gradient in zip(brought.host, gradients, strict=True):
@@ -179,12 +204,44 @@ class Managed(Wrapping):
         def done() -> None:
             updated.fire()
             if brought.stays:
-                runner.moved["up"] += cost.refreshed
-                runner.submit("up", urgency, times.refresh, brought.refresh, refreshed.fire)
+                runner.refresh(index, urgency)
             else:
                 refreshed.fire()
 
         runner.submit("host", urgency, times.host, work, done)
+
+    def _queue_stored(self, index: int, settings: Settings, gradients: list[Tensor | None], urgency: Urgency) -> None:
+        """Read what the disk has of the unit, update it, write it. Its weights are there once they are written, where
+        they are on disk too.
+        """
+        runner, times, updated = self.runner, self.runner.times[index], self.runner.updated[index]
+        filed, before = runner.costs[index].filed, self._written[index]
+        written = self._written[index] = self.engine.event()
+
+        def begin() -> None:
+            update = runner.stored[index].update()
+
+            def step() -> None:
+                update.step(settings, gradients)
+                gradients.clear()
+
+            def stepped() -> None:
+                if not filed:
+                    updated.fire()
+                runner.submit("write", urgency, times.write, update.save, saved)
+
+            def saved() -> None:
+                self._slots.free(1)
+                written.fire()
+                if filed:
+                    updated.fire()
+
+            def loaded() -> None:
+                runner.submit("host", urgency, times.host, step, stepped)
+
+            runner.submit("read", urgency, times.read, update.load, loaded)
+
+        before.then(partial(self._slots.want, 1, begin))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
@@ -208,6 +265,8 @@ class Managed(Wrapping):
             name = self.runner.units[index].name
             self.runner.updated[index].wait(f"the update of {name}")
             self.runner.refreshed[index].wait(f"the weights of {name}")
+            if index in self._written:
+                self._written[index].wait(f"the states of {name} on disk")
         self.engine.check()
 
     # State
@@ -233,6 +292,8 @@ class Managed(Wrapping):
         """Into the inner optimizer."""
         self.catch_up()
         self.inner.load_state_dict(state_dict)
+        for stored in self.runner.stored.values():
+            stored.keep_states()
 
     # The end
 
@@ -258,10 +319,6 @@ class Managed(Wrapping):
         else:  # what is under way will not be used
             self._finalizer()
             self.runner.detach()
-
-    def elsewhere(self) -> AbstractContextManager[None]:
-        """For a meter: what is made within is the host's."""
-        return self.runner.elsewhere()
 
 
 def _same(one: Settings, other: Settings) -> bool:

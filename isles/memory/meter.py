@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from isles.wrapping import is_host_work
+
 
 class MemoryMeter(TorchDispatchMode):
     """Counts each storage once, from the operation that makes it until it is gone. `with meter:` on the thread that
-    computes; what other threads make is told by `track`, what they empty by `forget`.
+    computes; what other threads make is told by `track`, what they empty by `forget`. What is made in `host_work` is of
+    another memory.
 
     live, peak: bytes.
     """
@@ -25,7 +27,6 @@ class MemoryMeter(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: dict[int, int] = {}
         self._lock = threading.RLock()  # a finalizer may run within any of these
-        self._off = threading.local()
 
     def track(self, *tensors: Tensor) -> None:
         """Count these tensors' storages, if they are not yet."""
@@ -45,23 +46,13 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in tensors:
             self._drop(tensor.untyped_storage()._cdata)
 
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """What this thread makes within is of another memory (the host's), and not counted."""
-        before = getattr(self._off, "on", False)
-        self._off.on = True
-        try:
-            yield
-        finally:
-            self._off.on = before
-
     def _drop(self, key: int) -> None:
         with self._lock:
             self.live -= self._known.pop(key, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not getattr(self._off, "on", False):
+        if not is_host_work():
             self.track(*(tensor for tensor in tree_iter(made) if isinstance(tensor, Tensor)))
         return made
 

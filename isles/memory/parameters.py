@@ -8,6 +8,8 @@ version counters.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -16,13 +18,22 @@ from isles.memory.units import ModelUnit, travels_as
 
 
 class Brought:
-    """One unit's copy on `device`. stays: it is never emptied, only refreshed."""
+    """One unit's copy on `device`. stays: it is never emptied, only refreshed. fetch: brings the host's weights where
+    they are in a file; None: they are copied from the host's parameters.
+    """
 
     def __init__(
-        self, unit: ModelUnit, device: torch.device, autocast: str, *, stays: bool, meter: MemoryMeter | None = None
+        self,
+        unit: ModelUnit,
+        device: torch.device,
+        autocast: str,
+        *,
+        stays: bool,
+        fetch: Callable[[Sequence[Tensor]], None] | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
         self.slots, self.stays, self.meter = unit.slots, stays, meter
-        self.host = unit.parameters
+        self.host, self._fetch = unit.parameters, fetch
         self.device = [
             nn.Parameter(
                 torch.empty_like(slot.parameter, dtype=travels_as(slot, autocast), device=device),
@@ -64,9 +75,11 @@ class Brought:
 
     def refresh(self) -> None:
         """Copy the host's weights."""
-        with torch.no_grad():
-            for brought, own in zip(self.device, self.host, strict=True):
-                with torch.autograd._unsafe_preserve_version_counter(brought):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.device)):
+            if self._fetch is not None:
+                self._fetch(self.device)
+            else:
+                for brought, own in zip(self.device, self.host, strict=True):
                     brought.copy_(own)
         self._seen = [own._version for own in self.host]
 

@@ -139,6 +139,7 @@ def why(placement: Placement) -> str:
         "optimizer": "states on the host, updated there",
         "host": "weights and states on the host, brought for each pass",
         "disk": "weights on the host, states on disk",
+        "file": "weights, gradients and states on disk",
     }[placement.place]
     activations = {"keep": "kept", "swap": "swapped to the host", "recompute": "made again in the backward pass"}
     return f"{place}; activations {activations[placement.activations]}"
@@ -149,8 +150,9 @@ def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
     rows = []
     for unit, one in zip(profile.units, plan.placements, strict=True):
         cost = unit_cost(unit, one)
-        up = cost.refreshed + (2 * cost.slot + cost.swap) * plan.accumulation
-        down = (cost.swap + (0 if cost.on_device else cost.gradients)) * plan.accumulation
+        fetched, sent = 2 * cost.fetched * plan.accumulation, 0 if cost.on_device else cost.sent
+        up = cost.refreshed + cost.swap * plan.accumulation + (0 if cost.filed else fetched)
+        down = (cost.swap + (0 if cost.filed else sent)) * plan.accumulation
         rows.append(
             {
                 "unit": unit.name,
@@ -162,6 +164,8 @@ def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
                 "down": down,
                 "host": cost.host,
                 "disk": cost.disk,
+                "read": cost.read + (fetched if cost.filed else 0),
+                "written": cost.written + (sent if cost.filed else 0),
                 "why": why(one),
             }
         )

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from isles.memory.activations import Repeatable, Swapped
 from isles.memory.arena import Arena
-from isles.memory.costs import Placement, Profile, ends_seconds, unit_cost, unit_time
+from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_cost, unit_time
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
+from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
+from isles.memory.stored import StoredUnit
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
+from isles.wrapping import host_work
 
 TaskKind = Literal["forward", "top", "backward", "bottom"]
 
@@ -38,20 +40,11 @@ class _Task(NamedTuple):
     unit: int
 
 
-class _Landed(NamedTuple):
-    """Gradients of a unit that are on the host, for the parameters that have one."""
-
-    unit: int
-    last: bool
-    parameters: list[nn.Parameter]
-    gradients: list[Tensor]
-
-
 class Runner:
     """What happens around the units of one model. See the module.
 
     updated, refreshed: of every unit, the events of its latest update on the host, and of its device copy after that.
-    arrived: called with a unit whose gradients of the step's last batch are on its parameters. moved: bytes by lane.
+    landing: its gradients. stored: what some have on disk. moved: bytes by lane.
     """
 
     def __init__(
@@ -66,23 +59,32 @@ class Runner:
         device: torch.device,
         buffers: Sequence[Tensor],
         accumulation: int,
-        arrived: Callable[[int], None],
+        landing: Arrivals,
+        stored: Mapping[int, StoredUnit],
         meter: MemoryMeter | None = None,
     ) -> None:
         self.units, self.placements, self.engine, self.device = units, placements, engine, device
         self.costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
         self.times = [unit_time(unit, one, machine) for unit, one in zip(profile.units, placements, strict=True)]
         self.ends, self.buffers, self.meter = profile.ends, list(buffers), meter
-        self.accumulation, self.arrived = accumulation, arrived
-        self.arena = Arena(budget, profile.base + sum(cost.resident for cost in self.costs))
+        self.accumulation, self.landing, self.stored = accumulation, landing, stored
+        resident = sum(cost.resident for cost in self.costs)
+        self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
         self.brought = {
-            index: Brought(unit, device, profile.autocast, stays=not self.costs[index].slot, meter=meter)
+            index: Brought(
+                unit,
+                device,
+                profile.autocast,
+                stays=not self.costs[index].slot,
+                fetch=stored[index].fetch if self.costs[index].filed else None,
+                meter=meter,
+            )
             for index, unit in enumerate(units)
             if not self.costs[index].on_device
         }
         self.updated = [engine.event(True) for _ in units]
         self.refreshed = [engine.event(True) for _ in units]
-        self.moved = {"up": 0, "down": 0, "read": 0, "write": 0}
+        self._moved = {"up": 0, "down": 0}
         self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
         self.passes = 0  # since the beginning
         self.batches = 0  # since the last step
@@ -92,11 +94,15 @@ class Runner:
         self._uses: dict[tuple[int, str, int], LaneEvent | None] = {}  # of slots; an event: it stays for a next use
         self._swapped: dict[int, Swapped] = {}  # of the pass
         self._out: list[LaneEvent] = []  # of every unit: its activations are on the host
-        self._landed: deque[_Landed] = deque()
-        self._on_the_way: dict[int, list[LaneEvent]] = {}
         self._bottom = 0  # bytes of the bottom's transients, until the pass is over
         for index, unit in enumerate(units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes by lane."""
+        every = self.stored.values()
+        return self._moved | {"read": sum(one.read for one in every), "write": sum(one.written for one in every)}
 
     def detach(self) -> None:
         """Give the units their own forward back."""
@@ -199,7 +205,7 @@ class Runner:
         self._expected.popleft()
         if task.kind == "backward" and task.unit == len(self.units) - 1:
             self._top_ends()
-        self.deliver()
+        self.landing.deliver()
         for need in self._needs.pop(task):
             need.wait(f"memory for {task.kind} of {self.units[task.unit].name}")
         if task.kind in ("forward", "backward") and task.unit in self.brought:
@@ -258,11 +264,12 @@ class Runner:
             if before in self._uses:  # the use before, of the same weights, has not ended: they stay
                 self._uses[before] = there
                 return
-        brought = self.brought[index]
+        brought, cost = self.brought[index], self.costs[index]
 
         def fetch() -> None:
-            self.moved["up"] += self.costs[index].slot
-            self.submit("up", urgency, self.times[index].slot, brought.fill, there.fire)
+            if not cost.filed:
+                self._moved["up"] += cost.fetched
+            self.submit("read" if cost.filed else "up", urgency, self.times[index].slot, brought.fill, there.fire)
 
         self.updated[index].then(fetch)
 
@@ -290,7 +297,7 @@ class Runner:
                 self.arena.free(cost.swap)
                 out.fire()
 
-            self.moved["down"] += swapped.nbytes
+            self._moved["down"] += swapped.nbytes
             urgency = self._urgency("forward", index)
             self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, gone)
         self.arena.free(cost.forward_end + cost.slot)
@@ -300,7 +307,7 @@ class Runner:
     def _swap_granted(self, index: int, out: LaneEvent, urgency: Urgency, back: LaneEvent) -> None:
         def fetch() -> None:
             swapped = self._swapped[index]
-            self.moved["up"] += swapped.nbytes
+            self._moved["up"] += swapped.nbytes
             work = partial(swapped.to_device, self.device)
             self.submit("up", urgency, self.times[index].swap_up, work, back.fire)
 
@@ -319,7 +326,7 @@ class Runner:
         freed = cost.backward_end + cost.slot + (cost.gradients if cost.on_device and not first else 0)
         if brought is not None:
             brought.show(False)
-            self._send(index, brought, number)
+            self._send(index, brought)
             if cost.slot:
                 self._slot_used(number, "backward", index)
         self.arena.free(freed)
@@ -329,57 +336,52 @@ class Runner:
 
     # Gradients
 
-    def _send(self, index: int, brought: Brought, number: int) -> None:
-        """Send a unit's gradients to the host."""
-        box = [brought.take_gradients()]
-        landed = self.engine.event()
-        self._on_the_way.setdefault(number, []).append(landed)
+    def _send(self, index: int, brought: Brought) -> None:
+        """Send a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
+        box, cost, landed = [brought.take_gradients()], self.costs[index], self.engine.event()
+        self.landing.expect(landed)
         last = self.batches == self.accumulation
+        stored = self.stored[index] if cost.filed and self.batches == 1 else None
 
         def work() -> None:
-            pairs = [(own, made) for own, made in zip(brought.host, box.pop(), strict=True) if made is not None]
-            copies = [made.to(device=own.device, dtype=own.dtype, copy=True) for own, made in pairs]
-            self._landed.append(_Landed(index, last, [own for own, _ in pairs], copies))
+            made = box.pop()
+            if stored is not None:
+                stored.put_gradients(made)
+            pairs = [(own, one) for own, one in zip(brought.host, made, strict=True) if one is not None]
+            copies = [one.to(device=own.device, dtype=own.dtype, copy=not cost.filed) for own, one in pairs]
+            shown = None if stored is None else stored.show_gradients
+            self.landing.add(Landed(index, last, [own for own, _ in pairs], copies, shown))
 
         def done() -> None:
-            self.arena.free(self.costs[index].gradients)
+            self.arena.free(cost.gradients)
             landed.fire()
 
-        self.moved["down"] += self.costs[index].gradients
-        self.submit("down", self._urgency("gradients", index), self.times[index].gradients, work, done)
-
-    def deliver(self) -> None:
-        """What has come to the host becomes the gradient of its parameters, on this thread, so that their hooks run."""
-        while self._landed:
-            unit, last, parameters, gradients = self._landed.popleft()
-            with self.elsewhere(), torch.enable_grad():
-                torch.autograd.backward(parameters, gradients)
-            if last:
-                self.arrived(unit)
+        if not cost.filed:
+            self._moved["down"] += cost.sent
+        lane, urgency = ("write" if cost.filed else "down"), self._urgency("gradients", index)
+        self.submit(lane, urgency, self.times[index].gradients, work, done)
 
     def gradients(self) -> None:
         """All gradients of the passes so far are on their parameters."""
         self.finish_pass()
-        for events in self._on_the_way.values():
-            for event in events:
-                event.wait("a gradient on the host")
-        self._on_the_way.clear()
-        self.deliver()
+        self.landing.all()
+
+    def refresh(self, index: int, urgency: Urgency) -> None:
+        """Bring a unit's new weights to its copy on the device."""
+        self._moved["up"] += self.costs[index].refreshed
+        seconds = self.times[index].refresh
+        self.submit("up", urgency, seconds, self.brought[index].refresh, self.refreshed[index].fire)
 
     def submit(
         self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
     ) -> None:
         """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
 
-        def unmetered() -> None:
-            with self.elsewhere():
+        def on_the_host() -> None:
+            with host_work():
                 work()
 
-        self.engine.submit(lane, urgency, seconds, unmetered if self.meter is not None else work, done)
-
-    def elsewhere(self) -> AbstractContextManager[None]:
-        """What is made within is the host's and not metered."""
-        return nullcontext() if self.meter is None else self.meter.elsewhere()
+        self.engine.submit(lane, urgency, seconds, on_the_host, done)
 
     def discard(self) -> None:
         """The gradients of the passes since the last step are thrown away."""

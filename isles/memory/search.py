@@ -21,6 +21,7 @@ import numpy as np
 
 from isles.memory.costs import (
     ACTIVATIONS,
+    PLACES,
     Activations,
     Placement,
     Profile,
@@ -30,6 +31,7 @@ from isles.memory.costs import (
     ends_update,
     host_bytes,
     least_peak,
+    places_of,
 )
 from isles.memory.counts import Counts, expand, lane_loads, neighbours, possible, ranked
 from isles.memory.lanes import Deadlock, Update, simulate
@@ -38,7 +40,7 @@ from isles.memory.plan import InfeasibleBudget, MemoryPlan, choices, digests
 from isles.network.machines import Machine
 
 METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
-    "auto": (("device", "optimizer", "host", "disk"), ACTIVATIONS),
+    "auto": (PLACES, ACTIVATIONS),
     "autohete": (("device", "optimizer", "host"), ("keep", "recompute")),
     "karma": (("device",), ACTIVATIONS),
     "checkpoint": (("device",), ("keep", "recompute")),
@@ -114,7 +116,9 @@ class Search:
         self.update: Update = update
         self.accumulation, self.first_come = accumulation, first_come
         places, activations = METHODS[method]
-        self.options = choices([one for one in places if one != "disk" or disk], activations)
+        there = places_of(machine, disk)
+        self.options = choices([one for one in places if one in there], activations)
+        self.near: UnitPlace = "host" if "host" in there else "file"
         self.index = {one: number for number, one in enumerate(self.options)}
         self.loads = lane_loads(profile, self.options, machine, accumulation)
         device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
@@ -222,7 +226,7 @@ class Search:
             "optimizer on the host": [(Placement("optimizer", one),) * units for one in ("recompute", "keep")],
             "all on the host": [(Placement("host", "recompute"),) * units],
             "all on the host, swap": [(Placement("host", "swap"),) * units],
-            "states on disk": [(Placement("disk", "recompute"),) * units],
+            "on disk": [(Placement(place, "recompute"),) * units for place in ("disk", "file")],
         }
         known = set(self.options)
         return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in every.items()}
@@ -242,7 +246,7 @@ class Search:
         for bound, counts in itertools.islice(counted, _SCANNED):
             if tried >= most:
                 break
-            plan = expand(self.units, counts)
+            plan = expand(self.units, counts, self.near)
             if bound >= fastest or not self.fits(plan):
                 continue
             seconds = self.time(plan)
@@ -254,7 +258,7 @@ class Search:
             for counts in neighbours(start):
                 if not possible(self.units, counts):
                     continue
-                plan = expand(self.units, counts)
+                plan = expand(self.units, counts, self.near)
                 if plan in self.seconds or not self.index.keys() >= set(plan):
                     continue
                 if self.bound(plan) < fastest and self.fits(plan) and self.time(plan) < fastest * (1 - 1e-9):
@@ -284,7 +288,7 @@ class Search:
         pairs = [(a, b) for a in range(self.units + 1) for b in range(self.units + 1 - a)]
         for (device, moved), (kept, swapped) in itertools.product(pairs, pairs):
             for order, mixed, stored in itertools.product(range(3), range(3), {0, moved if "disk" in places else 0}):
-                plan = expand(self.units, Counts(device, moved, stored, order, kept, swapped, mixed))
+                plan = expand(self.units, Counts(device, moved, stored, order, kept, swapped, mixed), self.near)
                 if plan not in seen and self.index.keys() >= set(plan):
                     seen.add(plan)
                     yield plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,10 +40,24 @@ class PartialOptimizer:
         """Whether it has nothing to update."""
         return not self._groups
 
-    def step(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Update by the parameters' gradients, with these settings of all groups of the whole optimizer."""
+    def step(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        state: Any = None,
+        instead: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
+        """Update by the parameters' gradients, with these settings of all groups of the whole optimizer. state: None
+        for the whole one's. instead: what stands for each parameter, with gradient and state of its own.
+        """
         if self.empty:
             return
-        self._optimizer.state = self.whole.state
-        self._optimizer.param_groups = [{**settings[number], "params": own} for number, own in self._groups]
+        self._optimizer.state = self.whole.state if state is None else state
+        self._optimizer.param_groups = [
+            {**settings[number], "params": own if instead is None else [instead[parameter] for parameter in own]}
+            for number, own in self._groups
+        ]
         self._optimizer.step()
+        self._optimizer.state, self._optimizer.param_groups = (
+            defaultdict(dict),
+            [],
+        )  # it holds neither states nor stand-ins

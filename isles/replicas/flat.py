@@ -8,7 +8,7 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -56,15 +56,19 @@ class FlatBlock:
         return out
 
 
+VectorMaker = Callable[[int, torch.dtype], Tensor]
+"""Makes an uninitialised vector (numel,) of a dtype, on the CPU: in memory, or wherever else one may read and write."""
+
+
 class FlatParameters:
-    """Unique parameters in a fixed order; `numel` entries in all.
+    """Unique parameters in a fixed order; `numel` entries in all. maker: of flat vectors; None: they are in memory.
 
     dtype: what flat vectors of them are held in: float32, or float64 where a parameter is float64.
     exact: True if all parameters have that dtype.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[Tensor], maker: VectorMaker | None = None) -> None:
+        self.parameters, self._maker = list(parameters), maker
         self.numel = sum(parameter.numel() for parameter in self.parameters)
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -81,6 +85,8 @@ class FlatParameters:
 
     def new(self) -> Tensor:
         """An uninitialised flat vector (numel,) on the CPU, or on the meta device where the parameters are."""
+        if self._maker is not None and self.device.type == "cpu":
+            return self._maker(self.numel, self.dtype)
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def scratch(self) -> Tensor:

@@ -30,7 +30,7 @@ from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.elsewhere import warn_if_averaged_by_torch
-from isles.replicas.flat import FlatNames, FlatParameters
+from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.watch import ModelWatch, refuse_unfit
@@ -53,7 +53,8 @@ class ReplicaSync(Wrapping):
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
     stays local; or the method that makes an island of workers one replica; or a `Replica`. `param_groups` is shared, so
     schedulers work. group: the replicas, usually `world.outer`, or a roster of them. max_norm: clip the gradient to
-    this 2-norm after the reduction. options: the fields of the method's `Config`.
+    this 2-norm after the reduction. vectors: makes anchors, momenta and staging; None: in memory. options: the fields
+    of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
@@ -81,6 +82,7 @@ class ReplicaSync(Wrapping):
         config: MethodConfig | None = None,
         *,
         max_norm: float | None = None,
+        vectors: VectorMaker | None = None,
         **options: Any,
     ) -> None:
         roster = as_roster(group)
@@ -88,7 +90,7 @@ class ReplicaSync(Wrapping):
             raise ValueError(f"{type(self).__name__} needs the same workers from beginning to end: pass world.outer")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm = {max_norm}: choose a positive norm, or None for no clipping")
-        self.roster, self.group, self.max_norm = roster, roster.founders, max_norm
+        self.roster, self.group, self.max_norm, self.vectors = roster, roster.founders, max_norm, vectors
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
         refuse_unfit(self.replica.parameters, self.replica.inner)
@@ -109,9 +111,7 @@ class ReplicaSync(Wrapping):
         self._begin()
 
     def as_replica(self) -> Replica:
-        """What the workers of `group` hold of the one replica that they are together. ValueError for a method that does
-        not make them one.
-        """
+        """What the workers of `group` hold of the one replica that they are. ValueError where they are not one."""
         raise ValueError(f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP")
 
     @property

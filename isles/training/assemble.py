@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.errors import in_section
+from isles.memory.disk import disk_vectors
 from isles.replicas import method
 from isles.replicas.replica import Plain
 from isles.replicas.stage_copy import StageCopy
@@ -59,7 +60,8 @@ def wrapped(
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
         weighs_samples(config)  # or refuses
-        optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm)
+        vectors = disk_vectors(config.memory.disk) if config.memory.vectors == "disk" else None
+        optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm, vectors=vectors)
         optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.data.validation_fraction == 0:

@@ -8,6 +8,7 @@ So the numbers are those of the code that will run, not of a second description 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import warnings
@@ -24,6 +25,7 @@ from isles.comm.dry import dry_mesh
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
+from isles.memory.plan import MemoryPlan
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
@@ -44,6 +46,7 @@ from isles.training.dry_stages import (
     staged_steps,
 )
 from isles.training.dry_time import Transfers, transfers
+from isles.training.memory import prepared, refusals, step_seconds
 from isles.training.records.saved import start_file
 from isles.training.staged import planned_cut
 from isles.training.text import check_vocabulary
@@ -61,7 +64,7 @@ class DryRun(WorkerMemory):
     cannot be counted. device: for "auto", what this machine has. outline: of the worker that sends most. stages: of a
     replica, where it is cut. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other
     stages, on average. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
-    known.
+    known. placed: the plan of a worker's memory, where there is one.
     """
 
     method: str
@@ -78,6 +81,7 @@ class DryRun(WorkerMemory):
     between_stages: float
     ddp_bytes: float
     step_seconds: float | None
+    placed: MemoryPlan | None
     transfers: Transfers | None
     notices: tuple[str, ...]
 
@@ -92,7 +96,8 @@ class DryRun(WorkerMemory):
             {key: getattr(planned, key) for key in ("sent", "lands", "fragment", "what", "groups", "bytes_sent")}
             for planned in self.outline.first
         ]
-        return plain | {"peak_bytes": self.peak}
+        placed = None if self.placed is None else json.loads(self.placed.to_json())
+        return plain | {"peak_bytes": self.peak, "placed": placed}
 
 
 def dry_run(config: Config, *, probe: bool = False) -> DryRun:
@@ -108,6 +113,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     context, vocab = limits(config.model)
     check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
     list_sources(config.data.path)
+    refusals(config)
     if config.run.start:
         start_file(config.run.start)
     world, run = config.world, config.run
@@ -129,7 +135,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     stages = _stage_plans(config, [seat for seat, _ in seats], pieces, staged)
     memory = max((_memory(config, seat) for seat, _ in seats[:: world.inner]), key=lambda one: one.peak)
     if world.is_simulated:
-        seconds: float | None = world.step_seconds
+        seconds: float | None = step_seconds(config)
         if outline.about:
             notices.append(
                 "what is sent hangs on the numbers: bytes and waiting are about right, of a few steps perhaps not"
@@ -169,6 +175,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         between_stages=sum(between) / len(between),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
+        placed=None if config.memory.method == "none" else prepared(config)[2],
         transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )

@@ -17,6 +17,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config, WorldConfig
+from isles.training.memory import step_seconds
 
 UTILISATION = 0.95  # for which a bandwidth is asked
 
@@ -91,7 +92,7 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
         lambda taken: exchanges(seats, world, taken),
         Rhythm(max(rhythm.start for rhythm in rhythms), rhythms[0].every),
         Topology(world.workers, links(world.links), near, island),
-        [factor * world.step_seconds for factor in world.factors],
+        [factor * step_seconds(config) for factor in world.factors],
         steps,
         opening(seats, world),
         config.run.seed,

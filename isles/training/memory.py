@@ -4,6 +4,8 @@ that runs what was found.
 
 from __future__ import annotations
 
+import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from torch.optim import Optimizer
 
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
+from isles.memory.disk import check_folder
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
+from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
 from isles.memory.search import best
@@ -25,10 +29,12 @@ from isles.network.machines import Machine, machine
 from isles.network.units import parse_bytes
 from isles.replicas import method
 from isles.replicas.gradient.bucketed import BucketedSync
+from isles.replicas.loop.outer import OuterSync
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 
+_METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
 
 
@@ -72,7 +78,7 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
     """The plan of `config.memory`: that of its file, or the fastest. ValueError, with the key, for what cannot be."""
     memory = config.memory
     if memory.plan:
-        return _read(memory.plan, made, here)
+        return _read(memory.plan, made, here, memory.disk)
     device = _budget("device_budget", memory, here.device_bytes, here)
     host = _budget("host_budget", memory, here.host_bytes, here)
     return best(
@@ -81,11 +87,24 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
         method="auto" if memory.method == "none" else memory.method,
         device_budget=device,
         host_budget=host,
-        disk_budget=0.0,
+        disk_budget=_disk(memory.disk, here),
         update=memory.update,
         accumulation=config.inner.accumulation,
         replica_bytes=replica_bytes,
     )
+
+
+def _disk(folder: str, here: Machine) -> float:
+    """Bytes that a plan may put there. ValueError where nothing is known of the machine's disk."""
+    if not folder:
+        return 0.0
+    if not here.disk_read or not here.disk_write:
+        raise ValueError(
+            f"memory.disk = {folder!r}: nothing is known of the disk of {here.name}; give disk_read, disk_write and "
+            f'disk_bytes in a file with base = "{here.name}" and name that as memory.machine'
+        )
+    check_folder(folder, 0)
+    return float(shutil.disk_usage(folder).free)
 
 
 def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float:
@@ -101,22 +120,30 @@ def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float
     return asked
 
 
-def _read(path: str, made: Profile, here: Machine) -> MemoryPlan:
+def _read(path: str, made: Profile, here: Machine, disk: str) -> MemoryPlan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"memory.plan = {path!r}: cannot be read ({error}); name a plan's file") from None
     plan = from_json(text, f"memory.plan = {path!r}")
     plan.check(made, here)
+    if plan.disk_bytes and not disk:
+        raise ValueError(f"memory.plan = {path!r} puts units on disk: set memory.disk to a folder")
     return plan
 
 
 def refusals(config: Config) -> None:
     """ValueError, with the key, for what a plan of memory cannot be together with."""
-    memory = config.memory
+    memory, kind = config.memory, method(config.method)
+    if memory.vectors == "disk":
+        if not issubclass(kind, OuterSync):
+            raise ValueError(
+                f'memory.vectors = "disk": {config.method} keeps no vectors from round to round; leave it out, or take '
+                "an outer method, such as diloco"
+            )
+        check_folder(memory.disk, 0)
     if memory.method == "none":
         return
-    kind = method(config.method)
     inside = method(config.world.inside) if config.world.inner > 1 else kind
     for name, one in ((config.method, kind), (f'world.inside = "{config.world.inside}"', inside)):
         if one.needs_whole:
@@ -209,20 +236,47 @@ class PlannedMemory:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.managed: Managed | None = None
+        self.notices: list[str] = []
+        """What a user should know, once it is managed."""
+        self._meter = MemoryMeter()
+        self._metered = 0
 
     def manage(self, model: nn.Module, inner: Optimizer) -> Optimizer:
         """The inner optimizer, under the plan where there is one."""
         if self.config.memory.method == "none":
             return inner
         made, here, plan = prepared(self.config)
+        self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
         virtual = self.config.world.backend == "virtual"
         engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
-        self.managed = manage(plan, model, inner, profile=made, machine=here, engine=engine)
+        self.managed = manage(
+            plan,
+            model,
+            inner,
+            profile=made,
+            machine=here,
+            engine=engine,
+            disk=self.config.memory.disk,
+            meter=self._meter,
+        )
         return self.managed
 
     def device(self, model: nn.Module) -> torch.device:
         """Where the model computes; its parameters may lie elsewhere."""
         return next(model.parameters()).device if self.managed is None else self.managed.device
+
+    def metered(self) -> AbstractContextManager[Any]:
+        """Around the passes of each step: the first few are counted, storage by storage; counting all would cost a
+        small model much of its speed.
+        """
+        if self.managed is None or self.managed.device.type != "cpu" or self._metered == _METERED:
+            return nullcontext()
+        self._metered += 1
+        return self._meter
+
+    def _measured_peak(self) -> int:
+        device = self.device(self.managed.model) if self.managed is not None else torch.device("cpu")
+        return self._meter.peak if device.type == "cpu" else int(torch.cuda.max_memory_allocated(device))
 
     def close(self) -> None:
         """End the plan's threads and give the model its own forward back."""
@@ -237,7 +291,7 @@ class PlannedMemory:
         return {
             "plan": plan.short,
             "planned_peak_bytes": plan.peak,
-            "granted_peak_bytes": int(self.managed.runner.arena.peak),
+            "measured_peak_bytes": self._measured_peak(),
             "planned_step_seconds": plan.step,
             "measured_step_seconds": seconds,
         }

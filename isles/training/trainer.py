@@ -82,7 +82,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
-        for notice in notices:
+        for notice in [*notices, *self.memory.notices]:
             if world.rank == 0:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"
@@ -205,7 +205,8 @@ class Trainer:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
         transport = self.world.transport
         before, away = transport.now(), transport.away_seconds
-        loss = self.model_step.run(self._batches() if self.model_step.reads else ())
+        with self.memory.metered():
+            loss = self.model_step.run(self._batches() if self.model_step.reads else ())
         losses = [] if loss is None else [loss]
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before anyone is sent what came of it

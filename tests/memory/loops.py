@@ -20,6 +20,7 @@ from isles.memory.profile import profile
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
+from isles.wrapping import host_work
 
 UNITS = 4
 SHAPE = Shape(d_model=64, layers=UNITS, heads=4, ffn=192, vocab=256, context=32, tie_embeddings=False)
@@ -114,6 +115,7 @@ def train(
     start: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None,
     ends_with: list[Any] | None = None,
     around: Callable[[Managed], None] | None = None,
+    disk: str = "",
 ) -> Left:
     """`steps` steps from number `first`. start: states of model, optimizer and schedule to go on from; ends_with gets
     those that it leaves. around: is shown the managed optimizer before the first step.
@@ -128,7 +130,9 @@ def train(
         made = profiled(task, autocast)
         plan = plan_of(made, placements, update=update, accumulation=accumulation)
         meter.track(*model.buffers())
-        managed = manage(plan, model, inner, profile=made, machine=MACHINES["H100"], engine=engine, meter=meter)
+        managed = manage(
+            plan, model, inner, profile=made, machine=MACHINES["H100"], engine=engine, disk=disk, meter=meter
+        )
         meter.track(*managed.rest)
         if around is not None:
             around(managed)
@@ -150,7 +154,7 @@ def train(
                     del loss
                 if managed is not None:
                     managed.gradients()
-                with nullcontext() if managed is None else managed.elsewhere():
+                with host_work():
                     if max_norm is not None:
                         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()

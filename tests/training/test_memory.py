@@ -165,7 +165,7 @@ def test_a_run_keeps_its_bits(backend: str, words: list[str], tmp_path: Path) ->
         assert planned[1][key] == plain[1][key]
     told = planned[1]["memory"]
     assert "memory" not in plain[1]
-    assert told["granted_peak_bytes"] <= told["planned_peak_bytes"]
+    assert 0.9 * told["planned_peak_bytes"] <= told["measured_peak_bytes"] <= told["planned_peak_bytes"]
     assert told["planned_step_seconds"] > 0
     if backend == "virtual":  # a named machine's plan is the virtual clock's step
         assert told["measured_step_seconds"] == pytest.approx(told["planned_step_seconds"], rel=1e-6)
@@ -208,5 +208,5 @@ def test_methods_that_hold_parameters_by_themselves_are_refused(name: str, tmp_p
 
 def test_places_and_activations_are_all_tried() -> None:
     tried = {one for plan in PLANS.values() for one in plan}
-    assert {one.place for one in tried} == set(PLACES) - {"disk"}
+    assert {one.place for one in tried} == set(PLACES) - {"disk", "file"}
     assert {one.activations for one in tried} == set(ACTIVATIONS)

@@ -17,6 +17,10 @@ class LaneFailed(RuntimeError):
     """Work beside the computation failed; its error is the cause."""
 
 
+class DiskFailed(LaneFailed, OSError):
+    """A lane to the disk failed: the disk is full, or gone."""
+
+
 class LaneEvent:
     """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
 
@@ -89,6 +93,8 @@ class Engine(ABC):
         """LaneFailed where a lane has failed."""
         if self.failed is not None:
             lane, error = self.failed
+            if isinstance(error, OSError):
+                raise DiskFailed(str(error)) from error
             raise LaneFailed(f"memory: the {lane} lane failed: {type(error).__name__}: {error}") from error
 
     def wait_for(self, event: LaneEvent, what: str) -> None:

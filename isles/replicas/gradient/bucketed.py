@@ -29,6 +29,7 @@ from isles.replicas.island.island import Copies
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.schedule import Held, Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
+from isles.wrapping import host_work
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
@@ -272,7 +273,7 @@ class BucketedSync(ReplicaSync):
         ready = self._launched
         while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
             ready += 1
-        with torch.no_grad():
+        with torch.no_grad(), host_work():
             self._launch(ready)
 
     def _launch(self, stop: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isles.comm.collectives.forms import averaging
 from isles.comm.transport import Transfer
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatParameters, VectorMaker
 from isles.replicas.parts.interfaces import Composition
 
 
@@ -90,15 +90,22 @@ class Fragment:
     `anchor_averaging`: how its means are taken.
     """
 
-    def __init__(self, index: int, places: Sequence[int], parameters: Sequence[Tensor], parts: Composition) -> None:
+    def __init__(
+        self,
+        index: int,
+        places: Sequence[int],
+        parameters: Sequence[Tensor],
+        parts: Composition,
+        maker: VectorMaker | None = None,
+    ) -> None:
         self.index, self.places = index, places
-        self.flat = FlatParameters(parameters)
+        self.flat = FlatParameters(parameters, maker)
         self.anchor = self.flat.read(self.flat.new())
         start = parts.rule.start
-        self.vectors = {name: torch.full_like(self.anchor, start.get(name, 0.0)) for name in parts.rule.vectors}
+        self.vectors = {name: self.flat.new().fill_(start.get(name, 0.0)) for name in parts.rule.vectors}
         left_over = parts.feedback is not None or parts.rule.keeps_left
-        self.residual = torch.zeros_like(self.anchor) if left_over else None
-        self.reference = self.anchor.clone() if parts.landing.moves_reference else self.anchor
+        self.residual = self.flat.new().zero_() if left_over else None
+        self.reference = self.flat.new().copy_(self.anchor) if parts.landing.moves_reference else self.anchor
         self.averaging = averaging(parts.codec, *self.flat.layout)
         anchors = parts.anchor_codec
         self.anchor_averaging = None if anchors is None else averaging(anchors, *self.flat.layout)
@@ -225,11 +232,13 @@ class Fragment:
         )
 
 
-def fragments_of(parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Fragment]:
-    """The fragments of `parts`, of this worker's shares of the parameters in each."""
+def fragments_of(
+    parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor], maker: VectorMaker | None = None
+) -> list[Fragment]:
+    """The fragments of `parts`, of this worker's shares of the parameters in each. maker: of their vectors."""
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     cut = [[places[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
-    return [Fragment(index, own, [shares[place] for place in own], parts) for index, own in enumerate(cut)]
+    return [Fragment(index, own, [shares[place] for place in own], parts, maker) for index, own in enumerate(cut)]
 
 
 def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:

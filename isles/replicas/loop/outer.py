@@ -66,7 +66,7 @@ class OuterSync(ReplicaSync):
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = Courier(self.roster, parts)
-        self.fragments = fragments_of(parts, self.parameters, self.shares)
+        self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self._weighed = weights_of(self.config) == "equal"
@@ -126,8 +126,7 @@ class OuterSync(ReplicaSync):
 
     @override
     def opening_exchanges(self) -> list[PlannedExchange]:
-        """The numbers of samples too, which are as long as a hash."""
-        hashes = 2 if weights_of(self.config) == "equal" else 3
+        hashes = 2 if weights_of(self.config) == "equal" else 3  # numbers of samples are as long as one
         return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size, hashes)
 
     @override
@@ -177,9 +176,9 @@ class OuterSync(ReplicaSync):
     @override
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
-        counts: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
-        feedback = self.parts.feedback
-        return counts if feedback is None else {"feedback_ratio": max(f.left_ratio for f in self.fragments), **counts}
+        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
+        ratios = (fragment.left_ratio for fragment in self.fragments)
+        return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
 
     @override
     def advise(self, steps: int) -> list[str]:

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from isles.training.records.finite import first_nan
+from isles.training.records.tensors import write_tensors
 
 State = dict[str, Any]
 
@@ -35,13 +36,13 @@ _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
 
 def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """A nested state of dicts, lists, tuples, tensors, numbers, strings and None as JSON-able structure and flat
-    tensors.
+    tensors, the same ones.
     """
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value.detach().cpu().contiguous().clone()  # clones: safetensors refuses shared memory
+            tensors[path] = value.detach()
             return {_TENSOR: path}
         if isinstance(value, Mapping):
             pairs = [(key, walk(entry, f"{path}.{key}")) for key, entry in value.items()]
@@ -89,8 +90,7 @@ class Checkpoints:
         structure, tensors = split_state(state)
         path = self._shard(step, worker)
         partial = path.with_suffix(".partial")
-        with no_half_file(partial):
-            save_file(tensors, str(partial))
+        write_tensors(partial, tensors)
         checksum = _checksum(partial)
         _settle(partial, path)
         _write_text(path.with_suffix(".json"), json.dumps({"crc32": checksum, "state": structure}))

@@ -27,7 +27,7 @@ from isles.comm.errors import WorkerFailed
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
-from isles.training.memory import prepared
+from isles.training.memory import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
 from isles.training.records.rundir import SUMMARY, run_directory
@@ -62,6 +62,7 @@ def launch(
     far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
     ends them at once.
     """
+    refusals(config)
     if config.memory.method != "none":
         prepared(config)  # refuses what cannot be before anything is made
     require(config.run.loggers)

@@ -1,0 +1,60 @@
+"""Tensors into a safetensors file, one after the other: what lies on a device or on disk is in memory one at a time.
+
+The library's own `save_file` wants all of them in the host's memory, each with a storage to itself. The format: 8 bytes
+of length, a JSON header of that length with each tensor's dtype, shape and place, then the bytes, little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_ALIGNED = 8
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write them. OSError where that fails: no part of the file stays then."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that each is aligned
+    header, end = dict[str, object](), 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint has no name for")
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    try:
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                file.write(_bytes(tensors[name]))  # and what it may have copied is gone
+    except OSError:
+        path.unlink(missing_ok=True)  # it would take room from what is written next
+        raise

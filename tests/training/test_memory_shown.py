@@ -1,0 +1,31 @@
+"""What is said of a plan of memory before a run: by --dry-run, with the clock of its machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from isles.cli import dry_run as shown
+from isles.training.dry_run import dry_run
+from isles.training.memory import prepared
+from tests.training.test_memory import _config
+
+WORDS = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=2MB"]
+
+
+def test_a_dry_run_shows_the_plan_and_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    config = _config(*WORDS)
+    plan = prepared(config)[2]
+    found = dry_run(config)
+    assert found.placed == plan
+    assert found.step_seconds == plan.step  # the clock's, not that of [world]
+    assert json.loads(json.dumps(found.as_json()))["placed"]["peak"] == plan.peak
+    shown.show(config, probe=False, as_json=False)
+    told = capsys.readouterr().out
+    assert f"blocks      {plan.short} (auto, exact updates)" in told
+    assert "on RTX 3060, simulated" in told
+
+
+def test_a_dry_run_without_a_plan_says_nothing_of_one() -> None:
+    assert dry_run(_config()).as_json()["placed"] is None
