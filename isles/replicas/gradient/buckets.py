@@ -35,10 +35,8 @@ class Bucket:
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
-        ends = torch.tensor([0, *(parameter.numel() for parameter in parameters)]).cumsum(0)
-        filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
-        self._firsts = ends[:-1][filled].to(self.flat.device)
-        self._filled = filled
+        self._filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
+        self._firsts = [self.views[place].view(-1)[:1] for place in self._filled]
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector of the bucket as one view (p,) a parameter."""
@@ -57,10 +55,11 @@ class Bucket:
         self._loaded = self._gradients()
 
     def _mark(self) -> None:
-        firsts = self.flat[self._firsts] + 0.0  # which makes -0.0 positive
-        missing = [i for i, place in enumerate(self._filled) if self.parameters[place].grad is None]
-        firsts[missing] = _NOBODYS
-        self.flat[self._firsts] = firsts
+        if self._firsts:
+            torch._foreach_add_(self._firsts, 0.0)  # which makes -0.0 positive
+        for place, first in zip(self._filled, self._firsts, strict=True):
+            if self.parameters[place].grad is None:
+                first.fill_(_NOBODYS)
 
     @property
     def frozen_digest(self) -> int:
@@ -85,7 +84,7 @@ class Bucket:
         missing = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
         left = {place for place in missing if not self.parameters[place].requires_grad}
         if missing and self.reduction.keeps_signs:
-            firsts = self.flat[self._firsts]
+            firsts = torch.cat(self._firsts)
             nobodys = (firsts == 0).logical_and_(firsts.signbit()).tolist()
             left |= {place for place, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
         for place in missing:
