@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from isles.cli import torchrun
-from isles.cli.loading import loading
 from isles.cli.options import Trust
 from isles.cli.train import Node, Nodes, Rendezvous, TokenText
 from isles.cli.train import run as run_with_progress
@@ -51,8 +50,7 @@ def resume(
         )
     if torchrun.size() is None:
         start_server()
-    with loading():
-        ready = prepare(run, workers, stages, step, trust=trust)
+    ready = prepare(run, workers, stages, step, trust=trust)
     torchrun.check(ready.config.world.workers)
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):

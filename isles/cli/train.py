@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.cli import torchrun
-from isles.cli.loading import loading
 from isles.cli.options import Trust
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
@@ -80,8 +79,7 @@ def train(
     tables = gather(config, flags, set_ or [], trust=trust)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         start_server()  # it loads torch while this process does
-    with loading():
-        resolved = resolve(tables)
+    resolved = resolve(tables)
     if dry_run:
         from isles.cli.dry_run import show
 
@@ -92,11 +90,10 @@ def train(
 
 def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
-    with loading():
-        from isles.cli.progress import Progress
-        from isles.launch.nodes import split
-        from isles.training.running.follow import follow
-        from isles.training.running.run import Interrupted, launch
+    from isles.cli.progress import Progress
+    from isles.launch.nodes import split
+    from isles.training.running.follow import follow
+    from isles.training.running.run import Interrupted, launch
 
     try:
         if torchrun.size() is not None:
