@@ -72,6 +72,9 @@ class Metrics:
     """Where the step is one of validation."""
 
 
+TASK_KINDS = {"F": "forward", "L": "loss", "B": "backward"}
+"""What timeline.jsonl calls the tasks of a step of a pipeline."""
+
 TOTALS = tuple(key.name for key in fields(Metrics) if key.metadata.get("total"))
 """Keys of a line that grow over the whole run."""
 

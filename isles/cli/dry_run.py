@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from isles.network.planner.planned import PlannedExchange
     from isles.training.config.sections import Config
     from isles.training.dry_run import DryRun
+    from isles.training.dry_time import Transfers
 
 _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
@@ -29,8 +30,10 @@ def show(config: Config, *, probe: bool, as_json: bool) -> None:
         return
     for notice in planned.notices:
         print(f"note: {notice}", file=sys.stderr)
-    for block in (_head(config, planned), _memory(planned), _exchanges(planned), _cost(planned)):
-        print("\n".join(block), end="\n\n")
+    before = (_head(config, planned), _memory(planned), _stages(config, planned))
+    for block in (*before, _exchanges(planned), _cost(planned)):
+        if block:
+            print("\n".join(block), end="\n\n")
     print("dry run: nothing was started or written")
 
 
@@ -46,8 +49,12 @@ def _head(config: Config, plan: DryRun) -> list[str]:
     if config.model.own is None and config.model.shape() != SIZES[str(config.model.size)]:
         model = "a decoder of your own numbers"
     flops = "FLOPs not counted" if plan.flops is None else f"{format_short(plan.flops)} FLOPs a token (with backward)"
+    made_of = ""
+    if plan.stages:
+        inner = f" x {config.world.inner} inside" if config.world.inner > 1 else ""
+        made_of = f" = {config.replicas_in_all} replicas x {len(plan.stages)} stages{inner}"
     return [
-        _line("method", f"{plan.method}, {plan.workers} workers, {plan.steps} steps, {plan.backend} backend"),
+        _line("method", f"{plan.method}, {plan.workers} workers{made_of}, {plan.steps} steps, {plan.backend} backend"),
         _line("model", f"{model}: {format_count(plan.parameters)} parameters, {flops}"),
         _line(
             "tokens",
@@ -64,10 +71,30 @@ def _memory(plan: DryRun) -> list[str]:
     when = {"always": "", "exchange": "from the first exchange on", "end": "when validating, and at the end"}
     rows = [(what, nbytes, f"on {plan.device}") for what, nbytes in own]
     rows += [(held.what, held.nbytes, ", ".join(filter(None, ("host", when[held.when])))) for held in plan.held]
-    rows.append(("at the peak", plan.peak, "without activations"))
+    fullest = ", of the fullest stage" if plan.stages else ""
+    rows.append(("at the peak", plan.peak, f"without activations{fullest}"))
     width = max(len(what) for what, _, _ in rows)
     lines = [f"{what:<{width}}  {format_bytes(nbytes):>8}  {where}" for what, nbytes, where in rows]
     return [_line("memory" if line is lines[0] else "", line) for line in lines]
+
+
+def _stages(config: Config, plan: DryRun) -> list[str]:
+    from isles.report.units import format_bytes, format_count
+
+    rows = [["stage", "blocks", "parameters", "memory", "forwards kept", "of what came", "sends a step"]]
+    for number, stage in enumerate(plan.stages):
+        first, stop = stage.blocks
+        numbers = (stage.memory.peak, stage.kept, stage.bytes_a_step)
+        peak, kept, sent = map(format_bytes, numbers)
+        blocks = str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+        rows.append([str(number), blocks, format_count(stage.parameters), peak, str(stage.forwards), kept, sent])
+    if len(rows) == 1:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    pipeline = config.pipeline
+    lines.append(f"{pipeline.microbatches} microbatches, {pipeline.routing} routes; validations send more, uncounted")
+    return [_line("stages" if line is lines[0] else "", line) for line in lines]
 
 
 def _exchanges(plan: DryRun) -> list[str]:
@@ -116,8 +143,13 @@ def _cost(plan: DryRun) -> list[str]:
     against = f", {compare(mean, plan.ddp_bytes)}" if mean and plan.ddp_bytes else ""
     sends = f"{format_bytes(mean)} a worker in the whole run{against} data parallel's {format_bytes(plan.ddp_bytes)}"
     lines = [_line("bytes", f"about {sends}" if plan.outline.about else sends)]
+    if plan.stages:
+        lines.append(_line("", f"{format_bytes(plan.between_stages)} of that to other stages, on average"))
     if plan.outline.inside:
-        lines.append(_line("", f"{format_bytes(plan.outline.inside)} of that inside its island, the rest across"))
+        whose = "replica, for norms and gradients" if plan.stages else "island, the rest across"
+        lines.append(_line("", f"{format_bytes(plan.outline.inside)} of that inside its {whose}"))
+    if plan.stages and plan.transfers is not None and plan.transfers.step is not None:
+        lines += _pipelined(plan, plan.transfers)
     if not plan.outline.rounds:
         return lines
     every = f"{plan.outline.every} step{'s' if plan.outline.every > 1 else ''} between two rounds"
@@ -135,9 +167,24 @@ def _cost(plan: DryRun) -> list[str]:
         link = f"{_rate(transfers.rate)} up, {format_seconds(transfers.latency or 0.0)} one way"
         waits = f"waits {format_seconds(transfers.seconds)} a round, {format_percent(transfers.utilisation)} computing"
         lines.append(_line("links", f"{link}: {waits}"))
+    if plan.stages:
+        return lines
     if transfers.wanted is None:
         return [*lines, _line("", "95 % computing is out of reach at any rate: the latency alone costs more")]
     return [*lines, _line("", f"for 95 % computing a worker's upload wants {_rate(transfers.wanted)}")]
+
+
+def _pipelined(plan: DryRun, transfers: Transfers) -> list[str]:
+    """What a step takes, exchanges included."""
+    from isles.report.units import format_percent, format_seconds
+
+    if plan.step_seconds is None or transfers.step is None or transfers.bubble is None:
+        return []
+    each = plan.step_seconds / len(plan.stages)
+    return [
+        _line("step", f"{format_seconds(transfers.step)} of the clock, {format_seconds(each)} of computing a worker;"),
+        _line("", f"{format_percent(transfers.bubble)} of the time waiting for other stages (the bubble)"),
+    ]
 
 
 def _rate(bits_per_second: float) -> str:

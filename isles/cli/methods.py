@@ -16,14 +16,17 @@ def methods(
     memory: Annotated[
         bool, typer.Option("--memory", help="Print the bytes a parameter that each method adds to a worker.")
     ] = False,
+    stages: Annotated[int, typer.Option(help="With --memory: stages that each replica is cut into.")] = 1,
 ) -> None:
     """List the methods."""
     if legal and memory:
         raise ValueError("--legal and --memory are two tables: ask for one of them")
+    if stages != 1 and not memory:
+        raise ValueError(f"--stages {stages} divides what --memory prints: add it, or leave --stages out")
     if legal:
         _legal()
     elif memory:
-        _memory()
+        _memory(stages)
     else:
         _methods()
 
@@ -55,14 +58,20 @@ def _legal() -> None:
                 print(f"  {when}\n      {because}")
 
 
-def _memory() -> None:
+def _memory(stages: int) -> None:
     from isles.replicas import METHODS
     from isles.training.footprint import MODEL, footprints
 
+    found = footprints(_WORKERS, stages)
     width = max(map(len, METHODS))
     print("Bytes a parameter on the host, beside weights, gradients and the inner optimizer's state: float32 weights,")
-    print(f"each method's own defaults, the {MODEL.size} model, {_WORKERS} workers.\n")
+    whom = f"{_WORKERS} workers.\n"
+    if stages > 1:
+        whom = f"{_WORKERS} replicas of {stages} stages;\na worker's, a parameter of the whole model, on average.\n"
+    print(f"each method's own defaults, the {MODEL.size} model, {whom}")
     print(f"{'method':<{width}}  {'always':>7}  {'exchanging':>10}  {'at the end':>10}  {'peak':>6}")
-    for one in footprints(_WORKERS):
+    for one in found:
         peak = one.always + max(one.exchange, one.end)
         print(f"{one.method:<{width}}  {one.always:7.2f}  {one.exchange:10.2f}  {one.end:10.2f}  {peak:6.2f}")
+    if left_out := METHODS.keys() - {one.method for one in found}:
+        print(f"\nneed the whole model at each worker: {', '.join(sorted(left_out))}")

@@ -37,6 +37,15 @@ def plan(
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the run, for hours; with --step-tokens.")] = None,
     step_tokens: Annotated[str | None, typer.Option(help="Tokens of one step of all workers together.")] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="Split workers into replicas of so many stages: auto, or such as 2,4,8.")
+    ] = None,
+    routing: Annotated[str | None, typer.Option(help="With --stages: fixed or random routes. Default fixed.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="With --stages: of a replica's batch. Default 4.")] = None,
+    method: Annotated[str | None, typer.Option(help="With --stages: between replicas. Default diloco.")] = None,
+    inner_links: Annotated[
+        str | None, typer.Option(help="With --stages: network inside a replica. Default: as between.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Instead: a calculation of the papers.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List those.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
@@ -64,6 +73,11 @@ def plan(
         targets=targets,
         tokens=tokens,
         step_tokens=step_tokens,
+        stages=stages,
+        routing=routing,
+        microbatches=microbatches,
+        method=method,
+        inner_links=inner_links,
     )
     if listen is not None:
         if asked.given or preset is not None or presets or json or out is not None or write is not None:
@@ -83,7 +97,26 @@ def plan(
             raise ValueError(f"--preset {preset} has its own numbers: leave out {', '.join(extra)}")
         _show(sheet(preset), json, out)
         return
+    if stages is not None:
+        _plan_stages(asked, json, out, write)
+        return
+    only = ("--routing", "--microbatches", "--method", "--inner-links")
+    if extra := [option for option in asked.given if option in only]:
+        raise ValueError(f"{', '.join(extra)}: of replicas in stages; give --stages too")
     _plan(asked, json, out, write)
+
+
+def _plan_stages(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
+    from isles.cli.plan_job import job_of, stages_of
+    from isles.pipeline.planning import plan_splits
+    from isles.report.sheets.splits import splits_sheet
+
+    extra = [*(["--write"] if write is not None else []), *(["--targets"] if asked.targets is not None else [])]
+    if extra:
+        raise ValueError(f"--stages plans splits of the workers: leave out {', '.join(extra)}")
+    job, network = job_of(asked)
+    wanted, found = stages_of(asked, job)
+    _show(splits_sheet(wanted, plan_splits(wanted, found), network), json, out)
 
 
 def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:

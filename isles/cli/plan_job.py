@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from isles.errors import unknown_name
+
 if TYPE_CHECKING:
     from isles.models.sizes import Shape
     from isles.network.links import Links
     from isles.network.planner.job import Job
     from isles.network.planner.planner import Plan
+    from isles.pipeline.planning import StagesJob, WorkerSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,11 @@ class Asked:
     targets: str | None = None
     tokens: str | None = None
     step_tokens: str | None = None
+    stages: str | None = None
+    routing: str | None = None
+    microbatches: int | None = None
+    method: str | None = None
+    inner_links: str | None = None
 
     @property
     def given(self) -> list[str]:
@@ -88,6 +96,30 @@ def job_of(asked: Asked) -> tuple[Job, str]:
         step_tokens=None if tokens is None else known["--step-tokens"],
     )
     return job, name
+
+
+def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[WorkerSplit]]:
+    """What is asked about replicas in stages, and the splits to plan. ValueError for what cannot be."""
+    from isles.network.named import links as named
+    from isles.pipeline.planning import StagesJob, splits
+
+    wanted = None
+    if asked.stages != "auto":
+        words = (asked.stages or "").split(",")
+        if not all(word.isdigit() and int(word) for word in words):
+            raise ValueError(f'--stages {asked.stages}: write "auto", or numbers with commas between, such as 2,4,8')
+        wanted = [int(word) for word in words]
+    if asked.routing not in (None, "fixed", "random"):
+        raise ValueError(unknown_name("--routing", asked.routing, ("fixed", "random")))
+    found = StagesJob(
+        job=job,
+        routing="random" if asked.routing == "random" else "fixed",
+        microbatches=4 if asked.microbatches is None else asked.microbatches,
+        method=asked.method or "diloco",
+        every=100 if asked.sync_every is None else asked.sync_every,
+        near=None if asked.inner_links is None else named(asked.inner_links),
+    )
+    return found, splits(job.workers, job.layers, wanted)
 
 
 def config_of(job: Job, plan: Plan, network: str) -> str:

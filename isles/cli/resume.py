@@ -21,6 +21,9 @@ def resume(
     workers: Annotated[
         int | None, typer.Option(help="Go on with so many workers; says what is kept and lost. Default: as before.")
     ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Go on with each replica in so many stages, the same bits by name.")
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="Go back to the checkpoint of this inner step. Default: the newest.")
     ] = None,
@@ -40,15 +43,16 @@ def resume(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
-    if workers is not None and (node_spec.nodes > 1 or torchrun.size() is not None):
+    if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):
+        option = f"--stages {stages}" if workers is None else f"--workers {workers}"
         raise ValueError(
-            f"--workers {workers}: the states of all workers must lie in one directory, and one process changes them; "
+            f"{option}: the states of all workers must lie in one directory, and one process changes them; "
             "do it without --nodes and torchrun"
         )
     if torchrun.size() is None:
         start_server()
     with loading():
-        ready = prepare(run, workers, step, trust=trust)
+        ready = prepare(run, workers, stages, step, trust=trust)
     torchrun.check(ready.config.world.workers)
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):

@@ -20,9 +20,9 @@ def dry_group(size: int, *, native: bool) -> Group:
     return Group(DryTransport(size, native), tuple(range(size)))
 
 
-def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
+def dry_mesh(workers: int, *, stage: int = 1, inner: int, rank: int, native: bool) -> Mesh:
     """The arranged world of `workers`, as `rank` sees it; see `dry_group`."""
-    return arrange(DryTransport(workers, native, rank), inner=inner)
+    return arrange(DryTransport(workers, native, rank), stage=stage, inner=inner)
 
 
 class DryTransport:

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
 
-from isles.comm.errors import WorkerFailed, is_cause
+from isles.comm.errors import DeadlinePassed, WorkerFailed, is_cause
 from isles.comm.transport import Deadlines
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerHandle, WorkerProcesses
@@ -115,17 +115,29 @@ class Workers:
                             else:
                                 grace = min(_KNOWN if is_cause(value) else _GRACE, _GRACE)
                                 ends_at = min(time.monotonic() + grace, ends_at or math.inf)
+                if on_failure is None and waiting and waiting <= self._silent(results).keys():
+                    break  # nobody is left who could name another cause
                 if bounds is not None and not settled and waiting and bounds.keys() >= waiting:
                     settled = True
                     self._tell(("stop", max(bounds.values())))
-            for rank in sorted(waiting):
-                why = str(results[self.failures[0]]).splitlines()[-1]
-                results[rank] = WorkerFailed(rank, f"ended by the launcher after another worker failed ({why})")
+            silent = self._silent(results)
+            for rank in sorted(waiting, key=lambda rank: (rank not in silent, rank)):
+                if rank in silent:
+                    why = f"it was ended by the launcher, for it was silent ({silent[rank]})"
+                else:
+                    first = str(results[self.failures[0]]).splitlines()[-1]
+                    why = f"ended by the launcher after another worker failed ({first})"
+                results[rank] = WorkerFailed(rank, why)
                 self.failures.append(rank)
         finally:
             self._tell("close")
-            self._end(1.0 if waiting or self.failures else 10.0)
+            self._end(0.0 if waiting else 1.0 if self.failures else 10.0)
         return results
+
+    def _silent(self, results: Sequence[Any]) -> dict[int, Exception]:
+        """By rank, the error of the first worker that waited for it in vain."""
+        late = [results[rank] for rank in self.failures if isinstance(results[rank], DeadlinePassed)]
+        return {error.peer: error for error in reversed(late)}
 
     def _tell(self, command: Any) -> None:
         for handle in self._handles:

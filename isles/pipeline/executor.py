@@ -26,8 +26,9 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
+from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
-from isles.network.routing.replay import TaskSeconds
+from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned
 from isles.pipeline.routers.base import Router
@@ -96,6 +97,8 @@ class Executor:
         self.device = next(stage.parameters()).device
         self.most_held = 0
         """Forwards held at once at the most, in all steps so far."""
+        self.played: Sequence[Span] = ()
+        """The last step's tasks at this worker, without their waits, in seconds of its clock."""
 
     def step(self, number: int, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Forward and backward of inner step `number`, counted from 1: `.grad` of the stage becomes the mean over
@@ -109,7 +112,7 @@ class Executor:
         tasks = listed.get(self.group.rank, [])
         share = _Share(self, {route.microbatch: route for route in routes}, tokens, (number - 1) * len(routes))
         share.run(tasks)
-        self.most_held = max(self.most_held, share.most_held)
+        self.most_held, self.played = max(self.most_held, share.most_held), share.played
         if self.ways.gains is not None:
             self._scale(self.ways.gains[self.group.rank], visited=bool(tasks))
         return share.losses
@@ -140,11 +143,15 @@ class _Share:
         self.sends: list[Work] = []
         self.losses: dict[int, Tensor] = {}
         self.most_held = 0
+        self.played: list[Span] = []
+        self.began = 0.0
+        """When the task under way had what it begins with."""
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Do `tasks`, then wait until what they sent is gone."""
-        backwards = sum(task.kind != "F" for task in tasks)
+        backwards, now = sum(task.kind != "F" for task in tasks), self.group.transport.now
         for task in self._in_order(tasks):
+            self.began = now()
             if task.kind == "F":
                 self._forward(task)
                 self.most_held = max(self.most_held, len(self.held))
@@ -152,6 +159,7 @@ class _Share:
                 backwards -= 1
                 with self.executor.quiet() if backwards or self.executor.ways.gains is not None else nullcontext():
                     self._loss(task) if task.kind == "L" else self._backward(task)
+            self.played.append(Span(self.group.rank, task, self.began, now()))
             self._ended(task)
         if self.sends:
             self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
@@ -194,6 +202,7 @@ class _Share:
         following = route.following(task)
         assert following is not None
         self._send(following, self.form.pack(payload, side, tokens if following.kind == "F" else None))
+        _give_up_numbers(payload)
 
     def _loss(self, task: Task) -> None:
         """The loss at the origin."""
@@ -248,7 +257,9 @@ class _Share:
         if task in self.local:
             return self.local.pop(task)
         self.inbox.post(task)
-        return self.inbox.take(task)
+        wire = self.inbox.take(task)
+        self.began = self.group.transport.now()
+        return wire
 
     def _send_back(self, task: Task, leaf: Tensor | None) -> None:
         """The gradient of what `task` began with, to whoever sent that."""
@@ -270,14 +281,14 @@ class _Share:
         shares = self.executor.ways.shares
         if shares is None:
             return
-        here, route = self.group.rank, self.routes[task.microbatch]
-        if task.kind == "F":
-            ends = task.hop == route.last and not route.home
-            share = shares.forward[here] + (shares.loss[here] if ends else 0.0)
-        else:
-            share = shares.loss[here] if task.kind == "L" else shares.backward[here]
+        share = seconds_of(shares, self.routes[task.microbatch], self.group.rank, task)
         transport = self.group.transport
         transport.compute(share * transport.step_seconds)
+
+
+def _give_up_numbers(sent: Tensor) -> None:
+    """Free what has been sent: its backward pass begins at its shape. What autograd has kept of it stays."""
+    sent.data = sent.data.new_zeros(()).expand(sent.shape)
 
 
 @lru_cache(maxsize=16)  # workers of one process ask for the same

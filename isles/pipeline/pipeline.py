@@ -37,6 +37,7 @@ from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.exchanged import ExchangedRouter
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
+from isles.pipeline.shares import task_shares
 from isles.pipeline.wire import StageForm
 
 
@@ -49,14 +50,8 @@ class Cut:
     costs: PieceCosts
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
-        """The share of an inner step's computation in each task of each position: a backward pass costs two forward
-        ones, and one more where that is run again; the loss comes with its gradient.
-        """
-        whole = 3 * self.costs.total * microbatches
-        forward = [sum(self.costs.blocks[number] for number in piece.blocks) / whole for piece in self.pieces]
-        loss = [3 * self.costs.head / whole if piece.leaves else 0.0 for piece in self.pieces]
-        backward = [(3 if recompute else 2) * share for share in forward]
-        return TaskSeconds(forward=forward * replicas, loss=loss * replicas, backward=backward * replicas)
+        """Of an inner step's computation in each task of each position."""
+        return task_shares(self.pieces, self.costs, microbatches, replicas, recompute=recompute)
 
 
 def cut_of(
@@ -125,20 +120,9 @@ class Pipeline:
         self.reads = here.stage == 0
         """Whether this worker wants text."""
         self._steps = 0
-        form = StageForm(
-            sequences=batch_size // self.config.microbatches,
-            length=context,
-            vocab=vocab or 1 << 31,
-            dtype=next(self.stage.parameters()).dtype,
-            boundary=FullStream(self.stage.width),
-        )
-        ways = Ways(
-            room=in_flight(self.config.in_flight, replicas, stages),
-            order=self.config.order,
-            recompute=self.config.recompute,
-            shares=self.cut.shares(self.config.microbatches, replicas, recompute=self.config.recompute),
-        )
-        router = _router(self.config, replicas, stages, home=self.cut.home, seed=seed)
+        form = form_of(self.stage, self.config.microbatches, batch_size=batch_size, context=context, vocab=vocab)
+        ways = ways_of(self.config, self.cut, replicas)
+        router = router_of(self.config, replicas, home=self.cut.home, seed=seed)
         microbatches = self.config.microbatches
         if plan is not None:
             steps = PlannedRoutes(plan=plan, ranks=world.pipeline.ranks)
@@ -177,9 +161,31 @@ class Pipeline:
         return assembled(self.stage, self.world.stage, whole, self.cut.pieces)
 
 
-def _router(config: PipelineConfig, replicas: int, stages: int, *, home: bool, seed: int) -> Router:
+def form_of(stage: Stage, microbatches: int, *, batch_size: int, context: int, vocab: int | None) -> StageForm:
+    """The messages about a microbatch, of which `batch_size` sequences make so many; see `Pipeline`."""
+    return StageForm(
+        sequences=batch_size // microbatches,
+        length=context,
+        vocab=vocab or 1 << 31,
+        dtype=next(stage.parameters()).dtype,
+        boundary=FullStream(stage.width),
+    )
+
+
+def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
+    """How steps run."""
+    return Ways(
+        room=in_flight(config.in_flight, replicas, len(cut.pieces)),
+        order=config.order,
+        recompute=config.recompute,
+        shares=cut.shares(config.microbatches, replicas, recompute=config.recompute),
+    )
+
+
+def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> Router:
+    """Which way the microbatches go. seed: of random routes."""
     if config.stage_loss and config.recovery == "checkfree+":
-        return ExchangedRouter(replicas, stages, config.microbatches)
+        return ExchangedRouter(replicas, config.stages, config.microbatches)
     if config.routing == "random":
-        return RandomRouter(replicas, stages, config.microbatches, home, seed)
-    return FixedRouter(replicas, stages, config.microbatches, home)
+        return RandomRouter(replicas, config.stages, config.microbatches, home, seed)
+    return FixedRouter(replicas, config.stages, config.microbatches, home)

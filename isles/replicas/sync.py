@@ -30,8 +30,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run
-from isles.replicas.elsewhere import warn_if_averaged_by_torch
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatNames, FlatParameters
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.watch import ModelWatch, refuse_unfit
@@ -100,7 +99,7 @@ class ReplicaSync(Wrapping):
         refuse_unfit(self.replica.parameters, self.replica.inner)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
-        self.watch = ModelWatch(model, self.replica.parameters)
+        self.watch = ModelWatch(model, self.replica.parameters, self.group)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -111,7 +110,6 @@ class ReplicaSync(Wrapping):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
-        self._looked = False
         self._begin()
 
     def as_replica(self) -> Replica:
@@ -135,9 +133,6 @@ class ReplicaSync(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._looked:  # not before: whoever drives the model may have put something around it since
-            self._looked = True
-            warn_if_averaged_by_torch(type(self).__name__, self.parameters, self.group)
         self.replica.gradients()
         self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()
@@ -280,9 +275,7 @@ class ReplicaSync(Wrapping):
     @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)), of those that all of them hold.
-
-        Costs one mean over the group; the weights are not touched.
+        parameters)), of those that all of them hold. Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
         return start.replica_std(self.shares, self.survivors(), lambda sums: self.replica.total(sums, "eval"))
@@ -368,6 +361,13 @@ class ReplicaSync(Wrapping):
         if outer:
             raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
         return outer
+
+    @classmethod
+    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
+        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
+        if any(outers):
+            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
+        return [outers[0] for _ in after]
 
     # The common start.
 

@@ -12,7 +12,7 @@ from isles.report.draw.style import STYLE
 from isles.report.draw.svg_time import draw
 from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
-from isles.report.time_charts import lanes_panel, time_panel
+from isles.report.time_charts import lanes_panel, step_panel, time_panel
 from isles.report.units import (
     compare,
     format_bytes,
@@ -71,6 +71,7 @@ def panels(run: Run) -> list[Panel]:
         spread_panel(run),
         time_panel(run),
         lanes_panel(run),
+        step_panel(run),
     ]
     return [panel for panel in made if panel is not None]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isles.report.series import Point, mean_over
-from isles.schema import TOTALS, backend_of
+from isles.schema import TASK_KINDS, TOTALS, backend_of
 
 FILES = ("config.toml", "metrics.jsonl", "summary.json")
 
@@ -43,11 +43,21 @@ class TimelineSpan(NamedTuple):
     end: float
 
 
+class TaskSpan(NamedTuple):
+    """A line of timeline.jsonl about a task of a step: `kind` forward, loss or backward."""
+
+    kind: str
+    microbatch: int
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class Run:
     """A run directory as read. `summary` is None while the run has not ended; `notes` say what could not be used.
 
-    spread: (step, standard deviation between the replicas). spans: by worker, in the order of the file.
+    spread: (step, standard deviation between the replicas). spans: by worker, in the order of the file. tasks: of the
+    newest step that has such, by worker; task_step: which one.
     """
 
     path: Path
@@ -58,6 +68,8 @@ class Run:
     validation: list[Point] = field(default_factory=list)
     spread: list[Point] = field(default_factory=list)
     spans: dict[int, list[TimelineSpan]] = field(default_factory=dict)
+    tasks: dict[int, list[TaskSpan]] = field(default_factory=dict)
+    task_step: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -170,10 +182,18 @@ def _read_timeline(run: Run) -> None:
     for record in _records(file) if file.is_file() else []:
         record = record or {}
         worker, start, end = (finite(record.get(key)) for key in ("worker", "start", "end"))
-        if worker is not None and start is not None and end is not None and start <= end:
-            span = TimelineSpan(str(record.get("kind")), str(record.get("channel")), start, end)
-            run.spans.setdefault(int(worker), []).append(span)
-    run.spans = dict(sorted(run.spans.items()))
+        if worker is None or start is None or end is None or start > end:
+            continue
+        kind = str(record.get("kind"))
+        if kind in TASK_KINDS.values():
+            step, microbatch = (int(finite(record.get(key)) or 0) for key in ("step", "microbatch"))
+            if step > run.task_step:
+                run.tasks, run.task_step = {}, step
+            if step == run.task_step:
+                run.tasks.setdefault(int(worker), []).append(TaskSpan(kind, microbatch, start, end))
+            continue
+        run.spans.setdefault(int(worker), []).append(TimelineSpan(kind, str(record.get("channel")), start, end))
+    run.spans, run.tasks = dict(sorted(run.spans.items())), dict(sorted(run.tasks.items()))
 
 
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:

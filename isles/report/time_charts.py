@@ -8,6 +8,8 @@ from isles.report.units import format_percent, format_seconds
 
 EXCHANGES = 12  # that the lanes show: few enough to see each
 LANES = 16
+TASK_LOOKS = {"forward": "compute", "loss": "blocked", "backward": "transfer"}
+TASK_KEYS = (("compute", "forward"), ("blocked", "loss and head"), ("transfer", "backward"))
 _TRAINING = ("outer", "inner", "pipeline")  # channels of the method; the rest is start and end
 # timeline.jsonl has a worker's first and last spans; there is no gap in its last so many lines, however long the run.
 _WITHOUT_GAP = 400
@@ -65,6 +67,40 @@ def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
     if len(run.spans) > workers:
         notes.append(f"The first {workers} of {len(run.spans)} workers.")
     return Panel(heading="Timeline of the workers", picture=picture, keys=keys, notes=notes)
+
+
+def step_panel(run: Run, workers: int = LANES) -> Panel | None:
+    """Every task of one step, a lane for each of the first `workers`; None where replicas do not lie in stages."""
+    spans = [span for own in run.tasks.values() for span in own]
+    if not spans:
+        return None
+    stages = max(1, int((run.summary or run.config.get("pipeline") or {}).get("stages") or 1))
+    inner = max(1, int((run.config.get("world") or {}).get("inner") or 1))
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    lanes = [
+        Lane(
+            label=f"{worker}: stage {worker // inner % stages}",
+            stretches=[
+                Stretch(
+                    start=span.start - start,
+                    end=span.end - start,
+                    css=TASK_LOOKS[span.kind],
+                    row=0,
+                    hint=f"{span.kind} of microbatch {span.microbatch},",
+                )
+                for span in own
+            ],
+        )
+        for worker, own in list(run.tasks.items())[:workers]
+    ]
+    picture = Lanes(title="One step", x_label="seconds of the step", start=0.0, end=end - start, lanes=lanes)
+    busy = sum(span.end - span.start for span in spans) / (len(run.tasks) * (end - start)) if end > start else 1.0
+    notes = [f"Inner step {run.task_step}: each worker waited for {format_percent(1 - busy)} of it on average."]
+    if not run.is_simulated:
+        notes.append("The workers' clocks agree to within milliseconds.")
+    if len(run.tasks) > workers:
+        notes.append(f"The first {workers} of {len(run.tasks)} workers.")
+    return Panel(heading="One step through the stages", picture=picture, keys=TASK_KEYS, notes=notes)
 
 
 def _window(run: Run) -> tuple[float, float] | None:

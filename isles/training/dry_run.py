@@ -27,14 +27,25 @@ from isles.imports import told
 from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
+from isles.models.stages import Stage
+from isles.network.planner.stages import StagedSteps
 from isles.replicas import method
-from isles.replicas.schedule import Held, Outline
+from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
+from isles.training.dry_stages import (
+    StagePlan,
+    WorkerMemory,
+    form,
+    most_forwards,
+    opening_bytes,
+    staged_steps,
+)
 from isles.training.dry_time import Transfers, transfers
 from isles.training.records.saved import start_file
+from isles.training.staged import planned_cut
 from isles.training.text import check_vocabulary
 
 _PROBES = 3
@@ -42,12 +53,14 @@ _SMALL = 256e6  # bytes of weights that are made for counting
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
-    """A run before it is run. Bytes are exact, headers included, those before the first step too.
+class DryRun(WorkerMemory):
+    """A run before it is run, with the memory of the worker that holds most. Bytes are exact, headers included, those
+    before the first step too.
 
-    flops: of a token at a worker, forward and backward; None where they cannot be counted. device: for "auto", what
-    this machine has. weights, gradients, inner: bytes of a worker there. held: what the method adds, on the host.
-    bytes_sent: by worker, of the whole run. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
+    flops: of a token, forward and backward, at a worker or where there are stages in the whole model; None where they
+    cannot be counted. device: for "auto", what this machine has. outline: of the worker that sends most. stages: of a
+    replica, where it is cut. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other
+    stages, on average. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
     known.
     """
 
@@ -59,31 +72,22 @@ class DryRun:
     flops: int | None
     tokens_per_step: int
     device: str
-    weights: int
-    gradients: int
-    inner: int
-    held: tuple[Held, ...]
     outline: Outline
+    stages: tuple[StagePlan, ...]
     bytes_sent: tuple[int, ...]
+    between_stages: float
     ddp_bytes: float
     step_seconds: float | None
     transfers: Transfers | None
     notices: tuple[str, ...]
 
-    @property
-    def peak(self) -> int:
-        """Bytes of a worker at its fullest: while training with an exchange under way, or at the end, when gradients
-        are gone.
-        """
-        sums = dict.fromkeys(("always", "exchange", "end"), 0)
-        for held in self.held:
-            sums[held.when] += held.nbytes
-        return self.weights + self.inner + sums["always"] + sums["exchange"] + max(self.gradients, sums["end"])
-
     def as_json(self) -> dict[str, Any]:
         """For machines."""
         plain = asdict(self)
         plain["held"] = [held._asdict() for held in self.held]
+        for stage, own in zip(plain["stages"], self.stages, strict=True):
+            stage["memory"]["held"] = [held._asdict() for held in own.memory.held]
+            stage["memory"]["peak_bytes"] = own.memory.peak
         plain["outline"]["first"] = [
             {key: getattr(planned, key) for key in ("sent", "lands", "fragment", "what", "groups", "bytes_sent")}
             for planned in self.outline.first
@@ -96,10 +100,10 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
     """
-    if config.pipeline.stages > 1:
+    if config.pipeline.routing == "skippipe":
         raise ValueError(
-            f"pipeline.stages = {config.pipeline.stages}: a dry run does not know stages yet; plan the same run with "
-            "pipeline.stages = 1, or run it with --steps 1"
+            'pipeline.routing = "skippipe": its plan says what a step takes (`isles pipeline check PLAN`); a dry run '
+            "knows fixed and random routes"
         )
     context, vocab = limits(config.model)
     check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
@@ -107,18 +111,23 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     if config.run.start:
         start_file(config.run.start)
     world, run = config.world, config.run
-    sequences = config.data.batch_size_per_worker(world.workers) * config.inner.accumulation
+    readers = world.workers // config.pipeline.stages
+    sequences = config.data.batch_size_per_worker(readers) * config.inner.accumulation
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
-        seats = [_seat(config, model, place) for place in range(world.inner)]  # of one island; all islands are alike
+        pieces, staged = _pieces(config, model)
+        places = range(len(pieces) * world.inner)  # of one replica; all replicas are alike
+        seats = [_seat(config, pieces[place // world.inner], place) for place in places]
         optimizer, notices = seats[0]
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]
-    outline = outlines[0]
+    outline = max(outlines, key=lambda one: max(one.sent))
+    stages = _stage_plans(config, [seat for seat, _ in seats], pieces, staged)
+    memory = max((_memory(config, seat) for seat, _ in seats[:: world.inner]), key=lambda one: one.peak)
     if world.is_simulated:
         seconds: float | None = world.step_seconds
         if outline.about:
@@ -133,9 +142,12 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         seconds = measured_step(config, sequences, context) if probe else None
         if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
-    found = transfers(config, [seat for seat, _ in seats], outline, seconds)
+    if staged is not None:
+        notices += _of_stages(config)
+    found = transfers(config, [seat for seat, _ in seats], outline, seconds, staged)
     if world.is_simulated and found is not None and found.seconds is None:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
+    between = [0] * world.workers if staged is None else _between_stages(config, staged)
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return DryRun(
@@ -146,13 +158,15 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         parameters=parameters,
         flops=flops,
         device=choose_device(config.model).type if config.model.device == "auto" else config.model.device,
-        tokens_per_step=world.workers * sequences * context,
-        weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *model.buffers())),
-        gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
-        inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
-        held=tuple(optimizer.memory()),
+        tokens_per_step=readers * sequences * context,
+        weights=memory.weights,
+        gradients=memory.gradients,
+        inner=memory.inner,
+        held=memory.held,
         outline=outline,
-        bytes_sent=_by_worker(outlines),
+        stages=stages,
+        bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines), between, strict=True)),
+        between_stages=sum(between) / len(between),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         transfers=found,
@@ -160,17 +174,79 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     )
 
 
-def _seat(config: Config, model: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
-    """The optimizer of the worker at `place` of the first island, and what its user should know."""
-    world = config.world
-    mesh = dry_mesh(world.workers, inner=world.inner, rank=place, native=world.has_processes)
-    return wrapped(config, model, mesh.outer, mesh.inner)
+def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None]:
+    """What each stage of a replica holds of `model`, and how its steps go; the model itself where it is not cut."""
+    if config.pipeline.stages == 1:
+        return [model], None
+    cut = planned_cut(config)
+    stages = [Stage(model, piece) for piece in cut.pieces]
+    asks = bool(config.inner.max_norm) and config.pipeline.clip == "model"
+    return list(stages), staged_steps(config, cut, stages[0], asks_norm=asks)
+
+
+def _seat(config: Config, part: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer of the worker at `place` of the first replica, and what its user should know."""
+    world, stages = config.world, config.pipeline.stages
+    mesh = dry_mesh(world.workers, stage=stages, inner=world.inner, rank=place, native=world.has_processes)
+    return wrapped(config, part, mesh.outer, mesh.inner, mesh.stage if stages > 1 else None)
+
+
+def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
+    return WorkerMemory(
+        weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *optimizer.model.buffers())),
+        gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
+        inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
+        held=tuple(optimizer.memory()),
+    )
+
+
+def _stage_plans(
+    config: Config, seats: Sequence[ReplicaSync], pieces: Sequence[nn.Module], staged: StagedSteps | None
+) -> tuple[StagePlan, ...]:
+    if staged is None:
+        return ()
+    forwards, sent = most_forwards(staged), staged.sent()
+    found = []
+    for number, stage in enumerate(pieces):
+        assert isinstance(stage, Stage)
+        made, blocks = form(config, stage), stage.piece.blocks
+        ids = made.sequences * (made.length + 1) * 8
+        found.append(
+            StagePlan(
+                blocks=(blocks.start, blocks.stop),
+                parameters=sum(parameter.numel() for parameter in stage.parameters()),
+                memory=_memory(config, seats[number * config.world.inner]),
+                forwards=forwards[number],
+                kept=forwards[number] * (ids + (0 if stage.piece.enters else made.payload_bytes)),
+                bytes_a_step=sent[number * config.world.inner],
+            )
+        )
+    return tuple(found)
+
+
+def _between_stages(config: Config, staged: StagedSteps) -> list[int]:
+    """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere."""
+    told = opening_bytes(config.pipeline.stages, config.world.inner)
+    return [
+        told[rank % len(told)] + config.run.steps * nbytes  # every route has as many messages in every step
+        for rank, nbytes in enumerate(staged.sent())
+    ]
+
+
+def _of_stages(config: Config) -> list[str]:
+    """What a user should know."""
+    notices = []
+    if config.pipeline.order == "arrival":
+        notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
+    if config.pipeline.stage_loss:
+        notices.append("what lost stages cost, and the messages that mend them, are not counted")
+    return notices
 
 
 def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:
-    """Bytes that each worker sends in the run, by rank. outlines: of the places in an island."""
+    """Bytes that each worker sends in the run, by rank. outlines: of the places in a replica."""
     columns = [map(sum, zip(outline.opening, outline.sent, strict=True)) for outline in outlines]
-    return tuple(nbytes for island in zip(*columns, strict=True) for nbytes in island)
+    return tuple(nbytes for replica in zip(*columns, strict=True) for nbytes in replica)
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:

@@ -6,7 +6,7 @@ batch of a replica -> microbatches at its origin -> executor -> losses at every 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -20,6 +20,7 @@ from isles.models.config import ModelConfig
 from isles.models.cuts import decoder_costs
 from isles.models.factory import DTYPES
 from isles.models.stages import Stage, check_stages, decoder_stage
+from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
 from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
@@ -104,6 +105,10 @@ class Staged:
             plan=plan,
         )
         self.reads = self._pipeline.reads
+
+    @property
+    def played(self) -> Sequence[Span]:
+        return self._pipeline.executor.played
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         return self._pipeline.step(next(iter(batches), None), self._optimizer.steps + 1)

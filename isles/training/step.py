@@ -7,13 +7,14 @@ The optimizer does the rest: reduce, clip, step, exchange. So a trainer drives a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from isles.network.routing.events import Span
 from isles.replicas.sync import ReplicaSync
 from isles.training.evaluation import validation_loss
 
@@ -23,6 +24,11 @@ class Step(Protocol):
 
     reads: bool
     """Whether `run` and `judge` want batches on this worker."""
+
+    @property
+    def played(self) -> Sequence[Span]:
+        """The tasks of the last inner step on this worker, in seconds of its clock; none where it has no parts."""
+        ...
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         """Forward and backward over the batches of one inner step. Their mean loss (), in nats, detached; the gradient
@@ -44,6 +50,7 @@ class Whole:
     """
 
     reads = True
+    played: Sequence[Span] = ()
 
     def __init__(
         self,

@@ -99,8 +99,8 @@ class Trainer:
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
-        firsts = world.inner.rank == 0 and world.stage.rank == 0  # one worker speaks for its replica
-        compared = world.outer.size > 1 and firsts and self.optimizer.shares
+        speaks = world.inner.rank == 0  # for those that hold the same
+        compared = world.outer.size > 1 and speaks and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
 
@@ -151,7 +151,7 @@ class Trainer:
                 Checkpoints(out).write_shard(step, self.world.rank, state)
                 self.world.report({"checkpoint": step, "worker": self.world.rank})
             if stopping:
-                self._report_spans(self.timeline.rest())
+                self._report_last_spans()
                 return None
         return self.conclude(out)
 
@@ -267,12 +267,18 @@ class Trainer:
         self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
         if self.sample is not None:
             self.optimizer.catch_up()
-            self.world.report({"sample": self.sample.read(), "step": step, "worker": rank})
+            sample = {"sample": self.sample.read(), "weights": self.sample.weights}
+            self.world.report(sample | {"step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
 
     def _report_spans(self, spans: list[dict[str, Any]]) -> None:
         if spans:
             self.world.report({"spans": spans})
+
+    def _report_last_spans(self) -> None:
+        tasks = self.timeline.tasks(self.optimizer.steps, self.model_step.played, self.clock_before)
+        self._report_spans(self.timeline.rest())
+        self._report_spans(tasks)
 
     def metrics(self, val_loss: float | None) -> Metrics:
         """The line for the steps since the last one."""
@@ -302,7 +308,7 @@ class Trainer:
         self.optimizer.finish()
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
-        self._report_spans(self.timeline.rest())
+        self._report_last_spans()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         across = int(traffic.total("bytes_sent", "outer"))  # where there are islands
         blocked = traffic.total("blocked_seconds", *_WAITS)

@@ -10,6 +10,8 @@ from isles.comm.codecs import codec
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.mesh import Mesh
+from isles.models import Decoder, Shape
+from isles.pipeline.config import PipelineConfig
 from tests.netns import Wire, counted_so_far
 
 WORKERS = 4
@@ -36,7 +38,7 @@ def all_cases(world: Mesh, wanted: dict[str, list[str]]) -> dict[str, dict[str, 
 
 def cases(world: Mesh, kind: str, names: list[str]) -> dict[str, tuple[int, int, Wire]]:
     """Every case between two barriers: this worker's bytes sent and received, and all that crossed meanwhile."""
-    action = {"mean": one_mean, "verb": one_verb, "method": trained}[kind]
+    action = {"mean": one_mean, "verb": one_verb, "method": trained, "pipeline": piped}[kind]
     traffic, answer = world.world.traffic, {}
     for name in names:
         world.world.barrier()
@@ -86,6 +88,23 @@ def trained(world: Mesh, name: str) -> None:
     optimizer = kind(model, optimizer, group, **options)
     for _ in range(STEPS):
         optimizer.model(torch.randn(8, 600)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate()
+
+
+def piped(world: Mesh, routing: str) -> None:
+    """A few steps of two replicas in two stages, with the loss at the origin, clipped over the replica."""
+    torch.manual_seed(0)
+    world = isles.mesh(stage=2)
+    shape = Shape(d_model=128, layers=2, heads=2, ffn=128, vocab=64, context=128, tie_embeddings=True)
+    config = PipelineConfig(stages=2, microbatches=4, routing=routing)  # type: ignore[arg-type]
+    pipeline = isles.Pipeline(Decoder(shape), world, batch_size=16, context=128, vocab=64, config=config)
+    assert pipeline.cut.home
+    inner = isles.Plain(pipeline.stage, torch.optim.SGD(pipeline.stage.parameters(), lr=0.01), peers=world.stage)
+    optimizer = isles.NoLoCo(pipeline.stage, inner, world.outer, sync_every=2, max_norm=1.0)
+    for _ in range(2):
+        pipeline.step(torch.randint(0, 64, (16, 129)) if pipeline.reads else None)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.consolidate()

@@ -16,6 +16,7 @@ CASES = {
     "mean": FEW,
     "verb": ["all_gather", "all_to_all", "exchange", "broadcast"],
     "method": ["none", "ddp", "fsdp", "localsgd", "diloco", "noloco", "islands"],
+    "pipeline": ["random"],
 }
 
 

@@ -35,10 +35,12 @@ RESULT: dict[str, Any] = dict.fromkeys((
     "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "bytes_across", "ddp_bytes",
     "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds", "pipeline_seconds"), 1)  # fmt: skip
 RESULT |= {"val_loss": None, "val_loss_replica": 2.5, "corpus_sha256": "ab" * 32, "memory": None}
+SAMPLE = {"sample": "AAAAAA==", "weights": 3, "step": 0, "worker": 1}
 GOOD: list[tuple[str, Any]] = [
     ("event", {"notice": "words"}), ("event", {"checkpoint": 4, "worker": 1}),
-    ("event", {"corpus": "0" * 64, "rank": 1}), ("event", {"sample": "AAAAAA==", "step": 0, "worker": 1}),
-    ("event", {"spans": [SPAN]}), ("event", LINE), ("held", 3), ("done", RESULT), ("done", None),
+    ("event", {"corpus": "0" * 64, "rank": 1}), ("event", SAMPLE),
+    ("event", {"spans": [SPAN, SPAN | {"kind": "forward", "microbatch": 3}]}), ("event", LINE),
+    ("held", 3), ("done", RESULT), ("done", None),
 ]  # fmt: skip
 EVIL = "20/../../../victim/checkpoints/step-260"
 BAD: list[tuple[str, Any]] = [
@@ -46,7 +48,8 @@ BAD: list[tuple[str, Any]] = [
     ("event", {"checkpoint": True, "worker": 1}), ("event", {"checkpoint": 4.0, "worker": 1}),
     ("event", {"checkpoint": 4, "worker": 0}), ("event", {"checkpoint": 4, "worker": "1"}), ("event", {"lost": 0}),
     ("event", {"lost": 0, "notice": "x"}), ("event", {"corpus": "../x", "rank": 1}), ("event", {"notice": 3}),
-    ("event", {"sample": "!", "step": 0, "worker": 1}), ("event", {"sample": "AAA=", "step": 0, "worker": 1}),
+    ("event", SAMPLE | {"sample": "!"}), ("event", SAMPLE | {"sample": "AAA="}), ("event", SAMPLE | {"weights": 0}),
+    ("event", {"spans": [SPAN | {"kind": "forward", "microbatch": -1}]}),
     ("event", {"spans": [SPAN | {"kind": "<script>"}]}), ("event", {"spans": [SPAN] * 5000}), ("event", {"spans": [1]}),
     ("event", {"spans": [SPAN | {"end": float("inf")}]}), ("event", LINE | {"step": 10**9}),
     ("event", LINE | {"worker": 0}),

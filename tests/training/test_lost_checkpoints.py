@@ -71,9 +71,9 @@ def test_states_on_other_machines_are_asked_for(lost: Path, tmp_path: Path) -> N
 
 
 def test_a_spread_waits_for_nobody_who_is_lost(lost: Path) -> None:
-    spread = Spread(3)
-    assert spread.take(1, 0, "AAAAAA==") == spread.take(2, 0, "AAAAAA==") == {}
-    assert spread.take(1, 2, "AACAPw==") == {}
+    spread = Spread(dict.fromkeys(range(3), 0))
+    assert spread.take(1, 0, "AAAAAA==", 1) == spread.take(2, 0, "AAAAAA==", 1) == {}
+    assert spread.take(1, 2, "AACAPw==", 1) == {}
     assert spread.lose(1) == {1: 0.5}
-    assert spread.take(2, 2, "AACAPw==") == {2: 0.5}
+    assert spread.take(2, 2, "AACAPw==", 1) == {2: 0.5}
     assert spread.lose(0) == {}

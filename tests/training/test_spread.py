@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isles.training.records import spread
-from isles.training.records.spread import Sample, Spread, spread_of
+from isles.training.records.spread import Sample, Spread, variance_of
 from tests.training.runs import lines_of, run, spreads, tiny, write_text
 
 
@@ -25,6 +25,10 @@ def replicas(sizes: list[tuple[int, ...]], workers: int, seed: int = 0) -> list[
         [one + 0.01 * (index + 1) * torch.randn(one.shape, generator=draw) for index, one in enumerate(common)]
         for _ in range(workers)
     ]
+
+
+def spread_of(samples: list[str]) -> float:
+    return variance_of(samples) ** 0.5
 
 
 def exact(held: list[list[torch.Tensor]]) -> float:
@@ -56,10 +60,23 @@ def test_the_last_sample_of_a_step_gives_the_spread(monkeypatch: pytest.MonkeyPa
     """Workers may be far apart; what never becomes whole is forgotten."""
     monkeypatch.setattr(spread, "_PENDING", 3)
     first, second = (Sample(own).read() for own in replicas([(8,)], 2))
-    together = Spread(2)
-    assert [together.take(step, 0, first) for step in (1, 2, 3, 4, 5)] == [{}] * 5
-    assert [together.take(step, 1, second) for step in (5, 4)] == [{s: spread_of([first, second])} for s in (5, 4)]
-    assert together.take(1, 1, second) == {}
+    together = Spread({0: 0, 1: 0})
+    assert [together.take(step, 0, first, 8) for step in (1, 2, 3, 4, 5)] == [{}] * 5
+    last = pytest.approx(spread_of([first, second]), rel=1e-15)
+    assert [together.take(step, 1, second, 8) for step in (5, 4)] == [{s: last} for s in (5, 4)]
+    assert together.take(1, 1, second, 8) == {}
+
+
+def test_every_stage_counts_as_much_as_it_has_weights() -> None:
+    sizes: list[tuple[int, ...]] = [(30, 7), (11,)]
+    held = replicas(sizes, 3)
+    together = Spread({2 * replica + stage: stage for replica in range(3) for stage in range(2)})
+    found: dict[int, float] = {}
+    for replica in range(3):
+        for stage in range(2):
+            sample = Sample([held[replica][stage]])
+            found = together.take(7, 2 * replica + stage, sample.read(), sample.weights)
+    assert found == {7: pytest.approx(exact(held), rel=1e-6)}
 
 
 @pytest.mark.parametrize("name", ["none", "ddp", "localsgd", "noloco"])
@@ -78,6 +95,19 @@ def test_a_run_tells_its_spread_at_every_logged_step(text: Path, tmp_path: Path,
         assert 0 < found[1] < found[2]
         assert found[6] == pytest.approx(summary["replica_std"], rel=0.15)
         assert (found[3] < found[2]) == (name == "noloco")
+
+
+def test_the_spread_of_replicas_in_stages_is_that_of_all_stages(text: Path, tmp_path: Path) -> None:
+    stages = ["model.layers=2", "pipeline.stages=2", "pipeline.microbatches=2"]
+    summary = run(tiny(text, *stages, method="none", workers=4, steps=4), tmp_path / "run")
+    found = spreads(tmp_path / "run")
+    assert list(found) == [2, 4] and found[4] == pytest.approx(summary["replica_std"], rel=0.1)
+
+
+def test_islands_tell_theirs_too(text: Path, tmp_path: Path) -> None:
+    run(tiny(text, "world.inner=2", workers=4, steps=4), tmp_path / "run")
+    found = spreads(tmp_path / "run")
+    assert list(found) == [2, 4] and found[2] > 0
 
 
 def test_one_worker_has_none(text: Path, tmp_path: Path) -> None:

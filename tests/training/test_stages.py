@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isles.report import write_report
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+from tests.training.runs import lines_of as all_lines
 
 REAL = "world.backend=distributed"
 STAGES = ["model.layers=2", "pipeline.stages=2", "pipeline.microbatches=2", "run.validate_every=4"]
@@ -61,6 +65,23 @@ def test_real_processes_end_with_the_same_bits(text: Path, tmp_path: Path) -> No
         for name in ("virtual", "real")
     ]
     assert sent[0] == sent[1]
+    for name in ("virtual", "real"):
+        check_drawn(tmp_path / name, 7)
+
+
+def check_drawn(out: Path, step: int) -> None:
+    """The report draws every task of the last step."""
+    tasks = [line for line in all_lines(out / "timeline.jsonl") if "microbatch" in line]
+    assert {line["step"] for line in tasks} == {step}
+    for worker in range(4):
+        own = sorted((line for line in tasks if line["worker"] == worker), key=lambda line: line["start"])
+        kinds = sorted(line["kind"] for line in own)
+        assert kinds == ["backward"] * 2 + ["forward"] * 2 + (["loss"] * 2 if worker % 2 == 0 else [])
+        assert all(one["end"] <= other["start"] for one, other in itertools.pairwise(own))
+    page = write_report(out).read_text()
+    drawn = page[page.index("One step through the stages") :]
+    assert len(re.findall(r"<title>(?:forward|loss|backward) of microbatch", drawn)) == len(tasks) == 20
+    assert "0: stage 0" in drawn and "3: stage 1" in drawn
 
 
 def lines_of(folder: Path) -> list[dict]:

@@ -83,6 +83,7 @@ class Elsewhere:
     """A worker that reads nothing, hears no judgement and does not hold the one model."""
 
     reads = False
+    played = ()
 
     def __init__(self, optimizer: isles.ReplicaSync) -> None:
         self.parameters = optimizer.parameters

@@ -18,7 +18,7 @@ fractions where a closed form gives them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -242,3 +242,18 @@ class Rhythm(NamedTuple):
 
     start: int
     every: int
+
+
+def among(ranks: Sequence[int], planned: Sequence[PlannedExchange], numbers: Iterator[int]) -> list[PlannedExchange]:
+    """`planned` with ranks for positions, and flights that no others have: the next of `numbers`."""
+    flights: dict[int, int] = {}
+    for one in planned:
+        flights.setdefault(one.flight, len(flights))
+    first = [next(numbers) for _ in flights]
+    return [
+        one._replace(
+            groups=tuple(tuple(ranks[position] for position in group) for group in one.groups),
+            flight=first[flights[one.flight]],
+        )
+        for one in planned
+    ]

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 from isles.network.planner.costs import Lines, all_gather_seconds, partner_seconds, two_shot_seconds
 from isles.network.planner.planned import Doubling, Mean, MessagePattern, PlannedExchange, Ragged, Swap, Then
-from isles.network.planner.replay import Agenda
+from isles.network.planner.worker import Agenda
 
 TURNS = 4
 """Rounds that are played; the last but one is looked at."""

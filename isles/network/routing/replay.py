@@ -69,16 +69,21 @@ def replay(
     ValueError for routes that are none, and, naming who waits for whom, for tasks that cannot all be done.
     """
     check_routes(routes)
-    at_last = {(route.microbatch, route.last) for route in routes if not route.home}
+    by_number = {route.microbatch: route for route in routes}
 
     def duration(worker: int, task: Task) -> float:
-        if task.kind == "F":
-            loss = seconds.loss[worker] if task[1:] in at_last else 0.0
-            return seconds.forward[worker] + loss
-        return seconds.loss[worker] if task.kind == "L" else seconds.backward[worker]
+        return seconds_of(seconds, by_number[task.microbatch], worker, task)
 
     spans = play(routes, queue, wire, duration, room or {}, pause)
     return Replay(spans=spans, held=_held(spans))
+
+
+def seconds_of(seconds: TaskSeconds, route: Route, worker: int, task: Task) -> float:
+    """Of a task of `route` at the position `worker`."""
+    if task.kind == "F":
+        ends = task.hop == route.last and not route.home
+        return seconds.forward[worker] + (seconds.loss[worker] if ends else 0.0)
+    return seconds.loss[worker] if task.kind == "L" else seconds.backward[worker]
 
 
 def in_order(orders: Mapping[int, Sequence[Task]]) -> Callable[[int], Queue]:

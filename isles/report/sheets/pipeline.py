@@ -12,6 +12,8 @@ from isles.network.routing.replay import Replay
 from isles.network.routing.strategies import Strategy
 from isles.report.panels import Grid, Lane, Lanes, Panel, Stretch, Table
 from isles.report.sheet import Sheet
+from isles.report.time_charts import TASK_KEYS, TASK_LOOKS
+from isles.schema import TASK_KINDS
 
 WHAT = {
     "full": "fixed pipelines, all stages",
@@ -19,8 +21,6 @@ WHAT = {
     "without": "each path fast alone",
     "with": "collisions counted",
 }
-_LOOKS = {"F": "compute", "L": "blocked", "B": "transfer"}
-_KEYS = (("compute", "forward"), ("blocked", "loss and head"), ("transfer", "backward"))
 
 
 def pipeline_sheet(
@@ -76,7 +76,7 @@ def gantt(problem: Problem, played: Replay) -> Panel:
                 Stretch(
                     start=span.start,
                     end=span.end,
-                    css=_LOOKS[span.task.kind],
+                    css=TASK_LOOKS[TASK_KINDS[span.task.kind]],
                     row=0,
                     hint=f"microbatch {span.task.microbatch}, hop {span.task.hop}",
                 )
@@ -88,7 +88,7 @@ def gantt(problem: Problem, played: Replay) -> Panel:
         for node in stage
     ]
     picture = Lanes(title="What each node does", x_label="seconds", start=0.0, end=played.makespan, lanes=lanes)
-    return Panel(heading="A step, node by node", picture=picture, keys=_KEYS)
+    return Panel(heading="A step, node by node", picture=picture, keys=TASK_KEYS)
 
 
 def way_map(problem: Problem, paths: Paths) -> Panel:

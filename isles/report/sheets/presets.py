@@ -16,6 +16,13 @@ _PRESETS: dict[str, tuple[str, str]] = {
     "noloco-latency": ("isles.report.sheets.noloco:latency", "a tree against a pair when messages take random times"),
     "noloco-barrier": ("isles.report.sheets.noloco:barrier", "waiting for all against waiting for a partner"),
     "noloco-fleet": ("isles.report.sheets.fleet:fleet", "pairs against a mean over all, with pauses, event by event"),
+    "noloco-table2": ("isles.report.sheets.stages:table2", "replicas x stages of NoLoCo's Table 2: held, sent, waited"),
+    "swarm-square-cube": ("isles.report.sheets.stages:square_cube", "why wide models bear slow lines between stages"),
+    "protocol-80mbit": (
+        "isles.report.sheets.stages:eighty_mbit",
+        "stages on home lines, a hundredth of the bytes",
+    ),
+    "dilocox-speedup": ("isles.report.sheets.stages:speedup", "DiLoCoX against AllReduce over 1 Gbit/s, and its parts"),
     "ist-quadratic": ("isles.report.sheets.ist:quadratic", "where independent subnets settle, off the optimum"),
     "noloco-quadratic": ("isles.report.sheets.noloco:quadratic", "NoLoCo's theory: mean, variance, stability region"),
 }

@@ -17,7 +17,7 @@ from typing import Any
 
 from isles.comm.errors import NodeLost
 from isles.launch.fields import Unfit, integer, number, table, text
-from isles.schema import Metrics
+from isles.schema import TASK_KINDS, Metrics
 from isles.training.config.sections import Config
 from isles.training.records.spread import WEIGHTS
 from isles.training.records.timeline import KEPT
@@ -26,7 +26,7 @@ _COUNT = 1 << 63
 _WORDS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LINE = tuple(field.name for field in fields(Metrics))
-_KINDS = ("compute", "away", "blocked", "transfer")
+_KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
 _CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
 _GAUGES = 64
 _RESULTS = (
@@ -60,8 +60,9 @@ class Schema:
             return {"checkpoint": self._step(event, "checkpoint"), "worker": _rank(event, "worker", ranks)}
         if keys == {"corpus", "rank"}:
             return {"corpus": _digest(event, "corpus"), "rank": _rank(event, "rank", ranks)}
-        if keys == {"sample", "step", "worker"}:
-            return {"sample": _sample(event), **self._place(event, ranks)}
+        if keys == {"sample", "weights", "step", "worker"}:
+            weights = integer(event, "weights", 1, _COUNT)
+            return {"sample": _sample(event), "weights": weights, **self._place(event, ranks)}
         if keys == {"spans"}:
             spans = event["spans"]
             if not isinstance(spans, list) or len(spans) > 2 * KEPT:
@@ -87,7 +88,8 @@ class Schema:
         if kind not in _KINDS or channel not in _CHANNELS:
             raise Unfit("a span of no kind that isles has")
         times = {key: number(span, key, -math.inf) for key in ("start", "end")}
-        return {**self._place(span, ranks), "kind": kind, "channel": channel, **times}
+        task = {"microbatch": integer(span, "microbatch", 0, _COUNT)} if kind in TASK_KINDS.values() else {}
+        return {**self._place(span, ranks), "kind": kind, "channel": channel, **times, **task}
 
     def _place(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
         return {"step": self._step(event, "step"), "worker": _rank(event, "worker", ranks)}

@@ -1,4 +1,4 @@
-"""Going on with another number of workers: a checkpoint of N workers made into one of M, in the same place.
+"""Going on with another number of workers or stages: a checkpoint of N workers made into one of M, in the same place.
 
     every shard, one at a time -> means of weights, inner state, anchors, momenta (bits kept where all were equal)
                                -> M shards: the means, and of its own what each worker counted
@@ -7,13 +7,16 @@
 Weights in the middle of a round are averaged too: against the anchor they hold the mean of the steps since the last
 exchange, so none of those is lost. What is under way lands when it is due, in the mean. Totals are conserved: those of
 workers that leave are added to those that stay, new workers begin at zero. Clocks go on from the latest.
+
+Where replicas are cut into stages, the stages of each are put together first, by the parameters' names, and cut again
+last (`isles.training.records.recut`). As many replicas as before each go on with their own state.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
 from isles.training.records.lock import locked
+from isles.training.records.recut import cut_at, cut_facts, first_blocks, holdings, recut, whole_holding, with_stages
+from isles.training.records.totals import latest_clock, total_traffic
 from isles.training.trainer import draws_seed
 from isles.version import __version__
 
@@ -55,47 +60,137 @@ class Resumption:
     notes: list[str]
 
 
-def prepare(run: Path, workers: int | None, step: int | None = None, *, trust: bool = False) -> Resumption:
-    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers (None: as config.toml
-    says), and config.toml too. trust: import what that names, whoever made the run.
+def prepare(
+    run: Path, workers: int | None, stages: int | None = None, step: int | None = None, *, trust: bool = False
+) -> Resumption:
+    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers in replicas of `stages`
+    stages (None: as config.toml says, or with `stages` alone as many replicas as before), and config.toml too. trust:
+    import what that names, whoever made the run.
 
-    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers, or it
-    is going on; then nothing is changed.
+    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers or
+    stages, or it is going on; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
     step = _chosen(checkpoints, run, step)
-    flags = {} if workers is None else {"world.workers": workers}
-    config = read_config(str(run / "config.toml"), flags, [], trust=trust)
+    saved, config = _configs(run, checkpoints.manifest(step), workers, stages, trust=trust)
     seats, after = checkpoints.seats(step), config.world.workers
-    before = len(seats)
-    if seats == list(range(after)):
+    before, is_cut = len(seats), max(saved.pipeline.stages, config.pipeline.stages) > 1
+    anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
+    if seats == list(range(after)) and not anew:
         return Resumption(config, step, [])
     if elsewhere := checkpoints.absent(step):
         raise ValueError(
             f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
             f"copy them here, into {checkpoints.folder}, and resume without --nodes"
         )
-    if config.pipeline.stages > 1:
-        raise ValueError(f"the workers of a replica hold stages of their own: resume with {before} workers, as before")
+    if config.pipeline.routing == "skippipe":
+        raise ValueError(f"a plan is for its nodes: resume with {before} workers, as before")
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
     dry_run(config)  # refuses what the method or the batch cannot be
+    replicas = config.replicas_in_all
     Loader(
         load_corpus(config.data),
         config.data,
         context=limits(config.model).context,
-        worker=after - 1,
-        workers=after,
+        worker=replicas - 1,
+        workers=replicas,
         seed=config.run.seed,
     )
+    replica_states = _Replicas(checkpoints, step, seats, saved, config, is_cut)
     with locked(run):
-        common = _common(checkpoints, step, seats, config)
-        facts = {"isles_version": __version__, "method": config.method, "regrouped_from": before}
-        checkpoints.replace(step, (_shard(common, worker, config) for worker in range(after)), facts)
+        facts = {"isles_version": __version__, "method": config.method, "regrouped_from": before} | cut_facts(config)
+        if is_cut and len(replica_states) == replicas:
+            common = None
+            fresh = (_carried_on(replica_states.read(number), config) for number in range(replicas))
+        else:
+            common = _common(replica_states, config)
+            fresh = (_shard(common, number, config) for number in range(replicas))
+        checkpoints.replace(step, replica_states.divided(fresh), facts)
         partial = run / "config.partial"
         partial.write_text(to_toml(config), encoding="utf-8")
         os.replace(partial, run / "config.toml")
-    return Resumption(config, step, _notes(common, seats, after, step))
+    notes = _cut_notes(saved, config, step) if is_cut else []
+    return Resumption(config, step, notes if common is None else [*notes, *_notes(common, seats, after, step)])
+
+
+def _configs(
+    run: Path, manifest: dict[str, Any], workers: int | None, stages: int | None, *, trust: bool
+) -> tuple[Config, Config]:
+    """As it was saved, with its cut; and as it goes on. ValueError where config.toml has another cut by itself."""
+    path = str(run / "config.toml")
+    if stages is None:
+        config = read_config(path, {} if workers is None else {"world.workers": workers}, [], trust=trust)
+        if config.pipeline.stages != manifest.get("stages", config.pipeline.stages):
+            raise ValueError(
+                f"pipeline.stages = {config.pipeline.stages}: the checkpoint is of {manifest['stages']}; set it back, "
+                f"or resume with --stages {config.pipeline.stages}"
+            )
+        if config.pipeline.stages == 1:
+            return config, config
+        blocks = manifest.get("cut", first_blocks(config))
+        if blocks != first_blocks(config):
+            raise ValueError(
+                f"pipeline.cut: the checkpoint's stages begin at blocks {blocks}, config.toml's at "
+                f"{first_blocks(config)}; set pipeline.cut = {blocks}, or resume with --stages "
+                f"{config.pipeline.stages} to cut it anew"
+            )
+        return config, config
+    now = read_config(path, {}, [], trust=trust)
+    before = manifest.get("stages", now.pipeline.stages)
+    if before != now.pipeline.stages:  # config.toml was changed
+        now = replace(now, pipeline=replace(now.pipeline, stages=before, cut=()))
+    saved = cut_at(now, manifest.get("cut", first_blocks(now))) if before > 1 else now
+    return saved, with_stages(now, stages, workers)
+
+
+class _Replicas:
+    """The replicas of a checkpoint, each as if one worker held all of it."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, step: int, seats: Sequence[int], saved: Config, config: Config, is_cut: bool
+    ) -> None:
+        self._checkpoints, self._step, self._seats, self._config = checkpoints, step, seats, config
+        self._stages, self._is_cut = saved.pipeline.stages, is_cut
+        if is_cut:
+            self._before, self._after = holdings(saved), holdings(config)
+            self._whole = [whole_holding(config)]
+
+    def __len__(self) -> int:
+        return len(self._seats) // self._stages
+
+    def read(self, number: int) -> State:
+        """One of them."""
+        seats = self._seats[number * self._stages : (number + 1) * self._stages]
+        states = [self._checkpoints.read_shard(self._step, seat) for seat in seats]
+        if not self._is_cut:
+            return states[0]
+        return next(recut(states, self._before, self._whole, method(self._config.method)))
+
+    def divided(self, states: Iterable[State]) -> Iterator[State]:
+        """The workers' states of those replicas. The first stage goes on with the replica's draws."""
+        for number, state in enumerate(states):
+            if not self._is_cut:
+                yield state
+                continue
+            parts = recut([state], self._whole, self._after, method(self._config.method))
+            for stage, part in enumerate(parts):
+                rank = number * len(self._after) + stage
+                yield part | ({"random": _draws(self._config, rank)} if stage else {})
+
+
+def _carried_on(state: State, config: Config) -> State:
+    """A replica that stays as it is, where its batch may be read in other parts."""
+    return state | {"loader": _loader(state["loader"], config)}
+
+
+def _loader(state: dict[str, Any], config: Config) -> dict[str, Any]:
+    replicas = config.replicas_in_all
+    return resharded(state, workers=replicas, batch_size=config.data.batch_size_per_worker(replicas))
+
+
+def _draws(config: Config, rank: int) -> Tensor:
+    return torch.Generator().manual_seed(draws_seed(config.run.seed, rank)).get_state()
 
 
 def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
@@ -127,15 +222,15 @@ class _Common:
     own: list[State]
 
 
-def _common(checkpoints: Checkpoints, step: int, seats: Sequence[int], config: Config) -> _Common:
-    first = checkpoints.read_shard(step, seats[0])
+def _common(replicas: _Replicas, config: Config) -> _Common:
+    first = replicas.read(0)
     method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
     structure, tensors = split_state(_large(first))
     same = dict.fromkeys(tensors, True)
     sums: dict[str, Tensor] = {}
     own = [_small(first)]
-    for worker in seats[1:]:
-        shard = checkpoints.read_shard(step, worker)
+    for number in range(1, len(replicas)):
+        shard = replicas.read(number)
         own.append(_small(shard))
         for path, tensor in split_state(_large(shard))[1].items():
             if not tensors[path].is_floating_point():
@@ -143,9 +238,8 @@ def _common(checkpoints: Checkpoints, step: int, seats: Sequence[int], config: C
             sums[path] = sums[path] if path in sums else tensors[path].double()
             sums[path] += tensor
             same[path] = same[path] and torch.equal(tensor, tensors[path])
-    means = {
-        path: tensor if same[path] else (sums[path] / len(seats)).to(tensor.dtype) for path, tensor in tensors.items()
-    }
+    count = len(replicas)
+    means = {path: tensor if same[path] else (sums[path] / count).to(tensor.dtype) for path, tensor in tensors.items()}
     equal: dict[str, bool] = {}
     for path, is_same in same.items():
         if ".ahead." not in path:  # of the old groups, and not gone on with
@@ -170,45 +264,38 @@ def _small(shard: State) -> State:
 
 
 def _shard(common: _Common, worker: int, config: Config) -> State:
-    """The state of the new worker: the common one, with totals of its own."""
-    old, new = len(common.own), config.world.workers
+    """The state of the new replica: the common one, with totals of its own."""
+    old, new = len(common.own), config.replicas_in_all
     nearest = common.own[worker % old]
     inherited = [common.own[rank] for rank in range(worker, old, new)]  # none for a worker that is new
     return {
         **common.state,
         "optimizer": {
             **common.state["optimizer"],
-            "traffic": _total([state["traffic"] for state in inherited], nearest["traffic"]),
-            "transport": _clocks_on(nearest["transport"], common.own),
+            "traffic": total_traffic([state["traffic"] for state in inherited], nearest["traffic"]),
+            "transport": latest_clock(nearest["transport"], common.own),
         },
-        "loader": resharded(common.state["loader"], workers=new, batch_size=config.data.batch_size_per_worker(new)),
+        "loader": _loader(common.state["loader"], config),
         "tokens": sum(state["tokens"] for state in inherited),
         "losses": nearest["losses"],
         "training_seconds": sum(state["training_seconds"] for state in inherited),
         "clock_seconds": max(state["clock_seconds"] for state in common.own),
         "host_seconds": max(state["host_seconds"] for state in common.own),
-        "random": nearest["random"]
-        if worker < old
-        else torch.Generator().manual_seed(draws_seed(config.run.seed, worker)).get_state(),
+        "random": nearest["random"] if worker < old else _draws(config, worker),
     }
 
 
-def _total(states: list[dict[str, dict[str, Any]]], like: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sum of traffic counters, channel by channel; zeros where there are none."""
-    return {
-        channel: {
-            key: sum((state[channel][key] for state in states), start=type(value)()) for key, value in row.items()
-        }
-        for channel, row in like.items()
-    }
-
-
-def _clocks_on(transport: dict[str, Any], own: list[State]) -> dict[str, Any]:
-    """A virtual transport's state at the latest clock, its message numbers begun anew; a real one has none."""
-    if "clock" not in transport:
-        return transport
-    latest = max(state["transport"]["clock"] for state in own)
-    return {**transport, "clock": latest, "messages": {}, "latest": []}
+def _cut_notes(saved: Config, config: Config, step: int) -> list[str]:
+    """What a user should know of stages that are cut anew."""
+    old, new = saved.pipeline.stages, config.pipeline.stages
+    said = f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
+    notes = [said + ": weights, moments, anchors, momenta and what is under way keep their bits"]
+    codec = str(getattr(config.replicas, "codec", "none"))
+    if codec not in ("none", "bf16", "fp16"):
+        notes.append(f"{codec} has scales over blocks of neighbours, which are others now: rounds differ a little")
+    if old == 1 and config.pipeline.microbatches > 1 and saved.inner.accumulation == 1:
+        notes.append(f"a batch is now summed in {config.pipeline.microbatches} microbatches")
+    return notes
 
 
 def _notes(common: _Common, seats: Sequence[int], after: int, step: int) -> list[str]:
@@ -222,6 +309,7 @@ def _notes(common: _Common, seats: Sequence[int], after: int, step: int) -> list
         f"kept: {', '.join([*always, *(f'{part} (equal on all)' for part in kept)])}",
     ]
     if mixed:
-        notes.append(f"replaced by the mean over the {before} workers: {', '.join(mixed)}")
+        whose = "workers" if before == len(common.own) else "replicas"
+        notes.append(f"replaced by the mean over the {len(common.own)} {whose}: {', '.join(mixed)}")
         notes.append("lost: what set the workers apart in those")
     return notes

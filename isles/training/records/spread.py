@@ -7,13 +7,14 @@
 An exact figure would need a mean of all weights over all workers: bytes that the method does not send, and a wait for
 everybody that methods without one exist to avoid (on a virtual clock it would also change the run's time). The estimate
 is of sqrt(mean over replicas and weights of (w - mean w)^2) from at most `WEIGHTS` weights, so its relative error is a
-few per cent; it is exactly 0 where all replicas are equal. `summary.json` has the exact figure of the end.
+few per cent; it is exactly 0 where all replicas are equal. `summary.json` has the exact figure of the end. Where
+replicas lie in stages, each stage is sampled by itself and counts as much as it has weights.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 WEIGHTS = 2048
@@ -30,6 +31,8 @@ class Sample:
         import torch
 
         sizes = [parameter.numel() for parameter in parameters]
+        self.weights = sum(sizes)
+        """Of which the sample is one."""
         draw = torch.Generator().manual_seed(0)
         count = min(WEIGHTS, sum(sizes))
         # A random place in each of `count` equal stretches: no place twice, and every tensor has its share.
@@ -54,15 +57,17 @@ class Sample:
 
 
 class Spread:
-    """Puts the samples of `workers` workers together, in rank order: the same samples give the same bits."""
+    """Puts samples together, in rank order: the same samples give the same bits. stages: by the rank of each worker
+    that sends them, which stage of its replica it holds.
+    """
 
-    def __init__(self, workers: int) -> None:
-        self.left = set(range(workers))
-        self._samples: dict[int, dict[int, str]] = {}
+    def __init__(self, stages: Mapping[int, int]) -> None:
+        self.left = dict(stages)
+        self._samples: dict[int, dict[int, tuple[str, int]]] = {}
 
-    def take(self, step: int, worker: int, sample: str) -> dict[int, float]:
-        """The spread at `step`, by step, if this sample was the last one missing."""
-        self._samples.setdefault(step, {})[worker] = sample
+    def take(self, step: int, worker: int, sample: str, weights: int) -> dict[int, float]:
+        """The spread at `step`, by step, if this sample, of so many weights, was the last one missing."""
+        self._samples.setdefault(step, {})[worker] = sample, weights
         spreads = self._whole([step])
         while len(self._samples) > _PENDING:
             del self._samples[min(self._samples)]
@@ -70,22 +75,32 @@ class Spread:
 
     def lose(self, worker: int) -> dict[int, float]:
         """`worker` sends no more; the spreads, by step, for which only its sample was missing."""
-        self.left.discard(worker)
+        self.left.pop(worker, None)
         return self._whole(sorted(self._samples))
 
     def _whole(self, steps: Sequence[int]) -> dict[int, float]:
         """Of those among `steps` of which all samples are there; a lost worker's own is left out."""
-        whole = [step for step in steps if self.left and self._samples[step].keys() >= self.left]
-        samples = {step: self._samples.pop(step) for step in whole}
-        alike = {step: own for step, own in samples.items() if len({len(text) for text in own.values()}) == 1}
-        return {step: spread_of([own[worker] for worker in sorted(self.left)]) for step, own in alike.items()}
+        whole = [step for step in steps if self.left and self._samples[step].keys() >= self.left.keys()]
+        spreads = {step: self._over_stages(self._samples.pop(step)) for step in whole}
+        return {step: spread for step, spread in spreads.items() if spread is not None}
+
+    def _over_stages(self, samples: Mapping[int, tuple[str, int]]) -> float | None:
+        """None where samples of one stage are not of one length."""
+        squares, weights = 0.0, 0
+        for stage in sorted(set(self.left.values())):
+            own = [samples[worker] for worker in sorted(self.left) if self.left[worker] == stage]
+            if len({len(sample) for sample, _ in own}) > 1:
+                return None
+            size = own[0][1]
+            squares, weights = squares + size * variance_of([sample for sample, _ in own]), weights + size
+        return (squares / weights) ** 0.5
 
 
-def spread_of(samples: Sequence[str]) -> float:
-    """The standard deviation between replicas over the weights of their samples."""
+def variance_of(samples: Sequence[str]) -> float:
+    """The mean square of how far replicas are from their mean, over the weights of their samples."""
     import numpy as np
 
     weights = [np.frombuffer(base64.b64decode(text), dtype=np.float32).astype(np.float64) for text in samples]
     total = sum(weights[1:], start=weights[0])
     squares = sum(((own - total / len(weights)) ** 2 for own in weights), start=np.zeros_like(total))
-    return float(np.sqrt(squares.mean() / len(weights)))
+    return float(squares.mean() / len(weights))

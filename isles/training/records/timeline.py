@@ -5,6 +5,8 @@
       -> `rest` when the worker stops: what came since, at most the newest `KEPT`
       -> RUN/timeline.jsonl, one span a line: {"step", "worker", "kind", "channel", "start", "end"}
 
+and, where replicas lie in stages, the tasks of the last step (`tasks`): forward, loss, backward, with "microbatch".
+
 kind: compute or away (channel ""), blocked or transfer. Steps that follow each other at once are one span of
 computing, waits and pauses inside them included, so a lane is: computing, and over it what was not. Seconds of the
 same clock as `clock_seconds`. Memory: about `KEPT` spans a worker; time: one comparison a step.
@@ -13,9 +15,12 @@ same clock as `clock_seconds`. Memory: about `KEPT` spans a worker; time: one co
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from isles.comm.traffic import ClockSpan
+from isles.network.routing.events import Span
+from isles.schema import TASK_KINDS
 
 KEPT = 400
 
@@ -75,6 +80,21 @@ class Timeline:
         left, self._head = [*(self._head or ()), *self._tail], None
         self._tail.clear()
         return left
+
+    def tasks(self, step: int, played: Sequence[Span], offset: float) -> list[SpanRecord]:
+        """Records of what inner step `step` consisted of."""
+        return [
+            {
+                "step": step,
+                "worker": self.worker,
+                "kind": TASK_KINDS[task.kind],
+                "channel": "pipeline",
+                "start": round(start + offset, 6),
+                "end": round(end + offset, 6),
+                "microbatch": task.microbatch,
+            }
+            for _, task, start, end in played[:KEPT]
+        ]
 
     def _close_stretch(self) -> None:
         if self._stretch is not None:

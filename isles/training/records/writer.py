@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +17,10 @@ from isles.schema import SpreadMetrics
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in, vouch
+from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
+from isles.training.records.recut import cut_facts
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
 from isles.training.records.spread import Spread
 from isles.version import __version__
@@ -45,7 +47,7 @@ class Records:
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
         self.corpora: dict[str, int] = {}  # hash of what is read: a worker that reads it
-        self.spread = Spread(config.replicas_in_all)
+        self.spread = Spread(_sampling(config))
 
     def __enter__(self) -> Records:
         return self
@@ -66,7 +68,7 @@ class Records:
         elif "corpus" in event:
             self._same_corpus(event["corpus"], event["rank"])
         elif "sample" in event:
-            self._spread(self.spread.take(event["step"], event["worker"], event["sample"]))
+            self._spread(self.spread.take(event["step"], event["worker"], event["sample"], event["weights"]))
         elif "spans" in event:
             with (self.out / TIMELINE).open("a", encoding="utf-8") as file:
                 file.writelines(as_json(span) + "\n" for span in event["spans"])
@@ -114,6 +116,13 @@ class Records:
             )
 
 
+def _sampling(config: Config) -> dict[int, int]:
+    """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it."""
+    stages = {rank: at.stage for rank, at in enumerate(layout_of(config).coordinates) if at.inner == 0}
+    replicas = Counter(stages.values())
+    return {rank: stage for rank, stage in stages.items() if replicas[stage] > 1}
+
+
 def write_config(config: Config, out: Path) -> None:
     """RUN/config.toml, once, with a record that what it names was typed here."""
     path = out / CONFIG
@@ -128,7 +137,7 @@ def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_grou
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method}
+    facts = {"isles_version": __version__, "method": config.method} | cut_facts(config)
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
     Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 

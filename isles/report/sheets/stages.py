@@ -1,0 +1,163 @@
+"""Sheets about pipelines in the papers: `isles plan --preset swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup`,
+`noloco-table2`.
+"""
+
+from __future__ import annotations
+
+from isles.models.cuts import decoder_costs
+from isles.models.sizes import SIZES, Shape, matrices, parameters
+from isles.network.links import Links
+from isles.network.planner.job import Job
+from isles.network.theory import pipelines
+from isles.pipeline.planning import StagesJob, WorkerSplit, planned
+from isles.report.panels import Table
+from isles.report.sheet import Sheet
+
+_PRINTED = {  # SWARM's table of utilisation, per cent, by round trip and width; None: what the abstract says is met
+    0.0: (18.0, 32.1, 82.1),
+    0.010: (11.8, 28.9, 79.3),
+    0.050: (4.88, 20.1, 70.3),
+    0.100: (2.78, 14.9, 60.2),
+    0.200: (1.53, 10.1, 48.5),
+}
+_WIDTHS = (768, 4096, 12_288)
+
+
+def square_cube() -> Sheet:
+    """Utilisation of a stage a device, by width and round trip."""
+    rows, data = [], []
+    for round_trip, printed in _PRINTED.items():
+        ours = [100 * pipelines.stage_utilisation(width, round_trip) for width in _WIDTHS]
+        cells = [f"{own:.3g} ({paper:g})" for own, paper in zip(ours, printed, strict=True)]
+        rows.append([f"{1000 * round_trip:.0f}", *cells])
+        data.append({"round_trip_seconds": round_trip, "ours": ours, "paper": list(printed)})
+    return Sheet(
+        name="swarm-square-cube",
+        title="Computing of a stage grows faster than what it sends",
+        subtitle="A layer a V100, 500 Mbit/s, after SWARM (arXiv 2301.11913): per cent computing, the paper's beside",
+        what="Computing n^3, sending n^2: the wider the model, the busier the stage.",
+        table=Table(heads=["round trip, ms", *(f"d = {width} (paper)" for width in _WIDTHS)], rows=rows),
+        data={"widths": list(_WIDTHS), "rows": data},
+        notes=[
+            f"Ours: 72 d^2 FLOPs a token and layer at {pipelines.V100 / 1e12:.0f} TFLOP/s, 8 bits an entry both ways, "
+            f"microbatches of {pipelines.TOKENS} tokens, nothing hidden: computing / (computing + sending + round "
+            "trip). The paper's models differ in layers a stage and batch: the shape is the same, not each digit.",
+            "The paper's cells other than the corners are from memory of its text.",
+        ],
+    )
+
+
+def eighty_mbit() -> Sheet:
+    """Subspace boundaries against whole ones."""
+    rows, data = [], []
+    for model in pipelines.PROTOCOL:
+        for words, rate, share in (
+            ("k = d / 100, 80 Mbit/s", 80e6, 0.01),
+            ("whole, 80 Mbit/s", 80e6, 1.0),
+            ("whole, 100 Gbit/s", 100e9, 1.0),
+        ):
+            seconds, bubble = pipelines.step_of(model, rate, share)
+            rows.append([model.name, words, f"{seconds:.4g}", f"{100 * bubble:.1f}"])
+            data.append({"model": model.name, "boundary": words, "step_seconds": seconds, "bubble": bubble})
+    return Sheet(
+        name="protocol-80mbit",
+        title="A pipeline over home connections, with a hundredth of the bytes",
+        subtitle="After Protocol Models (arXiv 2506.01260): boundaries of k of d numbers a token",
+        what="Seconds of a step by the replay of its tasks and messages.",
+        table=Table(heads=["model", "boundary", "step s", "bubble %"], rows=rows, names=2),
+        data={"rows": data},
+        notes=[
+            "Paper: up to 100 times less traffic, 80 Mbit/s on a par with 100 Gbit/s. Its table of seconds is not "
+            "published in readable form, so none is beside ours.",
+            f"Ours: {pipelines.MICROBATCHES} microbatches of {pipelines.PROTOCOL_TOKENS} tokens, bfloat16, "
+            f"{pipelines.PROTOCOL_RATE / 1e12:.0f} TFLOP/s reached a stage, 20 ms one way, the ids of 4 bytes beside.",
+        ],
+    )
+
+
+def speedup() -> Sheet:
+    """DiLoCoX against AllReduce over 1 Gbit/s, and its parts."""
+    rows, data = [], []
+    for case in pipelines.DILOCOX:
+        found = pipelines.rates(case)
+        for words, rate in found.items():
+            paper = case.printed.get(words)
+            beside = "-" if paper is None else f"{paper:g}"
+            times = rate / found["AllReduce"]
+            rows.append([case.name, words, f"{rate:.4g}", beside, f"{times:.0f}"])
+            data.append({"model": case.name, "what": words, "tokens_per_second": rate, "paper": paper, "times": times})
+    return Sheet(
+        name="dilocox-speedup",
+        title="DiLoCoX over 1 Gbit/s",
+        subtitle="After arXiv 2506.21263: tokens a second, the paper's beside; its abstract says 357 times for 107B",
+        what="AllReduce: half-precision gradients every step. DiLoCoX: H = 125, a round late, low rank and int4.",
+        table=Table(heads=["model", "what", "tokens/s", "paper", "times AllReduce"], rows=rows, names=2),
+        data={"rows": data},
+        notes=[
+            "AllReduce and DiLoCoX are what ours is set by: the first gives the tokens of a step, the second the pace "
+            "of computing, for it hides its exchange. What lies between is predicted: a ring of two over the line.",
+            "The paper's tokens a second are from memory of its tables, unverified; 357 is the abstract's.",
+        ],
+    )
+
+
+def table2() -> Sheet:
+    """Every row of NoLoCo's Table 2: what a worker holds, sends and waits for."""
+    rows, data = [], []
+    for size, replicas, stages, printed in pipelines.NOLOCO:
+        shape = SIZES[f"noloco-{size}"]
+        one = planned(_job(shape, replicas, stages, size), WorkerSplit(replicas=replicas, stages=stages, inner=1))
+        rows.append(
+            [
+                f"{size}, {replicas} x {stages}",
+                " / ".join(f"{value:g}" for value in printed),
+                f"{100 * one.computing / one.step:.1f}",
+                f"{100 * one.bubble / one.step:.1f}",
+                f"{one.stage_bytes / 1e9:.3g}",
+                f"{one.outer_bytes / 1e9:.3g}",
+                f"{one.memory / 1e9:.3g}",
+            ]
+        )
+        data.append(
+            {
+                "model": size,
+                "replicas": replicas,
+                "stages": stages,
+                "paper_perplexity_fsdp_diloco_noloco": list(printed),
+                "utilisation": one.computing / one.step,
+                "bubble": one.bubble / one.step,
+                "stage_bytes": one.stage_bytes,
+                "outer_bytes": one.outer_bytes,
+                "memory_bytes": one.memory,
+            }
+        )
+    heads = ["model, replicas x stages", "paper: FSDP / DiLoCo / NoLoCo", "computing %", "bubble %"]
+    heads += ["GB/step to stages", "GB/step to replicas", "memory GB"]
+    return Sheet(
+        name="noloco-table2",
+        title="NoLoCo's data parallel x pipeline rows",
+        subtitle="Table 2 of arXiv 2506.10911, Reddit; what such workers hold, send and wait for on 10 Gbit/s, 1 ms",
+        what="Perplexities are the paper's; the rest is ours: random routes, 8 microbatches, H = 50.",
+        table=Table(heads=heads, rows=rows),
+        data={"rows": data},
+        notes=[
+            f"Ours: A100s at {100 * pipelines.MFU:.0f} % of their peak, float32 streams and weights, AdamW. "
+            "Perplexities are not computed here: they take the training."
+        ],
+    )
+
+
+def _job(shape: Shape, replicas: int, stages: int, size: str) -> StagesJob:
+    workers, tokens = replicas * stages, pipelines.NOLOCO_TOKENS[size]
+    costs = decoder_costs(shape)
+    job = Job(
+        parameters=parameters(shape),
+        layers=shape.layers,
+        step_seconds=3 * costs.total * tokens / workers / (pipelines.A100 * pipelines.MFU),
+        workers=workers,
+        links=Links(bandwidth=10e9, latency=0.001),
+        tokens=25_000 * tokens,
+        step_tokens=tokens,
+        matrices=matrices(shape),
+    )
+    return StagesJob(job=job, routing="random" if stages > 1 else "fixed", microbatches=8, method="noloco", every=50)

@@ -1,0 +1,94 @@
+"""The stages of a run that is only planned: what each holds, what they send each other, and how a step of them goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from isles.models import limits
+from isles.models.stages import Stage
+from isles.network.planner.planned import Tree
+from isles.network.planner.stages import StagedSteps
+from isles.network.routing.routes import Task
+from isles.network.routing.wires import Sizes
+from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
+from isles.pipeline.wire import StageForm
+from isles.replicas.schedule import Held
+from isles.training.config.sections import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """Bytes of a worker. weights, gradients, inner: where it computes. held: what the method adds, on the host."""
+
+    weights: int
+    gradients: int
+    inner: int
+    held: tuple[Held, ...]
+
+    @property
+    def peak(self) -> int:
+        """At its fullest: while training with an exchange under way, or at the end, when gradients are gone."""
+        sums = dict.fromkeys(("always", "exchange", "end"), 0)
+        for held in self.held:
+            sums[held.when] += held.nbytes
+        return self.weights + self.inner + sums["always"] + sums["exchange"] + max(self.gradients, sums["end"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage of a replica. blocks: [first, stop) of the model's. forwards: that it keeps for their backward at the
+    most. kept: bytes of what it got for them. bytes_a_step: that each of its workers sends to other stages in a step.
+    """
+
+    blocks: tuple[int, int]
+    parameters: int
+    memory: WorkerMemory
+    forwards: int
+    kept: int
+    bytes_a_step: int
+
+
+def form(config: Config, stage: Stage) -> StageForm:
+    """Of the messages between stages."""
+    context, vocab = limits(config.model)
+    readers = config.world.workers // config.pipeline.stages
+    sequences = config.data.batch_size_per_worker(readers)
+    return form_of(stage, config.pipeline.microbatches, batch_size=sequences, context=context, vocab=vocab)
+
+
+def staged_steps(config: Config, cut: Cut, stage: Stage, *, asks_norm: bool) -> StagedSteps:
+    """The steps of the run. stage: one of them."""
+    replicas, stages, inner = config.replicas_in_all, config.pipeline.stages, config.world.inner
+    ways = ways_of(config.pipeline, cut, replicas)
+    made = form(config, stage)
+    assert ways.shares is not None
+    return StagedSteps(
+        routes=router_of(config.pipeline, replicas, home=cut.home, seed=config.run.seed).routes,
+        most_held=ways.room,
+        shares=ways.shares,
+        sizes=Sizes(
+            forward=made.nbytes(Task("F", 0, 1)),
+            home=made.nbytes(Task("L", 0, 1)),
+            backward=made.nbytes(Task("B", 0, 0)),
+        ),
+        columns=[[position * inner + own for position in range(replicas * stages)] for own in range(inner)],
+        stages=stages,
+        asks_norm=asks_norm,
+    )
+
+
+def most_forwards(staged: StagedSteps) -> list[int]:
+    """Forwards that the workers of the first replica's stages hold at once at the most, in the first step."""
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for rank in staged.columns[0][: staged.stages]:
+        for task in staged.tasks(rank, 1):
+            held[rank] += {"F": 1, "L": 0, "B": -1}[task.kind]
+            most[rank] = max(most[rank], held[rank])
+    return [most[rank] for rank in staged.columns[0][: staged.stages]]
+
+
+def opening_bytes(stages: int, inner: int) -> list[int]:
+    """By place in a replica: the first stage tells the others whether it has text to judge with."""
+    return [int(Tree(1).sent(stage, stages)) for stage in range(stages) for _ in range(inner)]

@@ -1,0 +1,166 @@
+"""States of replicas cut into other stages than they were saved in: everything by the parameters' names.
+
+    states of a replica's stages -> weights, moments and flat vectors by name -> those of other stages, or of the whole
+
+So no bit of a weight, a moment, an anchor, a momentum or an exchange under way is changed; only hashes of vectors and
+what concerns a worker (totals, clocks, draws) are made anew. What lies where in a method's own state says its `recut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from isles.models import sketch
+from isles.models.stages import Stage
+from isles.pipeline.config import PipelineConfig
+from isles.replicas import method
+from isles.training.config.inner import inner_optimizer
+from isles.training.config.sections import Config
+from isles.training.records.checkpoint import State
+from isles.training.records.totals import latest_clock, total_traffic
+from isles.training.staged import planned_cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a worker holds of the model. trained: shapes by name, in the order of its flat vectors. groups: names in
+    each group of the inner optimizer, with its weight decay. kept: names in its weights' state.
+    """
+
+    trained: Mapping[str, torch.Size]
+    groups: Sequence[tuple[float, Sequence[str]]]
+    kept: Sequence[str]
+
+
+def holdings(config: Config) -> list[Holding]:
+    """Of each stage of a replica, or of the whole model where it is not cut."""
+    model = sketch(config.model)
+    if config.pipeline.stages == 1:
+        return [_holding(config, model)]
+    return [_holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
+
+
+def whole_holding(config: Config) -> Holding:
+    """Of the whole model."""
+    return _holding(config, sketch(config.model))
+
+
+def first_blocks(config: Config) -> list[int]:
+    """The first block of each stage after the first."""
+    if config.pipeline.stages == 1:
+        return []
+    return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
+
+
+def cut_at(config: Config, blocks: Sequence[int]) -> Config:
+    """`config` with its stages cut before these blocks."""
+    return replace(config, pipeline=replace(config.pipeline, cut=tuple(blocks)))
+
+
+def cut_facts(config: Config) -> dict[str, Any]:
+    """What a manifest says of the stages, where there are some."""
+    stages = config.pipeline.stages
+    return {"stages": stages, "cut": first_blocks(config)} if stages > 1 else {"stages": 1}
+
+
+def with_stages(config: Config, stages: int, workers: int | None) -> Config:
+    """`config` in replicas of so many stages; workers: None: as many replicas as before. Batches stay as they are:
+    microbatches are what is accumulated without stages, so that sums are formed alike. ValueError as `Config`.
+    """
+    if stages < 1:
+        raise ValueError(f"--stages {stages}: choose 1 or more")
+    if config.pipeline.stage_loss or config.pipeline.routing == "skippipe":
+        key = "stage_loss" if config.pipeline.stage_loss else 'routing = "skippipe"'
+        raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
+    world, data, inner, pipeline = config.world, config.data, config.inner, config.pipeline
+    sequences = data.batch_size_per_worker(world.workers // pipeline.stages)
+    world = replace(world, workers=config.replicas_in_all * stages * world.inner if workers is None else workers)
+    if stages == 1 < pipeline.stages:
+        data = replace(data, batch_size=data.batch_size // pipeline.microbatches)
+        inner = replace(inner, accumulation=pipeline.microbatches)
+        pipeline = PipelineConfig()
+    elif stages > 1 == pipeline.stages:
+        parts = inner.accumulation
+        if parts == 1:
+            parts = max(count for count in range(1, PipelineConfig.microbatches + 1) if sequences % count == 0)
+        data = replace(data, batch_size=data.batch_size * inner.accumulation)
+        inner = replace(inner, accumulation=1)
+        pipeline = PipelineConfig(stages=stages, microbatches=parts)
+    elif stages > 1:
+        pipeline = replace(pipeline, stages=stages, cut=pipeline.cut if stages == pipeline.stages else ())
+    return replace(config, world=world, data=data, inner=inner, pipeline=pipeline)
+
+
+def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: Any) -> Iterator[State]:
+    """The states of workers that hold `after` what those of `states` held `before`, of one replica. kind: its method.
+    The first of them inherits the replica's totals. ValueError: the method does not say where in its state what lies.
+    """
+    first, optimizers = states[0], [state["optimizer"] for state in states]
+    if any(optimizer.get("frozen") for optimizer in optimizers):
+        raise ValueError("some parameters were frozen during the run: resume with as many stages as before")
+    weights = {name: tensor for state in states for name, tensor in state["model"].items()}
+    moments: dict[str, Any] = {}
+    for holding, optimizer in zip(before, optimizers, strict=True):
+        names = [name for _, group in holding.groups for name in group]
+        moments |= {names[index]: own for index, own in optimizer["inner"]["state"].items()}
+    outers = kind.recut(
+        [optimizer["outer"] for optimizer in optimizers],
+        [holding.trained for holding in before],
+        [holding.trained for holding in after],
+    )
+    for number, (holding, outer) in enumerate(zip(after, outers, strict=True)):
+        inherited = states if number == 0 else []
+        yield {
+            **first,
+            "model": {name: weights[name] for name in holding.kept},
+            "optimizer": {
+                **first["optimizer"],
+                "shapes": [list(shape) for shape in holding.trained.values()],
+                "inner": _inner(first["optimizer"]["inner"], before[0], moments, holding),
+                "outer": outer,
+                "traffic": total_traffic([one["optimizer"]["traffic"] for one in inherited], optimizers[0]["traffic"]),
+                "transport": latest_clock(optimizers[0]["transport"], states),
+            },
+            "schedule": _schedule(first["schedule"], len(holding.groups)),
+            "loader": first["loader"] if number == 0 else None,
+            "tokens": sum(state["tokens"] for state in inherited),
+            "training_seconds": sum(state["training_seconds"] for state in inherited),
+            "clock_seconds": max(state["clock_seconds"] for state in states),
+            "host_seconds": max(state["host_seconds"] for state in states),
+        }
+
+
+def _holding(config: Config, model: nn.Module) -> Holding:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
+    return Holding(
+        trained={name: own.shape for name, own in model.named_parameters() if own.requires_grad},
+        groups=[(group["weight_decay"], [names[id(own)] for own in group["params"]]) for group in inner.param_groups],
+        kept=list(model.state_dict()),
+    )
+
+
+def _inner(like: dict[str, Any], held: Holding, moments: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
+    """The inner optimizer's state. like: that of a worker that held `held`."""
+    settings = {decay: group for (decay, _), group in zip(held.groups, like["param_groups"], strict=True)}
+    names = [name for _, group in holding.groups for name in group]
+    groups, begin = [], 0
+    for decay, group in holding.groups:
+        own = settings.get(decay) or {**like["param_groups"][0], "weight_decay": decay}
+        groups.append({**own, "params": list(range(begin, begin + len(group)))})
+        begin += len(group)
+    return {
+        "state": {index: moments[name] for index, name in enumerate(names) if name in moments},
+        "param_groups": groups,
+    }
+
+
+def _schedule(state: dict[str, Any], groups: int) -> dict[str, Any]:
+    """Of so many groups of parameters, all of one rate."""
+    lists = {key: [value[0]] * groups for key, value in state.items() if isinstance(value, list) and value}
+    return {**state, **lists}

@@ -1,0 +1,138 @@
+"""Dry runs of replicas cut into stages, against the runs themselves: bytes, memory, waiting."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.data import load_corpus
+from isles.network.planner.replay import replay_run
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.dry_run import DryRun, dry_run
+from isles.training.running.virtual import VirtualWorkers
+from isles.training.trainer import train_worker
+from tests.training.runs import tiny, write_text
+
+STAGES = ["model.layers=4", "data.batch_size=4", "data.validation_fraction=0"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "net.toml").write_text('bandwidth = "2Mbit/s"\nlatency = "25ms"\n')
+    return write_text(folder / "text.txt")
+
+
+def of(text: Path, *more: str, method: str = "noloco", workers: int = 4, steps: int = 4, stages: int = 2) -> Config:
+    links = f"world.links={text.parent / 'net.toml'}"
+    return tiny(text, *STAGES, links, f"pipeline.stages={stages}", *more, method=method, workers=workers, steps=steps)
+
+
+def ran(config: Config) -> list[dict[str, Any]]:
+    """What each worker counts on the virtual clock."""
+    args = (config, None, None, load_corpus(config.data))
+    return VirtualWorkers(train_worker, config.world.workers, config, args).join()
+
+
+def check(config: Config, within: float) -> DryRun:
+    """Bytes are equal, worker by worker; the shares of computing and of the bubble are so near, in points."""
+    planned, results = dry_run(config), ran(config)
+    assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
+    assert planned.transfers is not None
+    assert planned.transfers.utilisation is not None and planned.transfers.bubble is not None
+    keys = ("compute_seconds", "blocked_seconds", "pipeline_seconds")
+    computing, blocked, waited = (sum(result[key] for result in results) for key in keys)
+    total = computing + blocked
+    assert 100 * planned.transfers.utilisation == pytest.approx(100 * computing / total, abs=within)
+    assert 100 * planned.transfers.bubble == pytest.approx(100 * waited / total, abs=within)
+    assert planned.transfers.step == pytest.approx(total / config.run.steps / config.world.workers, rel=within / 50)
+    return planned
+
+
+TIED, UNTIED = "model.tie_embeddings=true", "model.tie_embeddings=false"
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "workers", "more"),
+    [
+        ("noloco", 2, 4, [TIED]),
+        ("diloco", 2, 4, [UNTIED, "inner.max_norm=0"]),
+        ("eager", 2, 4, ["pipeline.routing=random", "pipeline.together=false"]),
+        pytest.param("diloco", 2, 8, ["world.inner=2", UNTIED], marks=pytest.mark.long),
+        pytest.param("ddp", 2, 4, ["pipeline.recompute=true"], marks=pytest.mark.long),
+        pytest.param("none", 4, 4, ["pipeline.in_flight=1f1b"], marks=pytest.mark.long),
+        pytest.param("noloco", 4, 8, ["pipeline.routing=random", UNTIED], marks=pytest.mark.long),
+        pytest.param("localsgd", 4, 8, ["pipeline.clip=stage"], marks=pytest.mark.long),
+        pytest.param("streaming-diloco", 2, 4, [UNTIED], marks=pytest.mark.long),
+        pytest.param("dilocox", 2, 4, [], marks=pytest.mark.long),
+        pytest.param("delayed", 2, 8, ["world.inner=2", "pipeline.routing=random"], marks=pytest.mark.long),
+    ],
+)
+def test_it_is_what_the_virtual_clock_shows(
+    text: Path, method: str, stages: int, workers: int, more: list[str]
+) -> None:
+    check(of(text, *more, method=method, workers=workers, stages=stages), within=1.0)
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_what_a_method_holds_is_divided_by_the_stages(text: Path, inner: int) -> None:
+    """Anchors, momenta and residuals to the byte; with workers that share a stage by those too."""
+    more = [UNTIED, "replicas.codec=int8", "replicas.error_feedback=local", f"world.inner={inner}"]
+    whole = dry_run(of(text, "pipeline.stages=1", UNTIED, *more[1:3], method="diloco", workers=2))
+    split = dry_run(of(text, *more, method="diloco", workers=4 * inner))
+    kept = {held.what: held.nbytes for held in whole.held}
+    for what in ("anchor", "momentum", "error feedback"):
+        parts = [held.nbytes for stage in split.stages for held in stage.memory.held if held.what == what]
+        assert len(parts) == 2 and inner * sum(parts) == kept[what]
+    assert sum(stage.parameters for stage in split.stages) == whole.parameters
+    assert split.peak == max(stage.memory.peak for stage in split.stages) and not whole.stages
+
+
+def test_the_memory_table_knows_stages() -> None:
+    from isles.training.footprint import footprints
+
+    whole = {one.method: one for one in footprints(2)}
+    halves = {one.method: one for one in footprints(2, stages=2)}
+    assert whole.keys() - halves.keys() == {"ist", "fsdp"}
+    assert halves["localsgd"].end == whole["localsgd"].end / 2
+    assert halves["diloco"].always == pytest.approx(whole["diloco"].always / 2, rel=0.01)  # scratch is not divided
+
+
+@pytest.mark.long
+def test_the_papers_large_model_in_stages_is_planned() -> None:
+    """6.8 billion parameters, 16 replicas of 4 stages: too many messages to play each of the steps."""
+    flags = {"replicas.method": "noloco", "world.workers": 64, "world.backend": "virtual"}
+    more = ["pipeline.stages=4", "pipeline.routing=random", "data.batch_size=8", "replicas.sync_every=50"]
+    planned = dry_run(read_config(None, flags, ["model.size=noloco-large", "run.steps=1000", *more]))
+    assert planned.transfers is not None and planned.transfers.bubble is not None
+    assert 0 < planned.transfers.bubble < 1
+    assert sum(stage.parameters for stage in planned.stages) == planned.parameters > 6.8e9
+
+
+@pytest.mark.parametrize(("method", "more"), [("noloco", []), ("diloco", ["pipeline.routing=random"])])
+def test_a_long_run_is_played_in_part(text: Path, method: str, more: list[str]) -> None:
+    """Most steps of a round stand for a few of them: to the same share, nearly."""
+    config = of(text, *more, "replicas.sync_every=40", method=method, steps=200)
+    whole = dry_run(config).transfers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isles.training.dry_time.replay_run", partial(replay_run, messages=1000))
+        part = dry_run(config).transfers
+    assert whole is not None and part is not None and whole.utilisation is not None and whole.bubble is not None
+    assert part.utilisation == pytest.approx(whole.utilisation, abs=0.01)
+    assert part.bubble == pytest.approx(whole.bubble, abs=0.01)
+
+
+def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from isles.cli.dry_run import show
+
+    show(of(text, steps=30), probe=False, as_json=False)
+    words = capsys.readouterr().out
+    for said in ("= 2 replicas x 2 stages", "forwards kept", "the bubble", "to other stages"):
+        assert said in words, words
+    show(of(text, steps=30), probe=False, as_json=True)
+    assert json.loads(capsys.readouterr().out)["stages"][1]["blocks"]
