@@ -27,8 +27,8 @@ def weights_of(config: MethodConfig) -> Weights:
 
 
 def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bool:
-    """Whether workers have equal weights, and need not tell of any. ValueError where they have not, and a scaled payload
-    would not make the weighted mean.
+    """Whether workers have equal weights, and need not tell of any. ValueError where they have not, and a scaled
+    payload would not make the weighted mean.
     """
     if weights_of(config) == "equal":
         return True
