@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from isles.comm.group import Group
 
 
-def warn_if_averaged_by_torch(method: str, parameters: Sequence[Tensor], group: Group) -> None:
-    """A warning on the group's first worker where `method` is not the only one that makes these parameters equal."""
+def warn_if_averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> None:
+    """A warning on the group's first worker where a method is not the only one that makes these parameters equal."""
     if averaged_by_torch(parameters, group) and group.rank == 0:
         warnings.warn(
             "the model is inside a DistributedDataParallel: torch averages all gradients over these workers in every "
-            f"backward pass, outside of what is counted, and {method} exchanges on top of it. Give accelerate's "
+            "backward pass, outside of what is counted, and this method exchanges on top of it. Give accelerate's "
             "prepare() the optimizer and the loader alone, and call the model itself",
             stacklevel=4,
         )

@@ -29,7 +29,6 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
-from isles.replicas.elsewhere import warn_if_averaged_by_torch
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
@@ -96,7 +95,7 @@ class ReplicaSync(Wrapping):
         refuse_unfit(self.replica.parameters, self.replica.inner)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
-        self.watch = ModelWatch(model, self.replica.parameters)
+        self.watch = ModelWatch(model, self.replica.parameters, self.group)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -107,7 +106,6 @@ class ReplicaSync(Wrapping):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
-        self._looked = False
         self._begin()
 
     def as_replica(self) -> Replica:
@@ -129,9 +127,6 @@ class ReplicaSync(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._looked:  # not before: whoever drives the model may have put something around it since
-            self._looked = True
-            warn_if_averaged_by_torch(type(self).__name__, self.parameters, self.group)
         self.replica.gradients()
         self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()

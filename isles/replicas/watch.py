@@ -1,5 +1,5 @@
 """What a user does to a model behind its optimizer's back, looked at in each step: parameters that are frozen or
-thawed, weights that are loaded, formats that change.
+thawed, weights that are loaded, formats that change, a DistributedDataParallel around it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from isles.comm.group import Group
+from isles.replicas.elsewhere import warn_if_averaged_by_torch
 from isles.replicas.flat import FlatParameters
 from isles.replicas.island.sharded import own_rows
 from isles.wrapping import innermost
@@ -21,7 +23,8 @@ from isles.wrapping import innermost
 class ModelWatch:
     """Of the parameters that are exchanged, in their order."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], group: Group) -> None:
+        self._group, self._looked_around = group, False
         self.parameters = list(parameters)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._known = set(map(id, self.parameters))
@@ -37,6 +40,9 @@ class ModelWatch:
         """Called in inner step `step`, with gradients in place. groups: the inner optimizer's. ValueError, in one line
         with the mend, for what would be trained without being exchanged, or exchanged without having been trained.
         """
+        if not self._looked_around:  # not before: whoever drives the model may have put something around it since
+            self._looked_around = True
+            warn_if_averaged_by_torch(self.parameters, self._group)
         for group in groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self._known:

@@ -62,11 +62,11 @@ def test_one_goes_back_to_a_good_checkpoint(text: Path, tmp_path: Path) -> None:
         manifest.write_text(json.dumps(held))
     for asked in (None, 6):
         with pytest.raises(ValueError, match="is not to go on from \\(worker 1's model") as caught:
-            prepare(out, None, asked)
+            prepare(out, None, step=asked)
         assert f"isles resume {out} --step 4" in str(caught.value)
     with pytest.raises(ValueError, match="--step 3: there is no whole checkpoint of it; there are 2, 4, 6, 8"):
-        prepare(out, None, 3)
-    assert prepare(out, None, 4).step == 4
+        prepare(out, None, step=3)
+    assert prepare(out, None, step=4).step == 4
     told = Told()
     launch(config, out, told.lines.append, told.notices.append, resume=4)
     assert (out / "model.safetensors").read_bytes() == model

@@ -36,7 +36,7 @@ from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
-from isles.replicas.loop.weights import agreed_factor, refuse_weights, weights_of
+from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.legal import warnings
@@ -69,9 +69,7 @@ class OuterSync(ReplicaSync):
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
-        self._weighed = weights_of(self.config) == "equal"
-        if not self._weighed:
-            refuse_weights(parts, self.roster)
+        self._weighed = counts_alike(self.config, parts, self.roster)
         self.skipped = 0
         """Rounds of a fragment that were skipped, because somebody's share was not finite."""
         self.healed = 0
@@ -257,10 +255,7 @@ class OuterSync(ReplicaSync):
         landing = [flight for flight in self.flights if flight.lands <= self.steps]
         if not (sending or landing):
             return
-        if not self._weighed:
-            raise ValueError(
-                'weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round'
-            )
+        refuse_unweighed(self._weighed)
         self.catch_up()
         leaving = self._snapshots(sending)
         if not all(usable for *_, usable in leaving):

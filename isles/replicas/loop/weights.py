@@ -26,8 +26,12 @@ def weights_of(config: MethodConfig) -> Weights:
     return getattr(config, "weights", "equal")
 
 
-def refuse_weights(parts: Composition, roster: Roster) -> None:
-    """ValueError where a scaled payload would not make the weighted mean."""
+def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bool:
+    """Whether workers have equal weights, and need not tell of any. ValueError where they have not, and a scaled
+    payload would not make the weighted mean.
+    """
+    if weights_of(config) == "equal":
+        return True
     if not parts.mixing.agrees:
         why = "it takes no mean over all workers"
     elif parts.rule.keeps_left:
@@ -37,8 +41,14 @@ def refuse_weights(parts: Composition, roster: Roster) -> None:
     elif parts.on_peer_failure == "solo" or not isinstance(roster, FixedRoster):
         why = "workers may be lost or change, and weights are of those of the start"
     else:
-        return
+        return False
     raise ValueError(f'weights = "samples": {why}; choose "equal"')
+
+
+def refuse_unweighed(weighed: bool) -> None:
+    """ValueError before a round of workers that have not told their samples."""
+    if not weighed:
+        raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
 
 
 def agreed_factor(group: Group, samples: float) -> float:
