@@ -214,12 +214,12 @@ def test_added_groups() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_help_shows_the_options(name: str) -> None:
-    """inspect.signature: model, inner, group, config, max_norm, then the method's own fields with their defaults."""
+    """inspect.signature: model, inner, group, config, max_norm, vectors, then the method's own fields with their defaults."""
     method = isles.method(name)
     parameters = inspect.signature(method).parameters
-    assert list(parameters)[:5] == ["model", "inner", "group", "config", "max_norm"]
+    assert list(parameters)[:6] == ["model", "inner", "group", "config", "max_norm", "vectors"]
     fields = {field.name: field.default for field in dataclasses.fields(method.Config)}
-    assert {key: p.default for key, p in list(parameters.items())[5:]} == fields
+    assert {key: p.default for key, p in list(parameters.items())[6:]} == fields
     assert all(p.kind is p.KEYWORD_ONLY for key, p in parameters.items() if key in fields)
 
 
