@@ -35,6 +35,8 @@ def run_gloo(
     deadlines: Deadlines | None = None,
 ) -> list[Any]:
     """As `isles.run_local`, without `return_errors`."""
+    if not all(handle.process is not None and handle.process.is_alive() for handle in _handles):
+        close()  # the command, called in this process, ends the children it finds
     while len(_handles) < workers:
         _handles.append(_started(len(_handles)))
     store = open_store("127.0.0.1")

@@ -17,7 +17,7 @@ from isles.comm.errors import from_plain
 from isles.errors import printable
 from isles.launch import probe
 from isles.launch.addresses import listen
-from isles.launch.frames import HEAD, STRANGERS, Malformed, length_of, message_of, packed
+from isles.launch.frames import HEAD, STRANGERS, BadFrame, length_of, message_of, packed
 from isles.launch.link import LinkLost
 from isles.launch.reachable import EchoServer, echo_failure
 from isles.version import __version__
@@ -36,7 +36,7 @@ FEW, MANY = settings(max_examples=60, deadline=None), settings(max_examples=10_0
 def is_kept(body: bytes) -> None:
     try:
         message = message_of(body)
-    except Malformed:
+    except BadFrame:
         return
     assert json.dumps(message) == json.dumps(json.loads(body))
 
@@ -58,9 +58,9 @@ def test_many_bodies(body: bytes) -> None:
 def test_depth_is_measured_before_it_is_parsed(opening: bytes) -> None:
     """Brackets inside texts are none; more than 32 in each other are refused, closed or not."""
     for times in (40, 200_000):
-        with pytest.raises(Malformed):
+        with pytest.raises(BadFrame):
             message_of(opening * times)
-    with pytest.raises(Malformed):
+    with pytest.raises(BadFrame):
         message_of(b"[" * 40 + b"]" * 40)
     assert message_of(b'["' + b"[" * 1000 + b'\\"[[{{"]')[0].startswith("[[[")
     assert message_of(b"[" * 30 + b"]" * 30) is not None
@@ -69,7 +69,7 @@ def test_depth_is_measured_before_it_is_parsed(opening: bytes) -> None:
 def test_length_is_looked_at_before_it_is_read() -> None:
     assert length_of(HEAD.pack(b"isle", STRANGERS), STRANGERS) == STRANGERS
     for head in (HEAD.pack(b"isle", STRANGERS + 1), HEAD.pack(b"elsi", 1)):
-        with pytest.raises(Malformed):
+        with pytest.raises(BadFrame):
             length_of(head, STRANGERS)
 
 
