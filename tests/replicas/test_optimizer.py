@@ -214,7 +214,7 @@ def test_added_groups() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_help_shows_the_options(name: str) -> None:
-    """inspect.signature: model, inner, group, config, max_norm, vectors, then the method's own fields with their defaults."""
+    """inspect.signature: what all methods take, then the method's own fields with their defaults."""
     method = isles.method(name)
     parameters = inspect.signature(method).parameters
     assert list(parameters)[:6] == ["model", "inner", "group", "config", "max_norm", "vectors"]
