@@ -14,7 +14,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from itertools import count
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,10 +21,9 @@ from torch import Tensor
 from isles.comm.elastic.mail import CHUNK, Chunk, Inbox, offsets
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.errors import PeerLost
-from isles.comm.gloo.transfers import BackgroundTransfer, Driver, PostedWork
-from isles.comm.tags import CHANNELS, Channel, Tag
-from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps
+from isles.comm.gloo.host_clock import OnHostClock
+from isles.comm.gloo.transfers import PostedWork
+from isles.comm.tags import CHANNELS, Tag
 
 WINDOW = 4
 _SHORTEST, _LONGEST = 2.0, 60.0  # seconds until a chunk without an answer is sent again
@@ -35,15 +33,12 @@ _HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")  # tag, number, offset, total
 _MAIL, _SEAT = "isles/mail", "isles/seat"
 
 
-class ElasticTransport:
+class ElasticTransport(OnHostClock):
     """One worker's end. `session` is the worker's; `seat` its number; `size`: of the world that it begins in.
 
     resent: chunks sent again. gone, back: called with a seat, in the session's thread, when a connection breaks and
     when it is there.
     """
-
-    step_seconds = 0.0
-    away_seconds = 0.0
 
     def __init__(
         self,
@@ -54,9 +49,9 @@ class ElasticTransport:
         gone: Callable[[int], None] = lambda seat: None,
         back: Callable[[int], None] = lambda seat: None,
     ) -> None:
-        self.rank, self.size, self.traffic, self.resent = seat, size, Traffic(), 0
+        super().__init__()
+        self.rank, self.size, self.resent = seat, size, 0
         self._session, self._gone, self._back = session, gone, back
-        self._driver, self._start = Driver(self.now), time.perf_counter()
         self._inbox = Inbox()
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
@@ -107,23 +102,6 @@ class ElasticTransport:
             if peer in self._lost:  # it broke meanwhile
                 self._inbox.drop(peer, "its connection is gone")
         return work
-
-    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
-        return self._driver.start(protocol, channel, deadline, self.traffic)
-
-    def now(self) -> float:
-        """Seconds since this transport was made, host clock."""
-        return time.perf_counter() - self._start
-
-    def compute(self, seconds: float) -> None:
-        """Nothing: the host's clock runs by itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to save: clocks are the host's."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
     def give_up(self, seat: int, why: str) -> None:
         """End all that is under way with `seat`; later messages are tried again."""

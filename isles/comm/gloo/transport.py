@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -22,29 +21,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isles.comm.errors import PeerLost
-from isles.comm.gloo.transfers import BackgroundTransfer, Driver, PostedWork
+from isles.comm.gloo.host_clock import OnHostClock
+from isles.comm.gloo.transfers import PostedWork
 from isles.comm.gloo.waiters import Waiters
-from isles.comm.tags import Channel, Tag, pack
-from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps
+from isles.comm.tags import Tag, pack
 
 _LOG = logging.getLogger(__name__)
 _NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers
 
 
-class DistributedTransport:
+class DistributedTransport(OnHostClock):
     """One process of a torch.distributed world; with size 1 it needs no process group."""
 
-    step_seconds = 0.0
-    away_seconds = 0.0
     native = True
 
     def __init__(self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
         self.rank, self.size = rank, size
         self._processes = processes  # None: the default process group, which is this transport's own
-        self.traffic = Traffic()
-        self._waiters, self._driver = Waiters(), Driver(self.now)
-        self._start = time.perf_counter()
+        self._waiters = Waiters()
         self._closed = False
         self._native_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
@@ -98,23 +93,6 @@ class DistributedTransport:
             assert isinstance(made, dist.ProcessGroup)
             self._native_groups[key] = made
         return self._native_groups[key]
-
-    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
-        return self._driver.start(protocol, channel, deadline, self.traffic)
-
-    def now(self) -> float:
-        """Seconds since this transport was made, host clock."""
-        return time.perf_counter() - self._start
-
-    def compute(self, seconds: float) -> None:
-        """Nothing: the host's clock runs by itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to save: clocks are the host's."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
     def close(self) -> None:
         """End the threads and the process group. Transfers that were given up are cut off, and with them all others."""

@@ -1,0 +1,41 @@
+"""What transports between real processes have in common: a host's clock, and one thread that drives protocols."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from isles.comm.gloo.transfers import BackgroundTransfer, Driver
+from isles.comm.tags import Channel
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Steps
+
+
+class OnHostClock:
+    """Computing takes the time it takes, and nothing of it can be saved."""
+
+    step_seconds = 0.0
+    away_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._start = time.perf_counter()
+        self._driver = Driver(self.now)
+
+    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
+        """Drive `protocol` in the background; the transfer fails when `deadline` seconds have passed."""
+        return self._driver.start(protocol, channel, deadline, self.traffic)
+
+    def now(self) -> float:
+        """Seconds since this transport was made, host clock."""
+        return time.perf_counter() - self._start
+
+    def compute(self, seconds: float) -> None:
+        """Nothing: the host's clock runs by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save: clocks are the host's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
