@@ -318,3 +318,8 @@ def test_a_method_that_does_not_say_is_refused(stopped: Any, monkeypatch: pytest
     with pytest.raises(ValueError, match="LocalSGD does not say how its state is regrouped"):
         prepare(path, 3)
     assert Checkpoints(path).manifest(AT)["workers"] == 2
+
+
+def test_a_name_that_is_none_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere: there is nothing of that name"):
+        prepare(tmp_path / "nowhere", None)

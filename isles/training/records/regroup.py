@@ -196,6 +196,8 @@ def _draws(config: Config, rank: int) -> Tensor:
 def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
     """The checkpoint to go on from. ValueError, with the newest good one, where it is none to go on from."""
     steps = checkpoints.steps()
+    if not run.exists():
+        raise ValueError(f"{run}: there is nothing of that name; give the directory of a run")
     if not steps:
         raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
     chosen = steps[-1] if step is None else step
