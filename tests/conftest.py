@@ -1,5 +1,5 @@
-"""For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; and they keep
-nothing in the home of whoever runs them.
+"""For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
+nothing in the home of whoever runs them, and compute on one thread as a worker does, whichever test ran before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import tempfile
 from collections.abc import Generator
 
 import pytest
+import torch
 
 _HOME = tempfile.mkdtemp(prefix="isles-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["ISLES_HOME"] = _HOME
+
+# With other numbers of threads sums are rounded otherwise: what is held against workers' bits must add up as they do.
+torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
