@@ -96,7 +96,7 @@ def all_changes() -> Iterator[Any]:
             yield pytest.param(name, *change, marks=() if chosen else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("name", "before", "after"), all_changes())
+@pytest.mark.parametrize(("name", "before", "after"), list(all_changes()))
 def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) -> None:
     """The loss goes on from where it was, tokens and bytes are conserved, config.toml and the notes say so."""
     path = stopped(name, before)
