@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -23,12 +23,22 @@ from isles.report.units import (
     format_short,
 )
 
+
+def _by_channel(channels: Any) -> str:
+    """In words, whatever a file holds."""
+    if not isinstance(channels, Mapping):
+        return _raw(channels)
+    sent = {name: finite(counts.get("bytes_sent")) for name, counts in channels.items() if isinstance(counts, Mapping)}
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items() if nbytes)
+
+
 # Key of summary.json, its name in words, its form.
 FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("method", "Method", str),
     ("backend", "Backend", str),
     ("workers", "Workers", format_count),
     ("stages", "Stages of a replica", format_count),
+    ("replicas", "Replicas", format_count),
     ("islands", "Islands, each a replica", format_count),
     ("steps", "Inner steps", format_count),
     ("tokens", "Tokens", format_count),
@@ -39,6 +49,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("bytes_sent_per_worker", "Sent per worker", format_bytes),
     ("bytes_across_per_worker", "Sent per worker across islands", format_bytes),
     ("bytes_received_per_worker", "Received per worker", format_bytes),
+    ("channels", "Of that, by channel", _by_channel),
     ("ddp_bytes_per_worker", "Data parallel would have sent per worker", format_bytes),
     ("compute_seconds", "Computing", format_seconds),
     ("blocked_seconds", "Blocked on the network", format_seconds),
@@ -213,7 +224,7 @@ def _table(run: Run) -> str:
 
 
 def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
-    if form not in (str, _raw) and finite(value) is None:
+    if form not in (str, _raw, _by_channel) and finite(value) is None:
         form = _raw
     shown, exact = form(value), ""
     if form is format_bytes and value >= 1000:

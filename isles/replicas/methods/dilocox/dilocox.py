@@ -30,7 +30,6 @@ from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.config import WeightedConfig
-from isles.replicas.loop.fragment import Fragment
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
