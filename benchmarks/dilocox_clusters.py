@@ -28,7 +28,7 @@ from isles.training.running.run import launch
 
 BEGIN, END = "<!-- made by benchmarks.dilocox_clusters -->", "<!-- end -->"
 PAGE = Path(__file__).parent.parent / "docs" / "dilocox.md"
-DENSE = ("replicas.rank=0", "replicas.codec=none", "replicas.error_feedback=none")
+DENSE = ("replicas.rank=0", "replicas.window=0", "replicas.codec=none", "replicas.error_feedback=none")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "whole": (),
     "no overlap": ("replicas.delay=none",),

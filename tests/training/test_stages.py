@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from isles.report import write_report
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
-from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+from tests.training.runs import Told, metrics, run, tiny, write_text
 from tests.training.runs import lines_of as all_lines
 
 REAL = "world.backend=distributed"
@@ -88,19 +88,45 @@ def lines_of(folder: Path) -> list[dict]:
     return [line for line in metrics(folder) if "loss" in line]
 
 
-@pytest.mark.parametrize(("method", "stop"), [("eager", 4), ("noloco", 5)])
-def test_a_checkpoint_in_stages_goes_on_with_the_same_bits(text: Path, tmp_path: Path, method: str, stop: int) -> None:
-    more = [*STAGES, f"run.checkpoint_every={stop}", "run.log_every=1"]
-    config = tiny(text, *more, method=method, workers=4, steps=8)
-    whole, copy = tmp_path / "whole", tmp_path / "copy"
-    run(config, whole)
-    shutil.copytree(whole, copy)
-    (copy / "summary.json").unlink()
-    again = Told()
-    launch(config, copy, again.lines.append, again.notices.append, resume=stop)
-    lines = [sorted(str(without_clocks(line)) for line in metrics(folder)) for folder in (whole, copy)]
-    assert lines[0] == lines[1]
-    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+ADAPTS = ["replicas.rank=4", "replicas.window=2", "replicas.start_compress=1", "replicas.min_compression_rate=0"]
+GO_ON = {
+    "diloco": [],
+    "noloco": ["pipeline.routing=random"],
+    "delayed": ["model.tie_embeddings=true", "pipeline.in_flight=1f1b"],
+    "eager": ["pipeline.recompute=true"],
+    "dilocox": [*ADAPTS, "world.inner=2"],
+    "ddp": ["world.step_jitter=0.3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "stops"),
+    [("eager", (4,)), ("noloco", (2, 3)), *(pytest.param(name, range(1, 7), marks=pytest.mark.long) for name in GO_ON)],
+)
+def test_a_run_in_stages_goes_on_with_the_same_bits(
+    text: Path, tmp_path: Path, method: str, stops: tuple[int, ...]
+) -> None:
+    """From after step k, in a round of 3 steps and between two: the model, every line with its bytes and virtual
+    seconds, and the summary of the run that never stopped.
+    """
+    more = [*STAGES, *GO_ON[method], "run.checkpoint_every=1", "run.keep_checkpoints=0", "run.log_every=1"]
+    config = tiny(text, *more, method=method, workers=8 if method == "dilocox" else 4, steps=8)
+    whole = tmp_path / "whole"
+    summary = run(config, whole)
+    for stop in stops:
+        copy = tmp_path / f"from-{stop}"
+        shutil.copytree(whole, copy)
+        (copy / "summary.json").unlink()
+        (copy / "model.safetensors").unlink()
+        told = Told()
+        again = launch(config, copy, told.lines.append, told.notices.append, resume=stop)
+        assert min(line["step"] for line in told.lines) == stop + 1
+        assert sorted(map(str, metrics(copy))) == sorted(map(str, metrics(whole)))
+        assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        hosts = ("wall_seconds", "train_seconds")
+        assert {key: again[key] for key in again if key not in hosts} == {
+            key: summary[key] for key in summary if key not in hosts
+        }
 
 
 def test_islands_inside_a_stage_train_on_the_islands_batch(text: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.starting import first_interrupt
+from isles.training.staged import refuse_stages
 from isles.version import __version__
 
 SummaryTable = dict[str, Any]
@@ -63,6 +64,7 @@ def launch(
     ends them at once.
     """
     refusals(config)
+    refuse_stages(config)
     if config.memory.method != "none":
         prepared(config)  # refuses what cannot be before anything is made
     require(config.run.loggers)
