@@ -219,6 +219,7 @@ class _Share:
 
     def _backward(self, task: Task) -> None:
         held = self.held.pop(task[1:])
+        self.tokens.pop(task.microbatch, None)  # all of its forwards here are done
         route = self.routes[task.microbatch]
         if task.hop == route.last and not route.home:
             held.left.backward()
