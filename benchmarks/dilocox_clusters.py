@@ -24,11 +24,18 @@ from pathlib import Path
 from benchmarks._measure import Row, report
 from isles.training.config.presets import preset_file
 from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
 from isles.training.running.run import launch
 
 BEGIN, END = "<!-- made by benchmarks.dilocox_clusters -->", "<!-- end -->"
 PAGE = Path(__file__).parent.parent / "docs" / "dilocox.md"
-DENSE = ("replicas.rank=0", "replicas.window=0", "replicas.codec=none", "replicas.error_feedback=none")
+DENSE = (
+    "replicas.rank=0",
+    "replicas.window=0",
+    "replicas.min_compression_rate=0",
+    "replicas.codec=none",
+    "replicas.error_feedback=none",
+)
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "whole": (),
     "no overlap": ("replicas.delay=none",),
@@ -66,14 +73,18 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-def outcome(name: str, steps: int, folder: Path) -> Outcome:
-    """Train a variant."""
+def variant(name: str, steps: int, folder: Path) -> Config:
+    """Its configuration."""
     preset = preset_file("dilocox-clusters")
     if name == "AllReduce":
         text = re.sub(r"(?ms)^\[replicas\].*?^\[", '[replicas]\nmethod = "ddp"\n\n[', preset.read_text())
         preset = folder / "ddp.toml"
         preset.write_text(text)
-    config = read_config(str(preset), {}, [f"run.steps={steps}", "run.log_every=1", *VARIANTS[name]])
+    return read_config(str(preset), {}, [f"run.steps={steps}", "run.log_every=1", *VARIANTS[name]])
+
+
+def outcome(name: str, config: Config, folder: Path) -> Outcome:
+    """Train it."""
     summary = launch(config, folder / name, lambda line: None, lambda notice: None)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     own = [line for line in lines if line.get("worker") == 0]
@@ -135,7 +146,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: outcome(name, given.steps, Path(folder)) for name in given.only}
+        configs = {name: variant(name, given.steps, Path(folder)) for name in given.only}
+        found = {name: outcome(name, config, Path(folder)) for name, config in configs.items()}
     if "whole" in found:
         print(table(found))
         if given.write:

@@ -75,7 +75,12 @@ def peaks(cell: Cell) -> list[tuple[dict[str, int], int]]:
 
 @pytest.mark.parametrize(
     ("limit", "order", "home"),
-    [("all", "plan", False), ("1f1b", "plan", False), ("auto", "plan", True), ("1f1b", "arrival", False)],
+    [
+        ("1f1b", "plan", False),
+        pytest.param("auto", "plan", True, marks=pytest.mark.long),
+        pytest.param("all", "plan", False, marks=pytest.mark.long),
+        pytest.param("1f1b", "arrival", False, marks=pytest.mark.long),
+    ],
 )
 def test_recomputing_holds_inputs_and_one_stage(limit: str, order: str, home: bool) -> None:
     """At most one stage's tensors are there, whatever it computes; and of every forward that is held its input, in the
