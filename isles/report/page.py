@@ -24,6 +24,12 @@ from isles.report.units import (
 )
 
 
+def _sent_over(summary: Mapping[str, Any], channel: str) -> float | None:
+    channels = summary.get("channels")
+    counts = channels.get(channel) if isinstance(channels, Mapping) else None
+    return finite(counts.get("bytes_sent")) if isinstance(counts, Mapping) else None
+
+
 def _by_channel(channels: Any) -> str:
     """In words, whatever a file holds."""
     if not isinstance(channels, Mapping):
@@ -149,9 +155,9 @@ def title(run: Run) -> str:
     words = str(summary.get("method", run.path.resolve().name))
     if "workers" in summary:
         words += f" on {_counted(summary['workers'], 'worker')}"
-    if "stages" in summary:
-        words += f" in replicas of {_counted(summary['stages'], 'stage')}"
-    if "islands" in summary:
+    if "stages" in summary and "replicas" in summary:
+        words += f", {_counted(summary['replicas'], 'replica')} of {_counted(summary['stages'], 'stage')}"
+    elif "islands" in summary:
         words += f" in {_counted(summary['islands'], 'island')}"
     if "steps" in summary:
         words += f", {_counted(summary['steps'], 'step')}"
@@ -205,6 +211,8 @@ def _headline(run: Run) -> str:
             cards.append((amount, f"{word} data parallel would have sent"))
     if (across := finite(summary.get("bytes_across_per_worker"))) is not None:
         cards.append((format_bytes(across), "of that across islands"))
+    elif (between := _sent_over(summary, "outer")) is not None and "stages" in summary:
+        cards.append((format_bytes(between), "of that to other replicas"))
     if (share := finite(summary.get("compute_utilisation"))) is not None:
         cards.append((format_percent(share), "of the time computing"))
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards)
