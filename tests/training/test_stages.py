@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from isles.report import write_report
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
-from tests.training.runs import Told, metrics, run, tiny, write_text
+from tests.training.runs import TINY, Told, metrics, run, tiny, write_text
 from tests.training.runs import lines_of as all_lines
 
 REAL = "world.backend=distributed"
@@ -153,6 +153,8 @@ def test_islands_inside_a_stage_train_on_the_islands_batch(text: Path, tmp_path:
         (["pipeline.stages=2", "world.inner=2", "world.inside=fsdp"], 4, 'inside a stage choose "ddp"'),
         (["pipeline.stages=2", "pipeline.loss_at=last", "model.tie_embeddings=true"], 4, 'choose "origin"'),
         (["pipeline.stages=2", "replicas.on_peer_failure=solo"], 4, 'choose "raise"'),
+        (["pipeline.stages=2", "model.autocast=fp16", "model.device=auto"], 4, 'choose "bf16"'),
+        (["pipeline.stages=2", "memory.method=checkpoint"], 4, 'set pipeline.stages = 1, or memory.method = "none"'),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(
@@ -162,9 +164,20 @@ def test_what_cannot_be_is_refused_in_a_line(
         pipeline = [] if any("microbatches" in word for word in words) else ["pipeline.microbatches=2"]
         if not any("stages" in word for word in words):
             pipeline = []
-        config = tiny(text, "model.layers=2", *pipeline, *words, method="noloco", workers=workers, steps=4)
+        config = tiny(text, "model.layers=2", *pipeline, *words, workers=workers, steps=4)
         run(config, tmp_path / "run")
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
+
+
+def test_a_model_of_ones_own_without_blocks_is_refused(text: Path, tmp_path: Path) -> None:
+    words = [word for word in TINY if not word.startswith("model.")]
+    words += [f"data.path={text}", "model.factory=tests.training.own_models:build", "model.context=16"]
+    config = read_config(
+        None, {"world.workers": 4, "run.steps": 4}, [*words, "pipeline.stages=2", "pipeline.microbatches=2"]
+    )
+    with pytest.raises(ValueError, match=r"give it `blocks` \(an nn.ModuleList\), `enter") as refusal:
+        run(config, tmp_path / "run")
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("method", "line"), [("ist", "without stages"), ("fsdp", "without stages")])
@@ -172,6 +185,14 @@ def test_methods_that_need_the_whole_model_are_refused(text: Path, tmp_path: Pat
     backend = [REAL] if method == "fsdp" else []
     with pytest.raises(ValueError, match=line):
         run(tiny(text, *STAGES, *backend, method=method, workers=4, steps=4), tmp_path / "run")
+
+
+@pytest.mark.long
+def test_vectors_of_stages_on_disk_keep_the_bits(text: Path, tmp_path: Path) -> None:
+    for name, more in (("memory", []), ("disk", ["memory.vectors=disk", f"memory.disk={tmp_path}"])):
+        run(tiny(text, *STAGES, *more, method="diloco", workers=4, steps=7), tmp_path / name)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "disk")]
+    assert models[0] == models[1]
 
 
 def test_the_section_is_written_and_read_back(text: Path) -> None:
