@@ -3,9 +3,9 @@
     python -m benchmarks.dilocox_clusters [--steps 400] [--only "no overlap" ...] [--write] [--json]
 
 The preset `dilocox-clusters` (2 clusters of 2 stages of 2 workers, the embedded text, the simulated network), as it is
-and with one part changed, beside the paper's ablation at 107B. AllReduce is a
-mean of the weights after every step (`localsgd`). Exposed: blocked seconds of a worker on channel `outer`;
-what is under way at the end has nothing left to hide behind. --write puts the table into docs/dilocox.md.
+and with one part changed, beside the paper's ablation at 107B. AllReduce is a mean of the weights after every step
+(`localsgd`). Exposed: blocked seconds of a worker on channel `outer`; what is under way at the end has nothing left to
+hide behind. --write puts the table into docs/dilocox.md.
 
 Bounds: the whole is within 0.15 nats of the same layout neither delayed nor compressed, delay and compression each
 leave fewer seconds exposed.

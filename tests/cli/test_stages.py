@@ -21,6 +21,7 @@ def words(folder: Path, *settings: str) -> list[str]:
     return [word for setting in (*TINY, *STAGES, f"data.path={text}", *settings) for word in ("--set", setting)]
 
 
+@pytest.mark.long
 def test_methods_in_stages_are_compared(tmp_path: Path) -> None:
     """At equal tokens, with what went between stages apart; a table and a page."""
     out = tmp_path / "out"
@@ -54,6 +55,12 @@ def test_stages_on_a_simulated_network(tmp_path: Path) -> None:
     for file in ("metrics.jsonl", "timeline.jsonl", "model.safetensors"):
         assert (once / "eager-0" / file).read_bytes() == (twice / file).read_bytes()
     assert "One step through the stages" in (once / "eager-0" / "report.html").read_text()
+    judged = CliRunner().invoke(app, ["eval", str(once / "eager-0")])  # of one model, as ever
+    assert f"{summary['val_loss']:.4f} nats/token" in judged.stdout, judged.output
+    made = CliRunner().invoke(
+        app, ["export", str(once / "eager-0"), "--format", "safetensors", "--out", str(tmp_path / "one")]
+    )
+    assert made.exit_code == 0, made.output
 
 
 @pytest.mark.parametrize(
