@@ -100,8 +100,10 @@ class Summary:
     """Workers in a row that make up a replica; None, and left out, where every worker holds the whole model."""
     pipeline_bubble: float | None
     """Share of the time in which a worker waited for its pipeline; None, and left out, where there is none."""
+    replicas: int | None
+    """None, and left out, where every worker is one."""
     islands: int | None
-    """None where every worker is a replica; then the key is left out."""
+    """None where every worker is a replica, or only cut into stages; then the key is left out."""
     bytes_across_per_worker: float | None
     """Sent across islands; None, and left out, where there are none."""
     steps: int
@@ -116,6 +118,8 @@ class Summary:
     """Standard deviation between the replicas at the end."""
     bytes_sent_per_worker: float
     bytes_received_per_worker: float
+    channels: Mapping[str, Mapping[str, float]]
+    """By channel that something went over: bytes_sent and bytes_received a worker, and its blocked_seconds."""
     ddp_bytes_per_worker: float
     """What data parallel would have sent."""
     compute_seconds: float
@@ -137,5 +141,5 @@ class Summary:
 
     def record(self) -> dict[str, Any]:
         """What stands in the file."""
-        absent = ("stages", "pipeline_bubble", "islands", "bytes_across_per_worker", "memory")
+        absent = ("stages", "pipeline_bubble", "replicas", "islands", "bytes_across_per_worker", "memory")
         return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}

@@ -48,7 +48,10 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
     from isles.report.comparison import INDEX, run_folder
     from isles.training.running.run import Interrupted, launch
     from isles.training.running.starting import Interrupts
+    from isles.training.staged import refuse_stages
 
+    for one in configs.values():
+        refuse_stages(one)
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")

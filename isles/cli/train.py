@@ -136,9 +136,11 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     from isles.report import write_picture, write_report
 
     page = write_report(out)
-    islands = f" in {summary['islands']} islands" if "islands" in summary else ""
+    layout = f" in {summary['islands']} islands" if "islands" in summary else ""
+    if "stages" in summary:
+        layout = f", {summary['replicas']} replicas of {summary['stages']} stages"
     table = Table(
-        title=f"{summary['method']}: {summary['workers']} workers{islands}, {summary['steps']} steps", show_header=False
+        title=f"{summary['method']}: {summary['workers']} workers{layout}, {summary['steps']} steps", show_header=False
     )
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -155,6 +157,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
     sent, ddp = summary["bytes_sent_per_worker"], summary["ddp_bytes_per_worker"]
     across = summary.get("bytes_across_per_worker")
+    between = summary["channels"].get("outer", {}).get("bytes_sent") if "stages" in summary and not across else None
     rows = []
     if summary["val_loss"] is not None:
         rows = [
@@ -168,6 +171,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens, all workers", f"{summary['tokens']:,}"),
         ("sent per worker", format_bytes(sent)),
         *([] if across is None else [("  of that across islands", format_bytes(across))]),
+        *([] if not between else [("  of that to other replicas", format_bytes(between))]),
         ("data parallel would have sent", format_bytes(ddp) + (f" ({ddp / sent:.1f} x)" if sent else "")),
         ("compute utilisation", f"{100 * summary['compute_utilisation']:.1f} %"),
         ("training", format_seconds(summary["train_seconds"])),

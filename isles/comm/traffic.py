@@ -88,6 +88,12 @@ class Traffic:
         """Sum of one field over `channels` (all when none is named)."""
         return sum(getattr(self.channels[name], field_name) for name in (channels or CHANNELS))
 
+    def by_channel(self) -> dict[str, dict[str, float]]:
+        """Bytes in each direction and seconds blocked, of the channels that something went over."""
+        keys = ("bytes_sent", "bytes_received", "blocked_seconds")
+        counted = {name: {key: getattr(counts, key) for key in keys} for name, counts in self.channels.items()}
+        return {name: counts for name, counts in counted.items() if any(counts.values())}
+
     def state_dict(self) -> dict[str, dict[str, float]]:
         """JSON-able totals; `load_state_dict` restores them exactly."""
         return {

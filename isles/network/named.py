@@ -6,6 +6,7 @@ from isles.errors import unknown_name
 from isles.network.links import Links
 from isles.network.own import read_links
 from isles.network.places import WORLDWIDE
+from isles.network.units import parse_rate, parse_seconds
 
 PRESETS: dict[str, Links] = {
     "lan": Links(bandwidth=1e9, latency=0.2e-3, jitter=0.1),  # a classroom: gigabit Ethernet, one switch
@@ -20,14 +21,22 @@ ELSEWHERE = ("worldwide",)
 
 
 def links(name: str) -> Links:
-    """The preset called `name`, or the network in a file whose name ends in .toml (`isles.network.own`).
+    """The preset called `name`; the network "40Mbit/s, 25ms", the rate of every uplink and the latency; or that in a
+    file whose name ends in .toml (`isles.network.own`).
 
-    ValueError with the list of names, and the nearest one, when there is none; or with what is wrong in the file.
+    ValueError with the list of names, and the nearest one, when there is none; or with what is wrong.
     """
+    rate, comma, latency = name.partition(",")
+    if comma:
+        bandwidth = parse_rate("links", rate.strip())
+        return Links(bandwidth=bandwidth, latency=parse_seconds("links", latency.strip()))
     if name in PRESETS:
         return PRESETS[name]
     if name.endswith(".toml"):
         return read_links(name)
     if name in ELSEWHERE:
         return WORLDWIDE
-    raise ValueError(unknown_name("links", name, [*PRESETS, *ELSEWHERE]) + ", or a .toml file of your own")
+    raise ValueError(
+        unknown_name("links", name, [*PRESETS, *ELSEWHERE])
+        + ", a rate and a latency such as '40Mbit/s, 25ms', or a .toml file of your own"
+    )

@@ -30,7 +30,7 @@ from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
-from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned
+from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
 from isles.pipeline.routers.base import Router
 from isles.pipeline.wire import StageForm, phase
 
@@ -165,10 +165,12 @@ class _Share:
             self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
 
     def _in_order(self, tasks: Sequence[Task]) -> Iterator[Task]:
+        limit = self.executor.ways.room.get(self.group.rank)
+        ahead = receives_ahead(limit)
         if self.executor.ways.order == "plan":
-            return planned(tasks, self.inbox)
-        limit, rank = self.executor.ways.room.get(self.group.rank), ARRIVALS[self.executor.ways.order]
-        return arrived(tasks, self.inbox, self.since, lambda: limit is None or len(self.held) < limit, rank)
+            return planned(tasks, self.inbox, ahead)
+        rank = ARRIVALS[self.executor.ways.order]
+        return arrived(tasks, self.inbox, self.since, lambda: limit is None or len(self.held) < limit, rank, ahead)
 
     def _ended(self, task: Task) -> None:
         """Note what this worker can begin with now, by itself, and rest."""
@@ -217,6 +219,7 @@ class _Share:
 
     def _backward(self, task: Task) -> None:
         held = self.held.pop(task[1:])
+        self.tokens.pop(task.microbatch, None)  # all of its forwards here are done
         route = self.routes[task.microbatch]
         if task.hop == route.last and not route.home:
             held.left.backward()

@@ -25,8 +25,14 @@ ARRIVALS: dict[str, Rank] = {
     "arrival": lambda task, came: (task.kind == "F", came, task.microbatch, task.hop),
     "first come": lambda task, came: (came, task.microbatch, task.hop),
 }
-_AHEAD = 8
-"""Receives posted before their task's turn: enough to hide a message behind the tasks before it, few enough to hold."""
+_LEAST, _MOST = 2, 8
+
+
+def receives_ahead(room: int | None) -> int:
+    """Receives posted before their task's turn, where so many forwards may be held (None: all): enough to hide a
+    message behind the tasks before it, and no more memory than was asked for.
+    """
+    return _MOST if room is None else min(max(room, _LEAST), _MOST)
 
 
 @dataclass(slots=True)
@@ -71,13 +77,13 @@ class StageInbox:
         self.group.start(_any(works), "pipeline", nbytes=max(b.numel() for _, b in self.posted.values())).wait()
 
 
-def planned(tasks: Sequence[Task], inbox: StageInbox) -> Iterator[Task]:
-    """`tasks` in their order, with the receives of the next few posted."""
-    for task in tasks[:_AHEAD]:
+def planned(tasks: Sequence[Task], inbox: StageInbox, ahead: int) -> Iterator[Task]:
+    """`tasks` in their order, with the receives of the next `ahead` posted."""
+    for task in tasks[:ahead]:
         inbox.post(task)
     for number, task in enumerate(tasks):
-        if number + _AHEAD < len(tasks):
-            inbox.post(tasks[number + _AHEAD])
+        if number + ahead < len(tasks):
+            inbox.post(tasks[number + ahead])
         yield task
 
 
@@ -87,13 +93,14 @@ def arrived(
     since: Mapping[Task, float],
     has_room: Callable[[], bool],
     rank: Rank,
+    ahead: int,
 ) -> Iterator[Task]:
     """`tasks` as what they begin with comes. since: the moments at which it was at this worker by itself, live;
-    has_room: one more forward may be held.
+    has_room: one more forward may be held; ahead: forwards whose receives are posted.
     """
     left = dict.fromkeys(tasks)
     while left:
-        for task in _window(left):
+        for task in _window(left, ahead):
             inbox.post(task)
         ready = [task for task in left if task in since or inbox.is_here(task)]
         ready = [task for task in ready if task.kind != "F" or has_room()]
@@ -105,10 +112,14 @@ def arrived(
         yield task
 
 
-def _window(left: dict[Task, None]) -> list[Task]:
-    """The next forwards, and all that comes back: what is held must never wait for a receive that nobody posted."""
-    forwards = [task for task in left if task.kind == "F"][:_AHEAD]
-    return forwards + [task for task in left if task.kind != "F"]
+def _window(left: dict[Task, None], ahead: int) -> list[Task]:
+    """The next forwards, and what comes back of all that have been: what is held must never wait for a receive that
+    nobody posted.
+    """
+    forwards = [task for task in left if task.kind == "F"]
+    back = [task for task in left if task.kind != "F"]  # L is of the origin, hop 0
+    been = [task for task in back if Task("F", task.microbatch, 0 if task.kind == "L" else task.hop) not in left]
+    return forwards[:ahead] + been
 
 
 def _any(works: Sequence[Work]) -> Steps[None]:

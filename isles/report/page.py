@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -23,12 +23,28 @@ from isles.report.units import (
     format_short,
 )
 
+
+def _sent_over(summary: Mapping[str, Any], channel: str) -> float | None:
+    channels = summary.get("channels")
+    counts = channels.get(channel) if isinstance(channels, Mapping) else None
+    return finite(counts.get("bytes_sent")) if isinstance(counts, Mapping) else None
+
+
+def _by_channel(channels: Any) -> str:
+    """In words, whatever a file holds."""
+    if not isinstance(channels, Mapping):
+        return _raw(channels)
+    sent = {name: finite(counts.get("bytes_sent")) for name, counts in channels.items() if isinstance(counts, Mapping)}
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items() if nbytes)
+
+
 # Key of summary.json, its name in words, its form.
 FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("method", "Method", str),
     ("backend", "Backend", str),
     ("workers", "Workers", format_count),
     ("stages", "Stages of a replica", format_count),
+    ("replicas", "Replicas", format_count),
     ("islands", "Islands, each a replica", format_count),
     ("steps", "Inner steps", format_count),
     ("tokens", "Tokens", format_count),
@@ -39,6 +55,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("bytes_sent_per_worker", "Sent per worker", format_bytes),
     ("bytes_across_per_worker", "Sent per worker across islands", format_bytes),
     ("bytes_received_per_worker", "Received per worker", format_bytes),
+    ("channels", "Of that, by channel", _by_channel),
     ("ddp_bytes_per_worker", "Data parallel would have sent per worker", format_bytes),
     ("compute_seconds", "Computing", format_seconds),
     ("blocked_seconds", "Blocked on the network", format_seconds),
@@ -138,9 +155,9 @@ def title(run: Run) -> str:
     words = str(summary.get("method", run.path.resolve().name))
     if "workers" in summary:
         words += f" on {_counted(summary['workers'], 'worker')}"
-    if "stages" in summary:
-        words += f" in replicas of {_counted(summary['stages'], 'stage')}"
-    if "islands" in summary:
+    if "stages" in summary and "replicas" in summary:
+        words += f", {_counted(summary['replicas'], 'replica')} of {_counted(summary['stages'], 'stage')}"
+    elif "islands" in summary:
         words += f" in {_counted(summary['islands'], 'island')}"
     if "steps" in summary:
         words += f", {_counted(summary['steps'], 'step')}"
@@ -194,6 +211,8 @@ def _headline(run: Run) -> str:
             cards.append((amount, f"{word} data parallel would have sent"))
     if (across := finite(summary.get("bytes_across_per_worker"))) is not None:
         cards.append((format_bytes(across), "of that across islands"))
+    elif (between := _sent_over(summary, "outer")) is not None and "stages" in summary:
+        cards.append((format_bytes(between), "of that to other replicas"))
     if (share := finite(summary.get("compute_utilisation"))) is not None:
         cards.append((format_percent(share), "of the time computing"))
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards)
@@ -213,7 +232,7 @@ def _table(run: Run) -> str:
 
 
 def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
-    if form not in (str, _raw) and finite(value) is None:
+    if form not in (str, _raw, _by_channel) and finite(value) is None:
         form = _raw
     shown, exact = form(value), ""
     if form is format_bytes and value >= 1000:

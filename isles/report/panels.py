@@ -73,13 +73,16 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Something that went on from `start` to `end` seconds; `row` 0 is the lane's upper row, 1 the one below."""
+    """Something that went on from `start` to `end` seconds; `row` 0 is the lane's upper row, 1 the one below. mark:
+    what stands in it, where there is room.
+    """
 
     start: float
     end: float
     css: str
     row: int
     hint: str = ""
+    mark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,31 +76,65 @@ def step_panel(run: Run, workers: int = LANES) -> Panel | None:
         return None
     stages = max(1, int((run.summary or run.config.get("pipeline") or {}).get("stages") or 1))
     inner = max(1, int((run.config.get("world") or {}).get("inner") or 1))
-    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    steps = _steps(run)
     lanes = [
         Lane(
             label=f"{worker}: stage {worker // inner % stages}",
             stretches=[
                 Stretch(
-                    start=span.start - start,
-                    end=span.end - start,
+                    start=span.start - steps[worker][0],
+                    end=span.end - steps[worker][0],
                     css=TASK_LOOKS[span.kind],
                     row=0,
                     hint=f"{span.kind} of microbatch {span.microbatch},",
+                    mark=str(span.microbatch),
                 )
                 for span in own
             ],
         )
         for worker, own in list(run.tasks.items())[:workers]
     ]
-    picture = Lanes(title="One step", x_label="seconds of the step", start=0.0, end=end - start, lanes=lanes)
-    busy = sum(span.end - span.start for span in spans) / (len(run.tasks) * (end - start)) if end > start else 1.0
-    notes = [f"Inner step {run.task_step}: each worker waited for {format_percent(1 - busy)} of it on average."]
+    longest = max(end - start for start, end in steps.values())
+    picture = Lanes(title="One step", x_label="seconds of the step", start=0.0, end=longest or 1.0, lanes=lanes)
+    shares = [
+        sum(span.end - span.start for span in own) / (end - start) if end > start else 1.0
+        for own, (start, end) in ((own, steps[worker]) for worker, own in run.tasks.items())
+    ]
+    waited = format_percent(1 - sum(shares) / len(shares))
+    notes = [
+        "A lane is a worker, with the stage that it holds; numbers are microbatches.",
+        f"Inner step {run.task_step}: each worker waited for {waited} of it on average.",
+    ]
+    if len(set(steps.values())) > 1:
+        notes.append("Pipelines that share no microbatch do not wait for each other here: each begins at its own 0.")
     if not run.is_simulated:
         notes.append("The workers' clocks agree to within milliseconds.")
     if len(run.tasks) > workers:
         notes.append(f"The first {workers} of {len(run.tasks)} workers.")
-    return Panel(heading="One step through the stages", picture=picture, keys=TASK_KEYS, notes=notes)
+    kinds = {TASK_LOOKS[span.kind] for span in spans}
+    keys = [key for key in TASK_KEYS if key[0] in kinds]
+    return Panel(heading="One step through the stages", picture=picture, keys=keys, notes=notes)
+
+
+def _steps(run: Run) -> dict[int, tuple[float, float]]:
+    """When the step of each worker's pipeline began and ended: that of all that share microbatches with it."""
+    joined: list[tuple[set[int], set[int]]] = []  # microbatches, workers
+    for worker, own in run.tasks.items():
+        numbers, workers = {span.microbatch for span in own}, {worker}
+        apart = []
+        for other in joined:
+            if numbers.isdisjoint(other[0]):
+                apart.append(other)
+            else:
+                numbers, workers = numbers | other[0], workers | other[1]
+        joined = [*apart, (numbers, workers)]
+    found = {}
+    for _, workers in joined:
+        spans = [span for worker in workers for span in run.tasks[worker]]
+        if spans:
+            when = min(span.start for span in spans), max(span.end for span in spans)
+            found |= dict.fromkeys(workers, when)
+    return found
 
 
 def _window(run: Run) -> tuple[float, float] | None:

@@ -25,6 +25,7 @@ from isles.network.routing.plan import as_json
 from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
 from isles.pipeline.recovery import LossSettings, Recovery
+from isles.replicas import method
 from isles.replicas.start import same_settings
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.planned import plan_of
@@ -37,6 +38,18 @@ def planned_cut(config: Config) -> Cut:
     pipeline, plan = config.pipeline, plan_of(config.pipeline)
     cuts = pipeline.cut or (() if plan is None else plan.cuts or ())
     return cut_of(sketch(config.model), pipeline.stages, costs=costs, cut=cuts, loss_at=pipeline.where_loss)
+
+
+def refuse_stages(config: Config) -> None:
+    """ValueError, with the key, for a model or a method that does not go into stages, before anything is made."""
+    if config.pipeline.stages == 1:
+        return
+    if method(config.method).needs_whole:
+        raise ValueError(
+            f'replicas.method = "{config.method}" needs the whole model at every worker: choose another one, or train '
+            "without stages (pipeline.stages = 1)"
+        )
+    planned_cut(config)
 
 
 def build_stage(config: Config, cut: Cut, stage: int, rank: int) -> Stage:

@@ -311,9 +311,8 @@ class Trainer:
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_last_spans()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
-        across = int(traffic.total("bytes_sent", "outer"))  # where there are islands
+        channels = traffic.by_channel()
         blocked = traffic.total("blocked_seconds", *_WAITS)
-        waited = traffic.total("blocked_seconds", "pipeline")
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
@@ -334,13 +333,12 @@ class Trainer:
             "replica_std": spread,
             "bytes_sent": sent,
             "bytes_received": received,
-            "bytes_across": across,
             "ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp),
             "compute_seconds": computing,
             "blocked_seconds": blocked,
             "train_seconds": seconds,
             "virtual_seconds": clock,
-            "pipeline_seconds": waited,
+            "channels": channels,
             "corpus_sha256": "" if self.text is None else self.text.corpus.sha256,
             "memory": self.memory.told(computing / self.config.run.steps),
         }

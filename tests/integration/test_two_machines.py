@@ -42,8 +42,8 @@ def start(
 ) -> Command:
     """The command of that node, with its own --out."""
     flags = ["--nodes", "2", "--node", str(node), "--rendezvous", f"{machines[0].address}:{PORT}"]
-    train = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120", "--token", f"@{TOKEN}"]
-    first = train if verb == "train" else []
+    train = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120"]
+    first = [*(train if verb == "train" else []), "--token", f"@{TOKEN}"]
     program = {"program": [sys.executable, "-c", code]} if code else {}
     return Command(verb, *first, *more, *flags, folder=folder, machine=machines[node], **program)  # type: ignore[arg-type]
 
@@ -79,6 +79,30 @@ def test_they_train_together_to_the_same_bits(folder: Path, machines: tuple[Mach
     held -= {"logs/worker-2.log"}
     assert held == {"config.toml", *(f"checkpoints/step-4/{name}" for name in (
         "worker-2.safetensors", "worker-2.json", "manifest.json"))}  # fmt: skip
+
+
+@pytest.mark.long
+def test_stages_of_two_machines_train_to_the_same_bits(folder: Path, machines: tuple[Machine, Machine]) -> None:
+    """Random routes, so that every boundary is between machines as well; stopped, and gone on with on both."""
+    machines[0].limit(50e6)
+    settings = ["model.layers=2", "pipeline.stages=2", "pipeline.microbatches=2", "pipeline.routing=random"]
+    more = [*(word for setting in settings for word in ("--set", setting)), "--workers", "4"]
+    more += ["--steps", "8", "--set", "run.checkpoint_every=5", "--out"]
+    both = [start(folder, machines, node, *more, f"stages{node}") for node in (0, 1)]
+    alone = read_config(str(folder / "tiny.toml"), {"world.workers": 4, "run.steps": 8}, [
+        f"data.path={folder / 'text.txt'}", "world.backend=virtual", *settings])  # fmt: skip
+    launch(alone, folder / "stages-alone", lambda line: None, lambda notice: None)
+    codes, last = ended(*both)
+    assert codes == [0, 0], last
+    assert lines(folder / "stages0") == lines(folder / "stages-alone")
+    models = [(folder / run / "model.safetensors").read_bytes() for run in ("stages0", "stages-alone")]
+    assert models[0] == models[1]
+    for name in ("summary.json", "model.safetensors"):
+        (folder / "stages0" / name).unlink()
+    both = [start(folder, machines, node, f"stages{node}", verb="resume") for node in (0, 1)]
+    codes, last = ended(*both)
+    assert codes == [0, 0], last
+    assert (folder / "stages0" / "model.safetensors").read_bytes() == models[0]
 
 
 @pytest.mark.long

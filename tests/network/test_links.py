@@ -25,6 +25,17 @@ def test_unknown_preset_names_the_nearest_and_all():
         links("zzz")
 
 
+def test_a_rate_and_a_latency_are_a_network():
+    assert links("1.5 Mbit/s,40ms") == Links(bandwidth=1.5e6, latency=0.04)
+    for slip, words in (
+        ("fast, 40ms", "links = 'fast'"),
+        ("40Mbit/s, soon", "links = 'soon'"),
+        ("0bit/s, 1s", "above 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            links(slip)
+
+
 def test_latency_forms_agree():
     matrix = [[0.0, 0.1, 0.2], [0.3, 0.0, 0.4], [0.5, 0.6, 0.0]]
     forms = [

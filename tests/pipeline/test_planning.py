@@ -48,8 +48,9 @@ def clock(folder: Path, net: str, split: WorkerSplit, method: str, routing: str,
         more += [f"world.inner_links={folder / 'fast.toml'}"]
     config = read_config(None, flags, more)
     results = VirtualWorkers(train_worker, workers, config, (config, None, None, load_corpus(config.data))).join()
-    keys = ("compute_seconds", "blocked_seconds", "pipeline_seconds")
-    computing, blocked, waited = (sum(result[key] for result in results) for key in keys)
+    keys = ("compute_seconds", "blocked_seconds")
+    computing, blocked = (sum(result[key] for result in results) for key in keys)
+    waited = sum(result["channels"].get("pipeline", {}).get("blocked_seconds", 0.0) for result in results)
     return 100 * computing / (computing + blocked), 100 * waited / (computing + blocked)
 
 

@@ -69,6 +69,22 @@ def test_clipping_over_the_replica_means_what_it_means_unsplit(name: str) -> Non
         assert split[2 * replica][1] == pytest.approx(unsplit[replica][1], abs=1e-5)
 
 
+def pairs(world: Any) -> list[tuple[int, ...]]:
+    """With whom this worker's stage exchanges in each round, by replica."""
+    mesh, layer = isles.mesh(stage=2), torch.nn.Linear(2, 2)
+    inner = isles.Plain(layer, torch.optim.SGD(layer.parameters(), lr=0.1), peers=mesh.stage, charged=True)
+    optimizer: Any = isles.NoLoCo(layer, inner, mesh.outer, sync_every=3)
+    return [optimizer.members(round) for round in range(1, 13)]
+
+
+def test_stages_of_a_replica_meet_the_same_other_replica() -> None:
+    """NoLoCo's pairs, of five replicas, so that one is left over."""
+    told = isles.run_virtual(pairs, 10, links="lan")
+    assert told[::2] == told[1::2]
+    assert all(replica in pair for replica, rounds in enumerate(told[::2]) for pair in rounds)
+    assert len(set(told[0])) > 3
+
+
 def test_a_stage_sends_its_own_part_of_the_outer_bytes() -> None:
     unsplit = run("diloco", 1)[0][3]
     parts = [run("diloco", 2)[stage][3] for stage in range(2)]

@@ -25,7 +25,7 @@ def test_the_page_shows_every_key_of_the_summary() -> None:
 
 def test_a_run_writes_these_keys_in_this_order(tmp_path: Path) -> None:
     """With islands and without; lines of metrics hold the method's gauges behind them."""
-    for inner, extra in ((1, ["islands", "bytes_across_per_worker"]), (2, [])):
+    for inner, extra in ((1, ["islands", "replicas", "bytes_across_per_worker"]), (2, [])):
         flags = {"replicas.method": "diloco", "world.backend": "virtual", "world.workers": 2, "world.inner": inner}
         flags |= {"run.steps": 2, "run.log_every": 1, "replicas.sync_every": 1, "data.batch_size": 2}
         flags |= {"data.path": "isles/network", "inner.warmup_steps": 1, "data.validation_sequences": 2}

@@ -32,9 +32,11 @@ LINE = {
 }  # fmt: skip
 SPAN = {"step": 2, "worker": 1, "kind": "compute", "channel": "", "start": 0.0, "end": 1.0}
 RESULT: dict[str, Any] = dict.fromkeys((
-    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "bytes_across", "ddp_bytes",
-    "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds", "pipeline_seconds"), 1)  # fmt: skip
+    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "ddp_bytes",
+    "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds"), 1)  # fmt: skip
 RESULT |= {"val_loss": None, "val_loss_replica": 2.5, "corpus_sha256": "ab" * 32, "memory": None}
+COUNTS = {"bytes_sent": 1, "bytes_received": 2, "blocked_seconds": 0.5}
+RESULT["channels"] = {"outer": COUNTS}
 SAMPLE = {"sample": "AAAAAA==", "weights": 3, "step": 0, "worker": 1}
 GOOD: list[tuple[str, Any]] = [
     ("event", {"notice": "words"}), ("event", {"checkpoint": 4, "worker": 1}),
@@ -57,6 +59,7 @@ BAD: list[tuple[str, Any]] = [
     ("event", {}), ("event", {key: value for key, value in LINE.items() if key != "loss"} | {"loss": "low"}),
     ("held", "x"), ("held", -1), ("held", 10**30), ("done", []), ("done", {}), ("done", RESULT | {"tokens": None}),
     ("done", RESULT | {"tokens": "many"}), ("done", RESULT | {"more": 1}), ("done", RESULT | {"memory": {"a": {}}}),
+    ("done", RESULT | {"channels": 1}), ("done", RESULT | {"channels": {"outer": COUNTS | {"bytes_sent": "x"}}}),
 ]  # fmt: skip
 
 

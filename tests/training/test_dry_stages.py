@@ -45,8 +45,9 @@ def check(config: Config, within: float) -> DryRun:
     assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
     assert planned.transfers is not None
     assert planned.transfers.utilisation is not None and planned.transfers.bubble is not None
-    keys = ("compute_seconds", "blocked_seconds", "pipeline_seconds")
-    computing, blocked, waited = (sum(result[key] for result in results) for key in keys)
+    keys = ("compute_seconds", "blocked_seconds")
+    computing, blocked = (sum(result[key] for result in results) for key in keys)
+    waited = sum(result["channels"]["pipeline"]["blocked_seconds"] for result in results)
     total = computing + blocked
     assert 100 * planned.transfers.utilisation == pytest.approx(100 * computing / total, abs=within)
     assert 100 * planned.transfers.bubble == pytest.approx(100 * waited / total, abs=within)

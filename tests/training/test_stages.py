@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from isles.report import write_report
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
-from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+from tests.training.runs import TINY, Told, metrics, run, tiny, write_text
 from tests.training.runs import lines_of as all_lines
 
 REAL = "world.backend=distributed"
@@ -88,26 +88,55 @@ def lines_of(folder: Path) -> list[dict]:
     return [line for line in metrics(folder) if "loss" in line]
 
 
-@pytest.mark.parametrize(("method", "stop"), [("eager", 4), ("noloco", 5)])
-def test_a_checkpoint_in_stages_goes_on_with_the_same_bits(text: Path, tmp_path: Path, method: str, stop: int) -> None:
-    more = [*STAGES, f"run.checkpoint_every={stop}", "run.log_every=1"]
-    config = tiny(text, *more, method=method, workers=4, steps=8)
-    whole, copy = tmp_path / "whole", tmp_path / "copy"
-    run(config, whole)
-    shutil.copytree(whole, copy)
-    (copy / "summary.json").unlink()
-    again = Told()
-    launch(config, copy, again.lines.append, again.notices.append, resume=stop)
-    lines = [sorted(str(without_clocks(line)) for line in metrics(folder)) for folder in (whole, copy)]
-    assert lines[0] == lines[1]
-    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+ADAPTS = ["replicas.rank=4", "replicas.window=2", "replicas.start_compress=1", "replicas.min_compression_rate=0"]
+GO_ON = {
+    "diloco": [],
+    "noloco": ["pipeline.routing=random"],
+    "delayed": ["model.tie_embeddings=true", "pipeline.in_flight=1f1b"],
+    "eager": ["pipeline.recompute=true"],
+    "dilocox": [*ADAPTS, "world.inner=2"],
+    "ddp": ["world.step_jitter=0.3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "stops"),
+    [("eager", (4,)), ("noloco", (2, 3)), *(pytest.param(name, range(1, 7), marks=pytest.mark.long) for name in GO_ON)],
+)
+def test_a_run_in_stages_goes_on_with_the_same_bits(
+    text: Path, tmp_path: Path, method: str, stops: tuple[int, ...]
+) -> None:
+    """From after step k, in a round of 3 steps and between two: the model, every line with its bytes and virtual
+    seconds, and the summary of the run that never stopped.
+    """
+    more = [*STAGES, *GO_ON[method], "run.checkpoint_every=1", "run.keep_checkpoints=0", "run.log_every=1"]
+    config = tiny(text, *more, method=method, workers=8 if method == "dilocox" else 4, steps=8)
+    whole = tmp_path / "whole"
+    summary = run(config, whole)
+    for stop in stops:
+        copy = tmp_path / f"from-{stop}"
+        shutil.copytree(whole, copy)
+        (copy / "summary.json").unlink()
+        (copy / "model.safetensors").unlink()
+        told = Told()
+        again = launch(config, copy, told.lines.append, told.notices.append, resume=stop)
+        assert min(line["step"] for line in told.lines) == stop + 1
+        assert sorted(map(str, metrics(copy))) == sorted(map(str, metrics(whole)))
+        assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        hosts = ("wall_seconds", "train_seconds")
+        assert {key: again[key] for key in again if key not in hosts} == {
+            key: summary[key] for key in summary if key not in hosts
+        }
 
 
 def test_islands_inside_a_stage_train_on_the_islands_batch(text: Path, tmp_path: Path) -> None:
-    """2 replicas of 2 stages of 2 data-parallel workers: the same text and means as without stages."""
+    """2 replicas of 2 stages of 2 data-parallel workers: the same text and means as without stages. Beside headers of
+    32 bytes a round a worker sends 1/4 of what an unsplit replica would, its weights in float32 in each of two rounds.
+    """
     more = ["model.layers=2", UNTIED, "inner.max_norm=0", "world.inner=2"]
     run(tiny(text, *more, method="diloco", workers=4, steps=6), tmp_path / "whole")
-    run(tiny(text, *more, *STAGES, method="diloco", workers=8, steps=6), tmp_path / "split")
+    summary = run(tiny(text, *more, *STAGES, method="diloco", workers=8, steps=6), tmp_path / "split")
+    assert 4 * (summary["channels"]["outer"]["bytes_sent"] - 2 * 32) == 2 * 4 * summary["parameters"]
     whole, split = weights(tmp_path / "whole"), weights(tmp_path / "split")
     assert max(float((whole[name] - split[name]).abs().max()) for name in whole) < 5e-6
 
@@ -127,6 +156,8 @@ def test_islands_inside_a_stage_train_on_the_islands_batch(text: Path, tmp_path:
         (["pipeline.stages=2", "world.inner=2", "world.inside=fsdp"], 4, 'inside a stage choose "ddp"'),
         (["pipeline.stages=2", "pipeline.loss_at=last", "model.tie_embeddings=true"], 4, 'choose "origin"'),
         (["pipeline.stages=2", "replicas.on_peer_failure=solo"], 4, 'choose "raise"'),
+        (["pipeline.stages=2", "model.autocast=fp16", "model.device=auto"], 4, 'choose "bf16"'),
+        (["pipeline.stages=2", "memory.method=checkpoint"], 4, 'set pipeline.stages = 1, or memory.method = "none"'),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(
@@ -136,9 +167,20 @@ def test_what_cannot_be_is_refused_in_a_line(
         pipeline = [] if any("microbatches" in word for word in words) else ["pipeline.microbatches=2"]
         if not any("stages" in word for word in words):
             pipeline = []
-        config = tiny(text, "model.layers=2", *pipeline, *words, method="noloco", workers=workers, steps=4)
+        config = tiny(text, "model.layers=2", *pipeline, *words, workers=workers, steps=4)
         run(config, tmp_path / "run")
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
+
+
+def test_a_model_of_ones_own_without_blocks_is_refused(text: Path, tmp_path: Path) -> None:
+    words = [word for word in TINY if not word.startswith("model.")]
+    words += [f"data.path={text}", "model.factory=tests.training.own_models:build", "model.context=16"]
+    config = read_config(
+        None, {"world.workers": 4, "run.steps": 4}, [*words, "pipeline.stages=2", "pipeline.microbatches=2"]
+    )
+    with pytest.raises(ValueError, match=r"give it `blocks` \(an nn.ModuleList\), `enter") as refusal:
+        run(config, tmp_path / "run")
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("method", "line"), [("ist", "without stages"), ("fsdp", "without stages")])
@@ -146,6 +188,14 @@ def test_methods_that_need_the_whole_model_are_refused(text: Path, tmp_path: Pat
     backend = [REAL] if method == "fsdp" else []
     with pytest.raises(ValueError, match=line):
         run(tiny(text, *STAGES, *backend, method=method, workers=4, steps=4), tmp_path / "run")
+
+
+@pytest.mark.long
+def test_vectors_of_stages_on_disk_keep_the_bits(text: Path, tmp_path: Path) -> None:
+    for name, more in (("memory", []), ("disk", ["memory.vectors=disk", f"memory.disk={tmp_path}"])):
+        run(tiny(text, *STAGES, *more, method="diloco", workers=4, steps=7), tmp_path / name)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "disk")]
+    assert models[0] == models[1]
 
 
 def test_the_section_is_written_and_read_back(text: Path) -> None:

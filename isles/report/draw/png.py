@@ -191,6 +191,10 @@ def _lanes(axes: Any, picture: Lanes) -> None:
                 ]
                 if pieces:
                     axes.broken_barh(pieces, (index + offset, thick), facecolors=LIGHT[css])
+        for s in lane.stretches:
+            if s.mark and s.end - s.start > 20 * least * len(s.mark):
+                middle, height = (s.start + s.end) / 2, index + rows[s.row][0] + rows[s.row][1] / 2
+                axes.text(middle, height, s.mark, color="white", fontsize=7, ha="center", va="center_baseline")
     axes.set_xlim(picture.start, picture.end)
     axes.set_ylim(len(picture.lanes), 0)
     axes.set_yticks([index + 0.45 for index in range(len(picture.lanes))], [lane.label for lane in picture.lanes])

@@ -97,6 +97,7 @@ svg .point {{ fill:currentColor; }}
 svg .grid {{ stroke:var(--grid); }} svg .axis {{ stroke:var(--edge); }}
 svg text {{ font:12px system-ui, sans-serif; fill:var(--soft); }}
 svg .end {{ text-anchor:end; }} svg .mid {{ text-anchor:middle; }} svg .label {{ fill:var(--text); }}
+svg .mark {{ text-anchor:middle; font-size:11px; fill:var(--back); pointer-events:none; }}
 table {{ border-collapse:collapse; width:100%; font-size:.95rem; }}
 th, td {{ text-align:left; font-weight:400; padding:.3rem .8rem .3rem 0; border-bottom:1px solid var(--grid); }}
 th {{ color:var(--soft); width:45%; }} td {{ font-variant-numeric:tabular-nums; overflow-wrap:anywhere; }}

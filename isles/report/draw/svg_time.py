@@ -15,6 +15,7 @@ LEFT = 84
 _BAR_TEXT = 190  # pixels behind the longest bar
 _LANE, _ROWS = 38, ((0, 20), (22, 8))  # a lane's pitch; each row's offset and thickness, pixels
 _RIGHT = 16
+_MARK = 7  # pixels of a mark's letter
 
 
 def draw(picture: Picture) -> str:
@@ -68,6 +69,9 @@ def lanes(picture: Lanes) -> str:
                 f'width="{max(right - left, 0.5):.1f}" height="{thick}">'
                 f"<title>{escape(f'{piece.hint} {format_seconds(piece.end - piece.start)}')}</title></rect>"
             )
+            if piece.mark and right - left > _MARK * len(piece.mark) + 3:
+                y = index * _LANE + 4 + offset + thick / 2 + 4
+                out.append(f'<text class="mark" x="{(left + right) / 2:.1f}" y="{y:.1f}">{escape(piece.mark)}</text>')
     return "".join([*out, "</svg>"])
 
 

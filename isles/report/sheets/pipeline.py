@@ -79,6 +79,7 @@ def gantt(problem: Problem, played: Replay) -> Panel:
                     css=TASK_LOOKS[TASK_KINDS[span.task.kind]],
                     row=0,
                     hint=f"microbatch {span.task.microbatch}, hop {span.task.hop}",
+                    mark=str(span.task.microbatch),
                 )
                 for span in played.spans
                 if span.worker == node

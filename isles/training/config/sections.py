@@ -50,7 +50,9 @@ class WorldConfig:
     threads: int = 1
     """Torch threads a worker; 1 keeps results equal to the bit on any machine."""
     links: str = "home-fibre"
-    """Virtual only: a preset of `isles.network.links`, or a file of your own (`isles.network.own`)."""
+    """Virtual only: a preset of `isles.network.links`, a rate and a latency such as "40Mbit/s, 25ms", or a file of your
+    own (`isles.network.own`).
+    """
     inner_links: str = "lan"
     """Virtual only: the same inside islands."""
     step_seconds: float = 0.1

@@ -28,10 +28,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LINE = tuple(field.name for field in fields(Metrics))
 _KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
 _CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
+_COUNTED = ("bytes_sent", "bytes_received", "blocked_seconds")
 _GAUGES = 64
 _RESULTS = (
-    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "bytes_across", "ddp_bytes",
-    "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds", "pipeline_seconds",
+    "tokens", "parameters", "replica_std", "bytes_sent", "bytes_received", "ddp_bytes",
+    "compute_seconds", "blocked_seconds", "train_seconds", "virtual_seconds",
 )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def begun(facts: Mapping[str, Any], config: Config) -> int | None:
 
 def _result(result: dict[str, Any]) -> dict[str, Any]:
     """What `Trainer.conclude` returns."""
-    known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory"}
+    known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory", "channels"}
     if set(result) != known:
         raise Unfit("a result of another kind than isles'")
     kept: dict[str, Any] = {key: _figure(result, key) for key in _RESULTS}
@@ -136,6 +137,11 @@ def _result(result: dict[str, Any]) -> dict[str, Any]:
         key: text(memory, key, 4000) if isinstance(memory[key], str) else _figure(memory, key)
         for key in table(memory, "memory") if _WORDS.fullmatch(key)
     }  # fmt: skip
+    kept["channels"] = {
+        name: {key: _figure(table(counts, name), key) or 0.0 for key in _COUNTED}
+        for name, counts in table(result["channels"], "channels").items()
+        if name in _CHANNELS
+    }
     return kept
 
 

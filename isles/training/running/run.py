@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.starting import first_interrupt
+from isles.training.staged import refuse_stages
 from isles.version import __version__
 
 SummaryTable = dict[str, Any]
@@ -63,6 +64,7 @@ def launch(
     ends them at once.
     """
     refusals(config)
+    refuse_stages(config)
     if config.memory.method != "none":
         prepared(config)  # refuses what cannot be before anything is made
     require(config.run.loggers)
@@ -122,6 +124,17 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     return left
 
 
+def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over the workers of what they counted."""
+    found: dict[str, dict[str, float]] = {}
+    for result in results:
+        for name, counts in result["channels"].items():
+            own = found.setdefault(name, dict.fromkeys(counts, 0.0))
+            for key, value in counts.items():
+                own[key] += value / len(results)
+    return found
+
+
 def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
     """The contents of summary.json from what the workers returned."""
 
@@ -130,7 +143,9 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
     judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
-    bubble = mean("pipeline_seconds") / (compute + blocked) if compute + blocked else 0.0
+    channels = by_channel(results)
+    waited = channels.get("pipeline", {}).get("blocked_seconds", 0.0)
+    bubble = waited / (compute + blocked) if compute + blocked else 0.0
     first, world = max(results, key=lambda result: result["parameters"]), config.world  # who put the model together
     return schema.Summary(
         isles_version=__version__,
@@ -139,8 +154,9 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
         workers=len(results),
         stages=config.pipeline.stages if config.pipeline.stages > 1 else None,
         pipeline_bubble=bubble if config.pipeline.stages > 1 else None,
-        islands=world.islands if world.inner > 1 else None,
-        bytes_across_per_worker=mean("bytes_across") if world.inner > 1 else None,
+        replicas=config.replicas_in_all if config.replicas_in_all < world.workers else None,
+        islands=config.replicas_in_all if world.inner > 1 else None,
+        bytes_across_per_worker=channels.get("outer", {}).get("bytes_sent", 0.0) if world.inner > 1 else None,
         steps=config.run.steps,
         tokens=sum(result["tokens"] for result in results),
         parameters=first["parameters"],
@@ -149,6 +165,7 @@ def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float
         replica_std=first["replica_std"],
         bytes_sent_per_worker=mean("bytes_sent"),
         bytes_received_per_worker=mean("bytes_received"),
+        channels=channels,
         ddp_bytes_per_worker=first["ddp_bytes"],
         compute_seconds=compute,
         blocked_seconds=blocked,

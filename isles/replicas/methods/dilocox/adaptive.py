@@ -7,13 +7,15 @@ adaptive gradient compression; the formulas are ours, the readable text gives no
     H       = round(H_1 r / r_1), within H_1 / 4 .. H_1: fewer bytes take less time to hide
 
 s: singular values of matrix j's Q, which are those of its mean, for Po is orthonormal. Every tenth round takes r_1, or
-the rank could never grow. Q is equal on all workers, so all come to the same numbers without a message.
+the rank could never grow. Q is equal on all replicas, so all come to the same numbers without a message. Where several
+workers hold parts of a replica, such as stages, j goes over the matrices of all of them, and they add up their parts:
+all take the same rank and H.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,10 +37,18 @@ class Adaptive:
     seen: list[float] = field(default_factory=list)
     """u_t of the last rounds."""
 
-    def observe(self, bases: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Take in the Q of the last round; sizes: entries of each matrix."""
-        used = sum(size * ranks_used(basis, self.energy) for basis, size in zip(bases, sizes, strict=True))
-        self.seen = [*self.seen, used / sum(sizes)][-self.window :]
+    def observe(self, bases: Sequence[Tensor], sizes: Sequence[int], total: Callable[[Tensor], Tensor]) -> bool:
+        """Take in the Q of the last round; sizes: entries of each matrix; total: the sum over the workers of the
+        replica, who all call this. False, on all of them, where none has a matrix, or one a Q that is not finite.
+        """
+        finite = all(bool(basis.isfinite().all()) for basis in bases)
+        used = (size * ranks_used(basis, self.energy) for basis, size in zip(bases, sizes, strict=True))
+        own = torch.tensor([sum(used) if finite else math.nan, sum(sizes)], dtype=torch.float64)
+        ranks, entries = total(own).tolist()
+        if math.isnan(ranks) or not entries:
+            return False
+        self.seen = [*self.seen, ranks / entries][-self.window :]
+        return True
 
     def rank(self, round: int) -> int:
         """Of round 1, 2, ..."""

@@ -11,9 +11,9 @@ factors in 4 bits, with error feedback.
 W: anchor, equal on all workers; C: low rank by `isles.comm.collectives.factors`, its factors in `codec`, what is no
 matrix in 8 bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept
 while it travels; restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the
-means make use of (`adaptive`; in an island each worker's rank follows its shares, and H is the largest that one of
-them wants). The readable text does not decide between carry and restart; carry fits its results. Memory beyond
-training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
+means make use of (`adaptive`), the same on all workers of a replica, its stages and its islands' workers alike, for 16
+bytes to each other one a round. The readable text does not decide between carry and restart; carry fits its results.
+Memory beyond training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.config import WeightedConfig
-from isles.replicas.loop.fragment import Fragment
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
@@ -145,7 +144,9 @@ class DiLoCoX(OuterSync):
         config = self.config
         form = config.form([share.shape for share in self.shares])
         self.adaptive = None
-        if isinstance(form, LowRank) and config.rounds_averaged and form.compresses(self.shares):
+        if isinstance(form, LowRank) and config.rank is None and not self.is_sketch:
+            form = replace(form, rank=self.replica.largest(form.rank))  # parts may be of other widths
+        if isinstance(form, LowRank) and config.rounds_averaged:
             self.adaptive = Adaptive(
                 first_rank=form.rank,
                 first_every=config.sync_every,
@@ -167,26 +168,19 @@ class DiLoCoX(OuterSync):
     @override
     def adapt(self) -> None:
         (fragment,) = self.fragments
-        form = self.parts.codec
-        if isinstance(form, LowRank) and self.config.rounds_averaged and fragment.rounds > form.start:
-            every = self.replica.largest(self._adapted(fragment))
-            self.cadence = replace(self.cadence, sync_every=every, origin=self.steps)
-
-    def _adapted(self, fragment: Fragment) -> int:
-        """Give the next round its rank; the inner steps that it wants."""
-        means, adaptive = fragment.averaging, self.adaptive
-        if adaptive is None or not isinstance(means, Factors):
-            return self.config.sync_every  # an island's worker whose shares are too small for factors
-        if not all(basis.isfinite().all() for basis in means.bases):
-            return self.cadence.sync_every  # without error feedback to notice it; the run's loss will tell
-        adaptive.observe(means.bases, [matrix.rows * matrix.columns for matrix in means.matrices])
-        round = fragment.rounds + 1
-        adaptive.last = rank = adaptive.rank(round)
-        means.bases = [
-            resized(basis, min(rank, matrix.rows), round)
-            for basis, matrix in zip(means.bases, means.matrices, strict=True)
-        ]
-        return adaptive.every(rank)
+        form, adaptive = self.parts.codec, self.adaptive
+        if adaptive is None or not isinstance(form, LowRank) or fragment.rounds <= form.start:
+            return
+        means = fragment.averaging  # no factors where this worker's share has no matrix that shrinks
+        bases, matrices = (means.bases, means.matrices) if isinstance(means, Factors) else ([], [])
+        sizes = [matrix.rows * matrix.columns for matrix in matrices]
+        if adaptive.observe(bases, sizes, lambda own: self.replica.total(own, "inner")):
+            round = fragment.rounds + 1
+            adaptive.last = rank = adaptive.rank(round)
+            bases[:] = [
+                resized(basis, min(rank, matrix.rows), round) for basis, matrix in zip(bases, matrices, strict=True)
+            ]
+        self.cadence = replace(self.cadence, sync_every=adaptive.every(adaptive.last), origin=self.steps)
 
     @override
     def gauges(self) -> dict[str, float]:

@@ -1,0 +1,166 @@
+"""DiLoCoX whole (arXiv 2506.21263) and without its parts: loss, and seconds that replicas wait for each other.
+
+    python -m benchmarks.dilocox_clusters [--steps 400] [--only "no overlap" ...] [--write] [--json]
+
+The preset `dilocox-clusters` (2 clusters of 2 stages of 2 workers, the embedded text, the simulated network), as it is
+and with one part changed, beside the paper's ablation at 107B. AllReduce is a mean of the weights after every step
+(`localsgd`). Exposed: blocked seconds of a worker on channel `outer`; what is under way at the end has nothing left to
+hide behind. --write puts the table into docs/dilocox.md.
+
+Bounds: the whole is within 0.15 nats of the same layout neither delayed nor compressed, delay and compression each
+leave fewer seconds exposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks._measure import Row, report
+from isles.training.config.presets import preset_file
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.running.run import launch
+
+BEGIN, END = "<!-- made by benchmarks.dilocox_clusters -->", "<!-- end -->"
+PAGE = Path(__file__).parent.parent / "docs" / "dilocox.md"
+DENSE = (
+    "replicas.rank=0",
+    "replicas.window=0",
+    "replicas.min_compression_rate=0",
+    "replicas.codec=none",
+    "replicas.error_feedback=none",
+)
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "whole": (),
+    "no overlap": ("replicas.delay=none",),
+    "no compression": DENSE,
+    "neither": ("replicas.delay=none", *DENSE),
+    "AllReduce": (),
+}
+PAPER: Mapping[str, tuple[float | None, float | None]] = {
+    "whole": (4.20, 3728),
+    "no overlap": (4.15, 2197),
+    "no compression": (4.02, 1168),
+    "neither": (None, None),
+    "AllReduce": (3.90, 10.4),
+}
+"""Loss after 4,000 steps and tokens a second, of 107B parameters over 1 Gbit/s; from memory, unverified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a variant came to. loss: nats a byte on held-out text. exposed, seconds: of a worker on the virtual clock.
+    sent: bytes of a worker to other replicas. every: steps between them. rank: mean of the rounds', None without.
+    """
+
+    loss: float
+    exposed: float
+    seconds: float
+    tokens: int
+    sent: float
+    every: float
+    rank: float | None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a virtual second."""
+        return self.tokens / self.seconds
+
+
+def variant(name: str, steps: int, folder: Path) -> Config:
+    """Its configuration."""
+    preset = preset_file("dilocox-clusters")
+    if name == "AllReduce":
+        text = re.sub(
+            r"(?ms)^\[replicas\].*?^\[", '[replicas]\nmethod = "localsgd"\nsync_every = 1\n\n[', preset.read_text()
+        )
+        preset = folder / "every-step.toml"
+        preset.write_text(text)
+    return read_config(str(preset), {}, [f"run.steps={steps}", "run.log_every=1", *VARIANTS[name]])
+
+
+def outcome(name: str, config: Config, folder: Path) -> Outcome:
+    """Train it."""
+    summary = launch(config, folder / name, lambda line: None, lambda notice: None)
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    own = [line for line in lines if line.get("worker") == 0]
+    ranks = [line["rank"] for line in own if "rank" in line]
+    every = [line["sync_every"] for line in own if "sync_every" in line]
+    outer = summary["channels"]["outer"]
+    return Outcome(
+        loss=summary["val_loss"],
+        exposed=outer["blocked_seconds"],
+        seconds=summary["virtual_seconds"],
+        tokens=summary["tokens"],
+        sent=outer["bytes_sent"],
+        every=sum(every) / len(every) if every else getattr(config.replicas, "sync_every", 1),
+        rank=sum(ranks) / len(ranks) if ranks else None,
+    )
+
+
+def rows(found: Mapping[str, Outcome]) -> list[Row]:
+    """What was measured, and the bounds between what of it is there."""
+    made = [row for name, one in found.items() for row in (
+        Row(f"{name}: loss", one.loss, "nats/byte"),
+        Row(f"{name}: exposed", one.exposed, "s", None, f"of {one.seconds:.1f}; rank {one.rank}, H {one.every:.1f}"),
+    )]  # fmt: skip
+    whole = found.get("whole")
+    if whole is None:
+        return made
+    if "neither" in found:
+        made.append(Row("whole above neither", whole.loss - found["neither"].loss, "nats/byte", ("<=", 0.15)))
+    for name in ("no overlap", "no compression"):
+        if name in found:
+            made.append(Row(f"exposed, whole / {name}", whole.exposed / found[name].exposed, "", ("<=", 1.0)))
+    return made
+
+
+def table(found: Mapping[str, Outcome]) -> str:
+    """For the page."""
+    lines = [
+        "| | loss, nats/byte (paper, nats) | rank, H | sent to other replicas | exposed, s of virtual s "
+        "| tokens a virtual s (paper's a s) | of the whole (paper) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, one in found.items():
+        loss, rate = PAPER[name]
+        lines.append(
+            f"| {name} | {one.loss:.3f} ({'-' if loss is None else f'{loss:.2f}'}) "
+            f"| {'-' if one.rank is None else f'{one.rank:.1f}'}, {one.every:.1f} | {one.sent / 1e6:.2f} MB "
+            f"| {one.exposed:.2f} of {one.seconds:.1f} | {one.rate:,.0f} ({'-' if rate is None else f'{rate:g}'}) "
+            f"| {one.rate / found['whole'].rate:.3g} ({'-' if rate is None else f'{rate / 3728:.3g}'}) |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        configs = {name: variant(name, given.steps, Path(folder)) for name in given.only}
+        found = {}
+        for name, config in configs.items():
+            found[name] = outcome(name, config, Path(folder))
+            print(name, found[name], file=sys.stderr, flush=True)
+    if "whole" in found:
+        print(table(found))
+        if given.write:
+            before, _, rest = PAGE.read_text().partition(BEGIN)
+            PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+    return report(rows(found), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
