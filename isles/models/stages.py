@@ -66,9 +66,14 @@ class Stage(nn.Module):
         self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
 
     @property
-    def blocks(self) -> Iterable[nn.Module]:
-        """Those of its piece, in their order."""
+    def blocks(self) -> nn.ModuleList:
+        """Those of its piece, in their order, under the numbers that they have in the whole."""
         return self._whole[0].blocks
+
+    @property
+    def source(self) -> Cuttable:
+        """The model that it is a part of, of which it holds its own alone."""
+        return self._whole[0]
 
     def forward(
         self,

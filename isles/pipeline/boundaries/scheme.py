@@ -1,0 +1,173 @@
+"""What `pipeline.boundary` makes of a model, at every place where one is held.
+
+    a stage, before it trains            fit(stage), then boundary(stage) for its messages
+    the whole model of a finished run    fit(whole), filled with the stages' weights, then unsplit(whole)
+
+`unsplit` gives the function that was trained to one process: a subspace is folded away, masks and learned layers stand
+behind the blocks where the boundaries were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from isles.models.subspace import Subspace, SubspaceForm, check_inside, fold, put_inside
+from isles.pipeline.boundaries.base import Boundary
+from isles.pipeline.boundaries.dct import LargestEntries, entries_kept
+from isles.pipeline.boundaries.grassmann import Drift
+from isles.pipeline.boundaries.learned import Learned, LearnedKind, attach
+from isles.pipeline.boundaries.names import BoundaryName
+from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.subspace import Coordinates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where boundaries are. cuts: the first block of each stage after the first; home: the stream also crosses from the
+    last block back to the first stage; width: of the stream; vocab: token ids.
+    """
+
+    cuts: tuple[int, ...]
+    home: bool
+    width: int
+    vocab: int
+
+
+class Scheme:
+    """The stream as it is: nothing to fit, nothing to leave."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @property
+    def settings(self) -> str:
+        """What must be the same at all workers."""
+        return ""
+
+    def fit(self, model: nn.Module) -> None:
+        """Give `model`, whole or a stage, what the boundaries want, in place."""
+
+    def check(self, model: nn.Module, tokens_BT: Tensor) -> None:
+        """ValueError, naming the module, where the fitted whole `model` does what the boundaries cannot carry."""
+
+    def boundary(self, stage: Any) -> Boundary:
+        """Of the messages of a fitted stage."""
+        return FullStream(self.place.width)
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        """The fitted whole `model` for one process, in place."""
+        return model
+
+    @property
+    def _crossed(self) -> list[int]:
+        """The blocks whose output crosses a boundary."""
+        return [cut - 1 for cut in self.place.cuts]
+
+
+class Sparse(Scheme):
+    """Masks: `LargestEntries`."""
+
+    def __init__(self, place: Place, sparsity: float) -> None:
+        super().__init__(place)
+        self.kept = entries_kept(place.width, sparsity)
+
+    def boundary(self, stage: Any) -> Boundary:
+        return LargestEntries(self.place.width, self.kept)
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        last = [len(cast(Any, model).blocks) - 1] if self.place.home else []
+        return crossing(model, [*self._crossed, *last], self.boundary(model))
+
+
+class Inside(Scheme):
+    """Weights in a subspace: `Coordinates`. turns: the subspace is to be turned."""
+
+    def __init__(self, place: Place, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
+        super().__init__(place)
+        self.rank, self.form, self.seed = rank, form, seed
+        self.drift = Drift(place.width) if turns else None
+        self.subspace: Subspace | None = None
+        """Of the model that was fitted last: a worker has one stage."""
+
+    @property
+    def settings(self) -> str:
+        return "" if self.subspace is None else self.subspace.checksum
+
+    def fit(self, model: nn.Module) -> None:
+        like = next(model.parameters()).detach()
+        turned = None if self.subspace is None else self.subspace.basis
+        self.subspace = Subspace.drawn(self.place.width, self.rank, self.place.vocab, seed=self.seed, like=like)
+        if turned is not None and not like.is_meta and not turned.is_meta:
+            self.subspace.basis = turned.to(like)
+        put_inside(model, self.subspace, range(self.place.cuts[-1]), self.form)
+
+    def check(self, model: nn.Module, tokens_BT: Tensor) -> None:
+        assert self.subspace is not None
+        if not tokens_BT.is_meta:
+            check_inside(model, self.subspace, range(self.place.cuts[-1]), tokens_BT)
+
+    def boundary(self, stage: Any) -> Boundary:
+        assert self.subspace is not None
+        return Coordinates(self.subspace, self.drift)
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        return fold(model)
+
+
+class Layers(Scheme):
+    """Layers around the wire: `Learned`."""
+
+    def __init__(self, place: Place, kind: LearnedKind, rank: int, seed: int) -> None:
+        super().__init__(place)
+        self.kind, self.rank, self.seed = kind, rank, seed
+
+    def fit(self, model: nn.Module) -> None:
+        attach(model, self.place.cuts, self.kind, self.place.width, self.rank, self.seed)
+
+    def boundary(self, stage: Any) -> Boundary:
+        blocks = list(stage.blocks)
+        return Learned(self.rank, getattr(blocks[0], "entering", None), getattr(blocks[-1], "leaving", None))
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        blocks = cast(Any, model).blocks
+        for block in self._crossed:
+            between = Learned(self.rank, blocks[block + 1].entering, blocks[block].leaving)
+            crossing(model, [block], between)
+        return model
+
+
+def scheme_of(
+    name: BoundaryName, place: Place, *, form: SubspaceForm = "coordinates", seed: int = 0, turns: bool = False
+) -> Scheme:
+    """The scheme called `name`. form, turns: of a subspace. ValueError where the stream is too narrow for it."""
+    name.check_width(place.width)
+    if name.kind == "subspace":
+        return Inside(place, name.rank, form, seed, turns=turns)
+    if name.kind == "dct" and name.sparsity:
+        return Sparse(place, name.sparsity)
+    if name.kind in ("bottleneck", "maxout"):
+        return Layers(place, name.kind, name.rank, seed)
+    return Scheme(place)
+
+
+def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.Module:
+    """`model` with what leaves each of `blocks` taken across `boundary`, in place; for boundaries that do without the
+    tokens.
+    """
+
+    def across(module: nn.Module, given: object, x: Tensor) -> Tensor:
+        no_tokens = torch.empty(0, dtype=torch.int64)
+        payload, side = boundary.encode(x, no_tokens)
+        return boundary.decode(payload, side, no_tokens)
+
+    for number in blocks:
+        cast(Any, model).blocks[number].register_forward_hook(across)
+    return model
+
+
+__all__: Sequence[str] = ("Place", "Scheme", "crossing", "scheme_of")
