@@ -18,8 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks._measure import Row, report
 from isles.comm.codecs import codec
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
@@ -37,7 +35,6 @@ from isles.models.subspace import SubspaceForm, most_outside
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.dct import largest
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.boundaries.scheme import Inside, Place, Scheme, crossing, scheme_of
 from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
 
@@ -179,9 +176,16 @@ TABLES = {
     "forms": Table([(64, variant) for variant in FORMS], 600, 16),
     "rate": Table([(256, variant) for variant in RATE], 400, 8),
     "widths": Table(
-        [(width, variant) for width in (64, 128, 256) for variant in
-         (Variant("dense"), *(Variant(f"subspace {part:g} d", f"subspace:{int(width * part)}") for part in PARTS))],
-        400, 8,
+        [
+            (width, variant)
+            for width in (64, 128, 256)
+            for variant in (
+                Variant("dense"),
+                *(Variant(f"subspace {part:g} d", f"subspace:{int(width * part)}") for part in PARTS),
+            )
+        ],
+        400,
+        8,
     ),
 }
 

@@ -131,6 +131,11 @@ def is_tied(model: nn.Module) -> bool:
     return bool(_used_by_enter(found) & _used_by_leave(found))
 
 
+def width_of(model: nn.Module) -> int:
+    """Of the stream, D."""
+    return _width(cuttable(sharing(model)))
+
+
 def costs_of(model: nn.Module) -> PieceCosts:
     """Of any model in pieces: two FLOPs a parameter, which is all of a product's work but not attention's."""
     found = cuttable(sharing(model))

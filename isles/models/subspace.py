@@ -44,17 +44,6 @@ class Subspace:
     def __init__(self, basis: Tensor, table: Tensor | None) -> None:
         self.basis, self.table = basis, table
 
-    @classmethod
-    def drawn(cls, width: int, rank: int, vocab: int, *, seed: int, like: Tensor) -> Subspace:
-        """The subspace of `seed`: drawn on the CPU in float64, then in the format and at the place of `like`."""
-        if like.is_meta:
-            return cls(like.new_empty(width, rank), like.new_empty(vocab, width))
-        digest = hashlib.sha256(f"{seed} subspace".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-        basis = orthonormal(torch.randn(width, rank, generator=generator, dtype=torch.float64))
-        table = torch.randn(vocab, width, generator=generator, dtype=torch.float64) * width**-0.5
-        return cls(basis.to(like), table.to(like))
-
     @property
     def rank(self) -> int:
         """K."""
@@ -89,6 +78,23 @@ class Subspace:
         rows, basis = rows.detach().double(), self.basis.double()
         size = float(rows.norm())
         return float((rows - rows @ basis @ basis.T).norm()) / size if size else 0.0
+
+
+def drawn_basis(width: int, rank: int, seed: int) -> Tensor:
+    """U (D, K) of `seed`, float64, on the host."""
+    return orthonormal(torch.randn(width, rank, generator=_generator(seed, "basis"), dtype=torch.float64))
+
+
+def drawn_table(vocab: int, width: int, seed: int, like: Tensor) -> Tensor:
+    """The frozen table (V, D) of `seed`, drawn in float32 on the host, in the format and at the place of `like`."""
+    if like.is_meta:
+        return like.new_empty(vocab, width)
+    return torch.empty(vocab, width).normal_(std=width**-0.5, generator=_generator(seed, "table")).to(like)
+
+
+def _generator(seed: int, what: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} subspace {what}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 def orthonormal(columns: Tensor) -> Tensor:
@@ -269,8 +275,8 @@ def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_B
         if leaves():
             raise ValueError(
                 f'pipeline.boundary = "subspace": block {number} carries the stream out of the subspace by '
-                f"{_culprit(block, leaves)}; what follows the last matrix of a branch may only scale a token as a whole: "
-                'take it out, or choose "dct"'
+                f"{_culprit(block, leaves)}; what follows the last matrix of a branch may only scale a token as a "
+                'whole: take it out, or choose "dct:0.75"'
             )
 
 

@@ -63,8 +63,7 @@ class RowwiseAdamW(Optimizer):
 
 
 def by_rows(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]] | None:
-    """`groups` of `model` with those parameters apart whose rows must be scaled as a whole; None where there are none.
-    """
+    """`groups` of `model`, with those parameters apart whose rows are to be scaled as a whole; None without any."""
     full = [writer for writer in held_inside(model) if isinstance(writer, InsideLinear | InsideEmbedding)]
     axes = {id(writer.weight): writer.mean_axis for writer in full if writer.form == "row-wise"}
     if not axes:

@@ -7,7 +7,6 @@ from typing import Literal
 
 Kind = Literal["none", "subspace", "dct", "bottleneck", "maxout"]
 _EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottleneck:16", "maxout": "maxout:16"}
-CODECS = ("none", "fp16", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,11 @@ class BoundaryName:
     rank: int = 0
     sparsity: float = 0.0
 
+    @property
+    def is_one_way(self) -> bool:
+        """The last stage has nothing that would fit through, so that no stream can come home from it."""
+        return self.kind in ("subspace", "bottleneck", "maxout")
+
     def check_width(self, width: int) -> None:
         """ValueError where a stream of `width` has no such boundary."""
         if self.rank > width:
@@ -27,8 +31,8 @@ class BoundaryName:
             )
         if self.kind == "maxout" and width % self.rank:
             raise ValueError(
-                f'pipeline.boundary = "maxout:{self.rank}": a stream of {width} does not divide into {self.rank} groups; '
-                f"choose a divisor of {width}"
+                f'pipeline.boundary = "maxout:{self.rank}": {width} is no multiple of {self.rank}; choose a '
+                f"divisor of {width} (model.d_model)"
             )
 
 

@@ -16,7 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from isles.models.subspace import Subspace, SubspaceForm, check_inside, fold, put_inside
+from isles.models.subspace import (
+    Subspace,
+    SubspaceForm,
+    check_inside,
+    drawn_basis,
+    drawn_table,
+    fold,
+    put_inside,
+)
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.dct import LargestEntries, entries_kept
 from isles.pipeline.boundaries.grassmann import Drift
@@ -44,10 +52,9 @@ class Scheme:
     def __init__(self, place: Place) -> None:
         self.place = place
 
-    @property
-    def settings(self) -> str:
-        """What must be the same at all workers."""
-        return ""
+    def settings(self, stage: Any) -> str | None:
+        """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""
+        return None
 
     def fit(self, model: nn.Module) -> None:
         """Give `model`, whole or a stage, what the boundaries want, in place."""
@@ -62,6 +69,11 @@ class Scheme:
     def unsplit(self, model: nn.Module) -> nn.Module:
         """The fitted whole `model` for one process, in place."""
         return model
+
+    def restored(self, model: nn.Module) -> nn.Module:
+        """A plain whole `model` made, in place, one that the weights of a finished run fit into and that runs as it."""
+        self.fit(model)
+        return self.unsplit(model)
 
     @property
     def _crossed(self) -> list[int]:
@@ -89,31 +101,33 @@ class Inside(Scheme):
 
     def __init__(self, place: Place, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
         super().__init__(place)
-        self.rank, self.form, self.seed = rank, form, seed
+        self.form, self.seed = form, seed
+        self.basis = drawn_basis(place.width, rank, seed)
+        """Of now (D, K), float64, on the host."""
         self.drift = Drift(place.width) if turns else None
-        self.subspace: Subspace | None = None
-        """Of the model that was fitted last: a worker has one stage."""
 
-    @property
-    def settings(self) -> str:
-        return "" if self.subspace is None else self.subspace.checksum
+    def settings(self, stage: Any) -> str:
+        return stage.subspace.checksum
 
-    def fit(self, model: nn.Module) -> None:
+    def fit(self, model: Any) -> None:
         like = next(model.parameters()).detach()
-        turned = None if self.subspace is None else self.subspace.basis
-        self.subspace = Subspace.drawn(self.place.width, self.rank, self.place.vocab, seed=self.seed, like=like)
-        if turned is not None and not like.is_meta and not turned.is_meta:
-            self.subspace.basis = turned.to(like)
-        put_inside(model, self.subspace, range(self.place.cuts[-1]), self.form)
+        model.subspace = Subspace(self.basis.to(like), drawn_table(self.place.vocab, self.place.width, self.seed, like))
+        put_inside(model, model.subspace, range(self.place.cuts[-1]), self.form)
 
-    def check(self, model: nn.Module, tokens_BT: Tensor) -> None:
-        assert self.subspace is not None
+    def turn(self, stage: Any, basis: Tensor) -> None:
+        """Use another basis (D, K) from now on."""
+        self.basis = basis
+        stage.subspace.basis.copy_(basis)
+
+    def check(self, model: Any, tokens_BT: Tensor) -> None:
         if not tokens_BT.is_meta:
-            check_inside(model, self.subspace, range(self.place.cuts[-1]), tokens_BT)
+            check_inside(model, model.subspace, range(self.place.cuts[-1]), tokens_BT)
 
     def boundary(self, stage: Any) -> Boundary:
-        assert self.subspace is not None
-        return Coordinates(self.subspace, self.drift)
+        return Coordinates(stage.subspace, self.drift)
+
+    def restored(self, model: nn.Module) -> nn.Module:
+        return model  # it was folded before it was saved
 
     def unsplit(self, model: nn.Module) -> nn.Module:
         return fold(model)
