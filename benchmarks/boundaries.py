@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from isles.comm.codecs import codec
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
-from isles.models.subspace import SubspaceForm, most_outside
+from isles.models.subspace import Subspace, SubspaceForm, most_outside
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.dct import largest
 from isles.pipeline.boundaries.names import boundary_name
@@ -45,7 +45,7 @@ INNER = InnerConfig(lr=3e-3, warmup_steps=30)
 @dataclass(frozen=True)
 class Variant:
     """name: of the row. boundary: of [pipeline]. form: of a subspace. codec: both ways. apart: entries of largest size
-    that each direction chooses for itself.
+    that each direction chooses for itself. layers: blocks of the model; 1: nothing but ids crosses to the last stage.
     """
 
     name: str
@@ -53,19 +53,26 @@ class Variant:
     form: SubspaceForm = "coordinates"
     codec: str = "none"
     apart: int = 0
+    layers: int = 4
 
     def nbytes(self, width: int) -> float:
         """Of a token and boundary, both ways, with its id."""
+        if self.layers == 1:
+            return 1
         if self.apart:
             return 1 + 2 * self.apart * (4 + (1 if width <= 256 else 2))
-        sent = self.scheme(width, 0).boundary(_Sketch(width))
-        shape, side = sent.sizes(16, 64)
+        shape, side = self.scheme(width, 0).boundary(_Sketch(width, self.rank)).sizes(16, 64)
         numbers = shape[0] * shape[1] * shape[2]
         return 1 + (side + 2 * codec(self.codec).wire_bytes(numbers, torch.float32)) / (shape[0] * shape[1])
 
+    @property
+    def rank(self) -> int:
+        """Numbers a token."""
+        return boundary_name(self.boundary).rank
+
     def scheme(self, width: int, seed: int) -> Scheme:
         """Of a decoder."""
-        place = Place(cuts=CUTS, home=False, width=width, vocab=256)
+        place = Place(cuts=CUTS if self.layers > 1 else (), home=False, width=width, vocab=256)
         name = boundary_name(self.boundary)
         return scheme_of(name, place, form=self.form, seed=seed)
 
@@ -73,8 +80,8 @@ class Variant:
 class _Sketch:
     """A stage whose messages are only counted."""
 
-    def __init__(self, width: int) -> None:
-        self.blocks = [nn.Identity()]
+    def __init__(self, width: int, rank: int) -> None:
+        self.blocks, self.subspace = [nn.Identity()], Subspace(torch.empty(width, rank), None)
 
 
 class Coded(Boundary):
@@ -152,6 +159,7 @@ FORMS = [
     Variant("maxout d/4", "maxout:16"),
     Variant("masks apart, d/4", apart=16),
     Variant("masks apart, d/8", apart=8),
+    Variant("last stage alone", layers=1),
 ]
 RATE = [
     Variant("dense"),
@@ -159,6 +167,7 @@ RATE = [
     Variant("masks apart, 3 entries", apart=3),
     Variant("dct, 3 entries", "dct:0.989"),
     Variant("int8", codec="int8"),
+    Variant("last stage alone", layers=1),
 ]
 PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
@@ -198,9 +207,8 @@ def _corpus(sequences: int) -> Any:
 def run(width: int, variant: Variant, seed: int, steps: int, sequences: int) -> dict[str, float]:
     """Losses on held-out text, nats a byte: as trained, and of the model without what its boundaries leave out."""
     data = DataConfig(batch_size=sequences, validation_sequences=128)
-    shape = Shape(d_model=width, layers=4, heads=4, ffn=2 * width, vocab=256, context=64, tie_embeddings=False)
-    if width == 64:
-        shape = Shape(d_model=64, layers=4, heads=4, ffn=256, vocab=256, context=64, tie_embeddings=False)
+    ffn = 256 if width == 64 else 2 * width
+    shape = Shape(d_model=width, layers=variant.layers, heads=4, ffn=ffn, vocab=256, context=64, tie_embeddings=False)
     loader = Loader(_corpus(sequences), data, context=64, seed=seed)
     model, scheme = Decoder(shape, seed=seed), variant.scheme(width, seed)
     scheme.fit(model)
