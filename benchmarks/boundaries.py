@@ -35,7 +35,7 @@ from isles.models.subspace import Subspace, SubspaceForm, most_outside
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.dct import largest
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Inside, Place, Scheme, crossing, scheme_of
+from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, crossing, scheme_of
 from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
 
 CUTS = (1, 2, 3)
@@ -72,7 +72,7 @@ class Variant:
 
     def scheme(self, width: int, seed: int) -> Scheme:
         """Of a decoder."""
-        place = Place(cuts=CUTS if self.layers > 1 else (), home=False, width=width, vocab=256)
+        place = Crossings(cuts=CUTS if self.layers > 1 else (), home=False, width=width, vocab=256)
         name = boundary_name(self.boundary)
         return scheme_of(name, place, form=self.form, seed=seed)
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -280,19 +280,11 @@ def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_B
             )
 
 
-def _culprit(block: nn.Module, leaves: Any) -> str:
+def _culprit(block: nn.Module, leaves: Callable[[], bool]) -> str:
     """What of `block` does not leave S once it is out of the way."""
     for path, module in list(block.named_modules()):
-        if not path or isinstance(module, Writer):
-            continue
-        _replace(block, path, nn.Identity())
-        try:
-            if not leaves():
-                return f"{path!r} ({type(module).__name__})"
-        except Exception:  # of the user's model, which cannot do without it: it is not what we look for
-            pass
-        finally:
-            _replace(block, path, module)
+        if path and not isinstance(module, Writer) and _is_culprit(block, path, module, leaves):
+            return f"{path!r} ({type(module).__name__})"
     for path, parameter in block.named_parameters():
         before = parameter.clone()
         for value in (1.0, 0.0):  # a gain, something added
@@ -301,6 +293,16 @@ def _culprit(block: nn.Module, leaves: Any) -> str:
                 return repr(path)
         parameter.copy_(before)
     return "more than one of its modules"
+
+
+def _is_culprit(block: nn.Module, path: str, module: nn.Module, leaves: Callable[[], bool]) -> bool:
+    _replace(block, path, nn.Identity())
+    try:
+        return not leaves()
+    except Exception:  # of the user's model, which cannot do without it
+        return False
+    finally:
+        _replace(block, path, module)
 
 
 def _checked(block: nn.Module, name: str) -> nn.Linear:

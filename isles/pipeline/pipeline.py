@@ -31,7 +31,7 @@ from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.replay import TaskSeconds
 from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Place, Scheme, scheme_of
+from isles.pipeline.boundaries.scheme import Crossings, Scheme, scheme_of
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Context, Executor, Ways
@@ -41,7 +41,7 @@ from isles.pipeline.routers.exchanged import ExchangedRouter
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
 from isles.pipeline.shares import task_shares
-from isles.pipeline.turning import Turns
+from isles.pipeline.turning import BasisTurns
 from isles.pipeline.wire import StageForm
 
 
@@ -70,7 +70,7 @@ class Cut:
                 'model.tie_embeddings = false, or "dct:0.75"'
             )
         cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
-        place = Place(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
+        place = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
         return scheme_of(name, place, form=config.subspace, seed=seed, turns=bool(config.subspace_update))
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
@@ -148,7 +148,7 @@ class Pipeline:
         if scheme is None:
             self.scheme.fit(self.stage)
         every, rate = self.config.subspace_update, self.config.subspace_rate
-        self.turns = Turns(self.scheme, self.stage, world, every=every, rate=rate)
+        self.turns = BasisTurns(self.scheme, self.stage, world, every=every, rate=rate)
         settings = self.scheme.settings(self.stage)
         if settings is not None:
             same_text(world.world, settings, "its subspace is another one; check versions and processors")

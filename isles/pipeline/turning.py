@@ -19,7 +19,7 @@ from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.scheme import Inside, Scheme
 
 
-class Turns:
+class BasisTurns:
     """Of one worker. every: steps; 0: never. rate: see `turned`."""
 
     def __init__(self, scheme: Scheme, stage: Stage, world: Mesh, *, every: int, rate: float) -> None:

@@ -16,7 +16,7 @@ from isles.models.stages import Stage
 from isles.models.subspace import Subspace, SubspaceForm, put_inside
 from isles.network.routing.orders import in_flight
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Place, Scheme, scheme_of
+from isles.pipeline.boundaries.scheme import Crossings, Scheme, scheme_of
 from isles.pipeline.boundaries.subspace import Coordinates
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.wire import StageForm
@@ -39,7 +39,7 @@ class Bounded:
         return cut_points([1] * SHAPE.layers, self.cell.stages)
 
     def scheme(self) -> Scheme:
-        place = Place(cuts=tuple(self.cuts), home=self.cell.home, width=SHAPE.d_model, vocab=SHAPE.vocab)
+        place = Crossings(cuts=tuple(self.cuts), home=self.cell.home, width=SHAPE.d_model, vocab=SHAPE.vocab)
         return scheme_of(boundary_name(self.boundary), place, form=self.form, seed=1)
 
     def model(self) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["none", "subspace", "dct", "bottleneck", "maxout"]
+BoundaryKind = Literal["none", "subspace", "dct", "bottleneck", "maxout"]
 _EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottleneck:16", "maxout": "maxout:16"}
 
 
@@ -13,7 +13,7 @@ _EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottle
 class BoundaryName:
     """rank: numbers a token, of all but "dct", whose sparsity is the share of entries that stay behind."""
 
-    kind: Kind
+    kind: BoundaryKind
     rank: int = 0
     sparsity: float = 0.0
 

@@ -35,7 +35,7 @@ from isles.pipeline.boundaries.subspace import Coordinates
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Crossings:
     """Where boundaries are. cuts: the first block of each stage after the first; home: the stream also crosses from the
     last block back to the first stage; width: of the stream; vocab: token ids.
     """
@@ -49,7 +49,7 @@ class Place:
 class Scheme:
     """The stream as it is: nothing to fit, nothing to leave."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Crossings) -> None:
         self.place = place
 
     def settings(self, stage: Any) -> str | None:
@@ -84,7 +84,7 @@ class Scheme:
 class Sparse(Scheme):
     """Masks: `LargestEntries`."""
 
-    def __init__(self, place: Place, sparsity: float) -> None:
+    def __init__(self, place: Crossings, sparsity: float) -> None:
         super().__init__(place)
         self.kept = entries_kept(place.width, sparsity)
 
@@ -99,7 +99,7 @@ class Sparse(Scheme):
 class Inside(Scheme):
     """Weights in a subspace: `Coordinates`. turns: the subspace is to be turned."""
 
-    def __init__(self, place: Place, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
+    def __init__(self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
         super().__init__(place)
         self.form, self.seed = form, seed
         self.basis = drawn_basis(place.width, rank, seed)
@@ -136,7 +136,7 @@ class Inside(Scheme):
 class Layers(Scheme):
     """Layers around the wire: `Learned`."""
 
-    def __init__(self, place: Place, kind: LearnedKind, rank: int, seed: int) -> None:
+    def __init__(self, place: Crossings, kind: LearnedKind, rank: int, seed: int) -> None:
         super().__init__(place)
         self.kind, self.rank, self.seed = kind, rank, seed
 
@@ -156,7 +156,7 @@ class Layers(Scheme):
 
 
 def scheme_of(
-    name: BoundaryName, place: Place, *, form: SubspaceForm = "coordinates", seed: int = 0, turns: bool = False
+    name: BoundaryName, place: Crossings, *, form: SubspaceForm = "coordinates", seed: int = 0, turns: bool = False
 ) -> Scheme:
     """The scheme called `name`. form, turns: of a subspace. ValueError where the stream is too narrow for it."""
     name.check_width(place.width)
@@ -184,4 +184,4 @@ def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.
     return model
 
 
-__all__: Sequence[str] = ("Place", "Scheme", "crossing", "scheme_of")
+__all__: Sequence[str] = ("Crossings", "Scheme", "crossing", "scheme_of")
