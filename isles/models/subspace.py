@@ -101,7 +101,7 @@ def orthonormal(columns: Tensor) -> Tensor:
     """Q (D, K) of `columns` = Q R with a positive diagonal of R: a small change of the columns changes Q a little."""
     q, r = torch.linalg.qr(columns)
     signs = torch.sign(r.diagonal())
-    return q * torch.where(signs == 0, torch.ones_like(signs), signs)
+    return (q * torch.where(signs == 0, torch.ones_like(signs), signs)).contiguous()  # not as LAPACK lays it out
 
 
 class SubspaceLinear(nn.Linear):
