@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -107,12 +107,12 @@ class Pipeline:
     """One worker's stage of a model, and its share of every step.
 
     model: the whole, of which this worker's stage is taken; or a stage that `scheme` was fitted to, with the `cut` that
-    it comes from. batch_size:
-    sequences of a replica's batch, of `context` targets each. vocab: token ids (None: not known, so they travel in 4
-    bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths of routing = "skippipe",
-    over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over `world.outer` afterwards.
-    quiet: `lambda: optimizer.no_sync()` where workers inside a stage share its gradients. autocast: entered around
-    forward passes. seed: of random routes, and of what the boundaries draw.
+    it comes from. batch_size: sequences of a replica's batch, of `context` targets each. columns: of a row of integers,
+    how many, its last, go along with the stream (None: all of a sequence, context + 1). vocab: token ids (None: not
+    known, so they travel in 4 bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths
+    of routing = "skippipe", over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over
+    `world.outer` afterwards. quiet: `lambda: optimizer.no_sync()` where workers inside a stage share its gradients.
+    autocast: entered around forward passes. seed: of random routes, and of what the boundaries draw.
 
     ValueError for a model that cannot be cut, or a batch that does not divide.
     """
@@ -125,6 +125,7 @@ class Pipeline:
         batch_size: int,
         context: int,
         vocab: int | None = None,
+        columns: int | None = None,
         cut: Cut | None = None,
         scheme: Scheme | None = None,
         quiet: Context = nullcontext,
@@ -156,6 +157,7 @@ class Pipeline:
         """Whether this worker wants text."""
         self._steps = 0
         form = form_of(self.stage, self.scheme, self.config, batch_size=batch_size, context=context, vocab=vocab)
+        form = replace(form, columns=columns)
         ways = ways_of(self.config, self.cut, replicas)
         router = router_of(self.config, replicas, home=self.cut.home, seed=seed)
         microbatches = self.config.microbatches

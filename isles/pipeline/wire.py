@@ -1,6 +1,7 @@
 """What one message between stages holds, how long it is, and its address.
 
-    F, L    [payload | side | ids]     ids: the microbatch's tokens (B, T+1), 1, 2 or 4 bytes each; not on the way home
+    F, L    [payload | side | ids]     ids: the microbatch's tokens (B, T+1), or the last columns of other rows of
+                                       integers, 1, 2 or 4 bytes each; not on the way home
     B       [gradient of the payload | loss]
 
 Payload and gradient each go through a codec of their own, straight through: the backward pass is that of the payload as
@@ -29,7 +30,8 @@ _IDS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForm:
     """Messages about `sequences` of `length` tokens of `vocab` ids each, whose stream is in `dtype`. codec: of what
-    `boundary` makes of the stream; gradient_codec: of its gradient.
+    `boundary` makes of the stream; gradient_codec: of its gradient. columns: of a row of integers, the last, that go
+    along; None: all of a sequence, length + 1.
     """
 
     sequences: int
@@ -39,11 +41,21 @@ class StageForm:
     boundary: Boundary
     codec: Codec = field(default_factory=Identity)
     gradient_codec: Codec = field(default_factory=Identity)
+    columns: int | None = None
 
     @property
     def payload_shape(self) -> tuple[int, ...]:
         """Of what the boundary makes of the stream."""
         return self.boundary.sizes(self.sequences, self.length)[0]
+
+    @property
+    def ids_shape(self) -> tuple[int, int]:
+        """Of what goes along with the stream."""
+        return self.sequences, self.length + 1 if self.columns is None else self.columns
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """Of rows of integers, whole or as they came, those that the loss is about: the last `length`."""
+        return rows[:, -self.length :]
 
     @property
     def held_bytes(self) -> int:
@@ -75,7 +87,7 @@ class StageForm:
         if task.kind == "B":
             return self.gradient_bytes + self.loss_dtype.itemsize
         side = self.boundary.sizes(self.sequences, self.length)[1]
-        ids = self.sequences * (self.length + 1) * self.ids_dtype.itemsize if task.kind == "F" else 0
+        ids = prod(self.ids_shape) * self.ids_dtype.itemsize if task.kind == "F" else 0
         return self.payload_bytes + side + ids
 
     def pack(self, payload: Tensor, side: Tensor | None, tokens: Tensor | None) -> Tensor:
@@ -84,7 +96,8 @@ class StageForm:
         if side is not None:
             parts.append(as_bytes(side.to("cpu").contiguous()))
         if tokens is not None:
-            parts.append(as_bytes(tokens.to(device="cpu", dtype=self.ids_dtype).contiguous()))
+            own = tokens[:, -self.ids_shape[1] :]
+            parts.append(as_bytes(own.to(device="cpu", dtype=self.ids_dtype).contiguous()))
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def unpack(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -95,7 +108,7 @@ class StageForm:
         if behind == wire.numel():
             return payload, side, None
         ids = wire[behind:].clone().view(self.ids_dtype)  # a copy, for what stands behind may be unaligned
-        return payload, side, ids.view(self.sequences, self.length + 1).to(device=device, dtype=torch.int64)
+        return payload, side, ids.view(self.ids_shape).to(device=device, dtype=torch.int64)
 
     def pack_back(self, gradient: Tensor, loss: Tensor) -> Tensor:
         """The bytes of a message backward."""
