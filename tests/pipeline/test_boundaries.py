@@ -218,3 +218,28 @@ def test_places_take_two_bytes_where_a_stream_is_wide() -> None:
     assert entries_kept(100, 0.99) == 1
     with pytest.raises(isles.comm.errors.Malformed, match="65535"):
         boundary.decode(payload, torch.full_like(side, 255), torch.empty(0))
+
+
+def test_over_a_narrow_line_seconds_are_in_the_order_of_bytes() -> None:
+    """80 Mbit/s, 50 ms."""
+    cell = Cell(3, 1, 4)
+    forms = [
+        Bounded(cell, "none"),
+        Bounded(cell, "none", codec="int8", gradient_codec="int8"),
+        Bounded(cell, "dct:0.9"),
+        Bounded(cell, "subspace:2"),
+        Bounded(cell, "subspace:1"),
+    ]
+
+    def clock(world: Any, one: Bounded) -> tuple[float, int]:
+        [done] = bounded.train(world, [one])
+        assert done is not None
+        return world.transport.now(), done["sent"]
+
+    links = isles.Links(bandwidth=80e6, latency=0.05)
+    found = []
+    for one in forms:
+        ends = isles.run_virtual(clock, 3, links=links, args=(one,), step_seconds=0.0)
+        found.append((max(end for end, _ in ends), sum(sent for _, sent in ends)))
+    assert sorted(found) == sorted(found, key=lambda pair: pair[1])
+    assert [sent for _, sent in found] == sorted((sent for _, sent in found), reverse=True)
