@@ -28,7 +28,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Variant:
     name: str
     boundary: str = "none"
     form: SubspaceForm = "coordinates"
-    codec: str = "none"
+    codec: Literal["none", "fp16", "bf16", "int8"] = "none"
     apart: int = 0
     layers: int = 4
 
@@ -125,7 +125,7 @@ class _Coded(torch.autograd.Function):
         return _through(x, form)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return _through(gradient, ctx.form), None
 
 
@@ -136,7 +136,7 @@ class _Apart(torch.autograd.Function):
         return _masked(x, kept)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return _masked(gradient, ctx.kept), None
 
 

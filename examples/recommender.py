@@ -146,7 +146,9 @@ def train(_: object, form: Form, seed: int, steps: int) -> Result:
     losses = []
     for step in range(steps):
         text = clicks.batch(BATCH, seed=1 + world.reader[0] + REPLICAS * step + 1_000_000 * seed)
-        losses.append(float(pipeline.step(text if pipeline.reads else None)))
+        seen = pipeline.step(text if pipeline.reads else None)
+        assert seen is not None
+        losses.append(seen.item())
         optimizer.step()
         optimizer.zero_grad()
     seconds, traffic = world.transport.now(), world.transport.traffic

@@ -55,7 +55,7 @@ class Subspace:
         parts = [self.basis] if self.table is None else [self.basis, self.table]
         digest = hashlib.sha256()
         for part in parts:
-            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
@@ -231,8 +231,7 @@ def fold(model: nn.Module) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Writer):
-                plain = nn.Embedding if isinstance(child, nn.Embedding) else nn.Linear
-                setattr(parent, name, _plain(child, plain))
+                setattr(parent, name, _plain(child))
     return model
 
 
@@ -330,11 +329,12 @@ def _copy_settings(full: nn.Embedding, to: nn.Embedding) -> None:
     to.scale_grad_by_freq, to.sparse = False, False
 
 
-def _plain(writer: Writer, plain: type[nn.Linear] | type[nn.Embedding]) -> nn.Module:
-    made = plain.__new__(plain)
+def _plain(writer: Writer) -> nn.Module:
+    kind: Any = nn.Embedding if isinstance(writer, nn.Embedding) else nn.Linear
+    made = kind.__new__(kind)  # without numbers of its own
     nn.Module.__init__(made)
     if isinstance(writer, nn.Embedding):
-        _copy_settings(writer, cast(nn.Embedding, made))
+        _copy_settings(writer, made)
     else:
         made.in_features, made.out_features, made.bias = writer.in_features, writer.out_features, None
     made.weight = _trained(writer.folded())

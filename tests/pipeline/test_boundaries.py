@@ -149,7 +149,7 @@ class Straight(torch.autograd.Function):
         return forth.decode(forth.encode(x.contiguous().view(-1)), x.numel(), x.dtype).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         back = ctx.back
         flat = gradient.contiguous().view(-1)
         return back.decode(back.encode(flat), flat.numel(), flat.dtype).view(gradient.shape), None, None
