@@ -30,6 +30,9 @@ def evaluate(
     curves: Annotated[
         bool, typer.Option("--curves", help="Loss against stages dropped, exchanged, and left early.")
     ] = False,
+    without_mask: Annotated[
+        bool, typer.Option("--without-mask", help='With pipeline.boundary = "dct:...": let all entries cross.')
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
@@ -41,7 +44,7 @@ def evaluate(
         raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
-    saved = load_run(run, trust=trust)
+    saved = load_run(run, trust=trust, masked=not without_mask)
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 

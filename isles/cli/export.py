@@ -35,7 +35,12 @@ def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, tru
     from isles.training.records.saved import load_run
 
     saved = load_run(run, trust=trust)
-    own = saved.config.model.own
+    own, boundary = saved.config.model.own, saved.config.pipeline.boundary
+    if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
+        raise ValueError(
+            f'{run}: what crosses its boundaries (pipeline.boundary = "{boundary}") is part of the model, and '
+            "transformers knows no such model; write it with --format safetensors"
+        )
     if format == "hf" and own == "factory":
         raise ValueError(
             f"{run}: transformers does not know the model of model.factory; write it with --format safetensors"

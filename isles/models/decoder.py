@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +122,11 @@ class Decoder(nn.Module):
 
     Raises ValueError where a sequence is longer than the context.
     """
+
+    writers: ClassVar = ("attention.out", "mlp.down")
+    """In each block, the matrices that write to the stream."""
+    entry: ClassVar = "embed"
+    """The embedding."""
 
     def __init__(
         self,

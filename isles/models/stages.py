@@ -5,7 +5,8 @@ with what makes scores of it.
               \\_________ stage 0 _____________/     \\____________ stage 1 ___________________/
 
 What can be cut offers those pieces (`Cuttable`): the decoder does, `HuggingFaceLM` does by its own list of layers,
-and a model of one's own may. Which parameters `enter` and `leave` use is found out by running them. A stage holds its
+and a model of one's own may; one that reads something else than text says how many integers a row has (`reads`) and
+what its loss is (`loss`). Which parameters `enter` and `leave` use is found out by running them. A stage holds its
 own parameters alone, under the names that they have in the whole model, so checkpoints, fragments and initialisation
 need no other names.
 """
@@ -66,9 +67,14 @@ class Stage(nn.Module):
         self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
 
     @property
-    def blocks(self) -> Iterable[nn.Module]:
-        """Those of its piece, in their order."""
+    def blocks(self) -> nn.ModuleList:
+        """Those of its piece, in their order, under the numbers that they have in the whole."""
         return self._whole[0].blocks
+
+    @property
+    def source(self) -> Cuttable:
+        """The model that it is a part of, of which it holds its own alone."""
+        return self._whole[0]
 
     def forward(
         self,
@@ -90,11 +96,16 @@ class Stage(nn.Module):
         if not leave:
             return x
         assert targets is not None
-        return next_token_loss(whole.leave(x), targets)
+        return loss_of(whole)(whole.leave(x), targets)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Scores (B, T, V) of the stream after the last block, at the stage that leaves."""
         return self._whole[0].leave(x_BTD)
+
+
+def loss_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Of what `leave` gives and the targets: the model's own `loss`, or that of the next token."""
+    return getattr(model, "loss", next_token_loss)
 
 
 def cuttable(model: nn.Module) -> Cuttable:
@@ -124,6 +135,11 @@ def is_tied(model: nn.Module) -> bool:
     """Whether what makes the stream and what makes the scores share a parameter: then both belong to one stage."""
     found = cuttable(sharing(model))
     return bool(_used_by_enter(found) & _used_by_leave(found))
+
+
+def width_of(model: nn.Module) -> int:
+    """Of the stream, D."""
+    return _width(cuttable(sharing(model)))
 
 
 def costs_of(model: nn.Module) -> PieceCosts:
@@ -229,18 +245,18 @@ def _parameters_of(whole: Cuttable, piece: Piece) -> set[int]:
 @torch.no_grad()
 def _width(whole: Cuttable) -> int:
     with torch.random.fork_rng(devices=[]):
-        return whole.enter(torch.zeros(1, 2, dtype=torch.int64, device=_device(whole))).shape[-1]
+        return whole.enter(_example(whole)).shape[-1]
 
 
 def _used_by_enter(whole: Cuttable) -> set[int]:
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=_device(whole))
+    tokens = _example(whole)
     return _used(whole, lambda: whole.enter(tokens))
 
 
 def _used_by_leave(whole: Cuttable) -> set[int]:
     def leave() -> Tensor:
         with torch.no_grad():
-            x = whole.enter(torch.zeros(1, 2, dtype=torch.int64, device=_device(whole)))
+            x = whole.enter(_example(whole))
         return whole.leave(x)
 
     return _used(whole, leave)
@@ -259,6 +275,11 @@ def _used(whole: Cuttable, run: Callable[[], Tensor]) -> set[int]:
         for parameter, before in zip(parameters, trained, strict=True):
             parameter.requires_grad_(before)
     return {id(p) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
+
+
+def _example(whole: Cuttable) -> Tensor:
+    """Two tokens; or as many integers as a model that reads something else says (`reads`)."""
+    return torch.zeros(1, getattr(whole, "reads", 2), dtype=torch.int64, device=_device(whole))
 
 
 def _device(whole: Cuttable) -> torch.device:

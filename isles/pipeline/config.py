@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from isles.network.routing.orders import in_flight
+from isles.pipeline.boundaries.names import boundary_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,23 @@ class PipelineConfig:
     """Whose gradient inner.max_norm bounds: the whole replica's, as unsplit, for one small message between stages a
     step; or each stage's own.
     """
+    boundary: str = "none"
+    """What of the stream crosses between stages: "none", all of it; "subspace:16", 16 numbers a token of a stream that
+    is kept in a subspace (Protocol Models); "dct:0.75", the quarter of a token's entries of largest size;
+    "bottleneck:16" and "maxout:16", 16 numbers of learned layers.
+    """
+    subspace: Literal["coordinates", "row-wise", "projected"] = "coordinates"
+    """How weights are kept in a subspace: by their coordinates in it; or of full size, with one second moment a row, or
+    with a projection after each step.
+    """
+    subspace_update: int = 0
+    """Steps after which the subspace is turned towards the gradients, again and again; 0: never."""
+    subspace_rate: float = 0.05
+    """How far it is turned, from 0 to 0.5."""
+    codec: Literal["none", "fp16", "bf16", "int8"] = "none"
+    """Form of what the boundary sends forward; all but "none" lose something."""
+    gradient_codec: Literal["none", "fp16", "bf16", "int8"] = "none"
+    """The same backward."""
     stage_loss: float = 0.0
     """For experiments: the chance, drawn from run.seed, that a stage behind the first is lost with all of its workers
     after a step.
@@ -70,6 +88,7 @@ class PipelineConfig:
         in_flight(self.in_flight, 1, self.stages)  # refuses what it does not know
         self._check_routing()
         self._check_recovery()
+        self._check_boundary()
         if self.stages == 1:
             self._refuse_idle_settings()
         if self.cut and len(self.cut) != self.stages - 1:
@@ -92,6 +111,41 @@ class PipelineConfig:
             raise ValueError('loss_at = "last": with a plan the loss is computed at the origin; leave it out')
         if self.in_flight != "auto":
             raise ValueError(f"in_flight = {self.in_flight!r}: a plan says how many a node holds; leave it out")
+
+    def _check_boundary(self) -> None:
+        kind = boundary_name(self.boundary).kind
+        if kind != "subspace":
+            for key in ("subspace", "subspace_update"):
+                if getattr(self, key) != getattr(type(self), key):
+                    raise ValueError(
+                        f'{key} = {getattr(self, key)!r} acts with boundary = "subspace:16" and the like: choose that, '
+                        "or leave it out"
+                    )
+        if self.subspace_update < 0:
+            raise ValueError(f"subspace_update = {self.subspace_update}: choose 0 (never) or more steps")
+        if self.subspace_update and self.subspace != "coordinates":
+            raise ValueError(
+                f"subspace_update = {self.subspace_update}: only coordinates turn with their subspace; choose "
+                'subspace = "coordinates", or 0'
+            )
+        if not 0 < self.subspace_rate <= 0.5:
+            raise ValueError(f"subspace_rate = {self.subspace_rate}: choose a rate above 0, at most 0.5")
+        if not self.subspace_update and self.subspace_rate != type(self).subspace_rate:
+            raise ValueError(
+                f"subspace_rate = {self.subspace_rate} acts with subspace_update: set that, or leave it out"
+            )
+        if boundary_name(self.boundary).is_one_way and self.where_loss == "origin":
+            raise ValueError(
+                f'boundary = "{self.boundary}": the loss is asked for at the origin, and what leaves the last stage '
+                'does not fit through; choose "none" or "dct:0.75"'
+            )
+
+    @property
+    def lossy(self) -> list[str]:
+        """The settings that change what is computed, as they are written."""
+        found = [("boundary", self.boundary)] if boundary_name(self.boundary).kind not in ("none", "subspace") else []
+        found += [(key, getattr(self, key)) for key in ("codec", "gradient_codec") if getattr(self, key) != "none"]
+        return [f'pipeline.{key} = "{value}"' for key, value in found]
 
     def _check_recovery(self) -> None:
         if not 0 <= self.stage_loss < 1:

@@ -95,7 +95,7 @@ class Judge:
             tokens, x = ids, form.boundary.decode(payload, side, ids)
         ends = self.group.rank == last and (not self.home or last == 0)
         with self.autocast():
-            out = self.stage(x, tokens[:, 1:] if ends else None, enter=self.group.rank == 0, leave=ends)
+            out = self.stage(x, form.targets(tokens) if ends else None, enter=self.group.rank == 0, leave=ends)
         if ends:
             return float(out)
         goes_home = self.group.rank == last
@@ -112,7 +112,7 @@ class Judge:
         payload, side, _ = form.unpack(self._receive(task, last, form), self.device)
         with self.autocast():
             x = form.boundary.decode(payload, side, tokens)
-            return float(self.stage(x, tokens[:, 1:], through=False, leave=True))
+            return float(self.stage(x, form.targets(tokens), through=False, leave=True))
 
     def _receive(self, task: Task, source: int, form: StageForm) -> Tensor:
         buffer = torch.empty(form.nbytes(task), dtype=torch.uint8)

@@ -192,7 +192,7 @@ class _Share:
         leaf, x = self._begins(task)
         tokens = self.tokens[task.microbatch].to(self.executor.device)
         ends = task.hop == route.last and not route.home
-        out = self._through(x, tokens[:, 1:] if ends else None, enter=task.hop == 0)
+        out = self._through(x, self.form.targets(tokens) if ends else None, enter=task.hop == 0)
         if ends:
             self.losses[task.microbatch] = out.detach()
             self.held[task[1:]] = _Held(leaf, out / self.executor.microbatches)
@@ -211,7 +211,7 @@ class _Share:
         tokens = self.tokens[task.microbatch].to(self.executor.device)
         leaf, x = self._arrived(task)
         with self.executor.autocast():
-            loss = self.stage(x, tokens[:, 1:], through=False, leave=True)
+            loss = self.stage(x, self.form.targets(tokens), through=False, leave=True)
         (loss / self.executor.microbatches).backward()
         self.losses[task.microbatch] = loss.detach()
         self._charge(task)

@@ -15,20 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from isles.comm.codecs import codec
+from isles.comm.collectives.same import same_text
 from isles.comm.mesh import Mesh
 from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
-from isles.models.stages import Stage, costs_of, is_tied
+from isles.models.stages import Stage, costs_of, is_tied, width_of
 from isles.network.routing.orders import in_flight
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.replay import TaskSeconds
 from isles.pipeline.assemble import assembled
-from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.names import boundary_name
+from isles.pipeline.boundaries.scheme import Crossings, Scheme, scheme_of
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Context, Executor, Ways
@@ -38,16 +41,37 @@ from isles.pipeline.routers.exchanged import ExchangedRouter
 from isles.pipeline.routers.fixed import FixedRouter
 from isles.pipeline.routers.random import RandomRouter
 from isles.pipeline.shares import task_shares
+from isles.pipeline.turning import BasisTurns
 from isles.pipeline.wire import StageForm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a model is cut. home: the loss is computed at the origin."""
+    """How a model is cut. home: the loss is computed at the origin. width: of the stream."""
 
     pieces: tuple[Piece, ...]
     home: bool
     costs: PieceCosts
+    width: int
+
+    def scheme(self, config: PipelineConfig, *, vocab: int | None, seed: int) -> Scheme:
+        """What crosses between the pieces, for one worker. vocab: token ids; seed: of what is drawn. ValueError where
+        the stream has no such boundary.
+        """
+        name = boundary_name(config.boundary)
+        if name.kind == "subspace" and vocab is None:
+            raise ValueError(
+                f'pipeline.boundary = "{config.boundary}" wants to know how many token ids there are: set model.vocab'
+            )
+        if self.home and name.is_one_way:
+            raise ValueError(
+                f'pipeline.boundary = "{config.boundary}": the embedding of this model is its head as well, so the '
+                "stream must come home, and what leaves the last stage does not fit through; choose "
+                'model.tie_embeddings = false, or "dct:0.75"'
+            )
+        cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
+        place = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
+        return scheme_of(name, place, form=config.subspace, seed=seed, turns=bool(config.subspace_update))
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
         """Of an inner step's computation in each task of each position."""
@@ -75,18 +99,20 @@ def cut_of(
     home = tied if loss_at == "auto" else loss_at == "origin"
     known = costs_of(model) if costs is None else costs
     cuts = cut or cut_points(known.to_cut(loss_at_origin=home), stages)
-    return Cut(pieces=tuple(pieces(cuts, len(known.blocks), loss_at_origin=home)), home=home, costs=known)
+    made = tuple(pieces(cuts, len(known.blocks), loss_at_origin=home))
+    return Cut(pieces=made, home=home, costs=known, width=width_of(model))
 
 
 class Pipeline:
     """One worker's stage of a model, and its share of every step.
 
-    model: the whole, of which this worker's stage is taken; or a stage, with the `cut` that it comes from. batch_size:
-    sequences of a replica's batch, of `context` targets each. vocab: token ids (None: not known, so they travel in 4
-    bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths of routing = "skippipe",
-    over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over `world.outer` afterwards.
-    quiet: `lambda: optimizer.no_sync()` where
-    workers inside a stage share its gradients. autocast: entered around forward passes. seed: of random routes.
+    model: the whole, of which this worker's stage is taken; or a stage that `scheme` was fitted to, with the `cut` that
+    it comes from. batch_size: sequences of a replica's batch, of `context` targets each. columns: of a row of integers,
+    how many, its last, go along with the stream (None: all of a sequence, context + 1). vocab: token ids (None: not
+    known, so they travel in 4 bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths
+    of routing = "skippipe", over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over
+    `world.outer` afterwards. quiet: `lambda: optimizer.no_sync()` where workers inside a stage share its gradients.
+    autocast: entered around forward passes. seed: of random routes, and of what the boundaries draw.
 
     ValueError for a model that cannot be cut, or a batch that does not divide.
     """
@@ -99,7 +125,9 @@ class Pipeline:
         batch_size: int,
         context: int,
         vocab: int | None = None,
+        columns: int | None = None,
         cut: Cut | None = None,
+        scheme: Scheme | None = None,
         quiet: Context = nullcontext,
         autocast: Context = nullcontext,
         seed: int = 0,
@@ -116,11 +144,20 @@ class Pipeline:
         self.world = world
         self.cut = cut or cut_of(model, stages, cut=self.config.cut, loss_at=self.config.loss_at)
         here = world.layout.coordinates[world.rank]
+        self.scheme = scheme or self.cut.scheme(self.config, vocab=vocab, seed=seed)
         self.stage = model if isinstance(model, Stage) else Stage(model, self.cut.pieces[here.stage])
+        if scheme is None:
+            self.scheme.fit(self.stage)
+        every, rate = self.config.subspace_update, self.config.subspace_rate
+        self.turns = BasisTurns(self.scheme, self.stage, world, every=every, rate=rate)
+        settings = self.scheme.settings(self.stage)
+        if settings is not None:
+            same_text(world.world, settings, "its subspace is another one; check versions and processors")
         self.reads = here.stage == 0
         """Whether this worker wants text."""
         self._steps = 0
-        form = form_of(self.stage, self.config.microbatches, batch_size=batch_size, context=context, vocab=vocab)
+        form = form_of(self.stage, self.scheme, self.config, batch_size=batch_size, context=context, vocab=vocab)
+        form = replace(form, columns=columns)
         ways = ways_of(self.config, self.cut, replicas)
         router = router_of(self.config, replicas, home=self.cut.home, seed=seed)
         microbatches = self.config.microbatches
@@ -142,6 +179,7 @@ class Pipeline:
         PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
         """
         self._steps = self._steps + 1 if number is None else number
+        self.turns.before(self._steps)
         parts = () if batch is None else batch.split(self.executor.form.sequences)
         routes = self.executor.router.routes(self._steps) if parts else ()
         own = sorted(route.microbatch for route in routes if route.origin == self.executor.group.rank)
@@ -158,17 +196,23 @@ class Pipeline:
         """`whole` filled with the weights of all stages, at stage 0; None at the others, where `whole` may be on the
         meta device. All stages of the replica must ask together.
         """
-        return assembled(self.stage, self.world.stage, whole, self.cut.pieces)
+        self.scheme.fit(whole)
+        filled = assembled(self.stage, self.world.stage, whole, self.cut.pieces)
+        return None if filled is None else self.scheme.unsplit(filled)
 
 
-def form_of(stage: Stage, microbatches: int, *, batch_size: int, context: int, vocab: int | None) -> StageForm:
-    """The messages about a microbatch, of which `batch_size` sequences make so many; see `Pipeline`."""
+def form_of(
+    stage: Stage, scheme: Scheme, config: PipelineConfig, *, batch_size: int, context: int, vocab: int | None
+) -> StageForm:
+    """The messages about a microbatch, of which `batch_size` sequences make so many; see `Pipeline`. stage: fitted."""
     return StageForm(
-        sequences=batch_size // microbatches,
+        sequences=batch_size // config.microbatches,
         length=context,
         vocab=vocab or 1 << 31,
         dtype=next(stage.parameters()).dtype,
-        boundary=FullStream(stage.width),
+        boundary=scheme.boundary(stage),
+        codec=codec(config.codec),
+        gradient_codec=codec(config.gradient_codec),
     )
 
 

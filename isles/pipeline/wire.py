@@ -1,20 +1,25 @@
 """What one message between stages holds, how long it is, and its address.
 
-    F, L    [payload | side | ids]     ids: the microbatch's tokens (B, T+1), 1, 2 or 4 bytes each; not on the way home
+    F, L    [payload | side | ids]     ids: the microbatch's tokens (B, T+1), or the last columns of other rows of
+                                       integers, 1, 2 or 4 bytes each; not on the way home
     B       [gradient of the payload | loss]
+
+Payload and gradient each go through a codec of their own, straight through: the backward pass is that of the payload as
+it was before.
 
 A message bears the task that begins with it. Both ends know every length beforehand, so there is no header.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import Tensor
 
-from isles.comm.codecs.base import as_bytes
+from isles.comm.codecs.base import Codec, as_bytes
+from isles.comm.codecs.casts import Identity
 from isles.network.routing.routes import MOST_VISITS, Route, Task
 from isles.pipeline.boundaries.base import Boundary
 
@@ -24,13 +29,19 @@ _IDS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForm:
-    """Messages about `sequences` of `length` tokens of `vocab` ids each, whose stream is in `dtype`."""
+    """Messages about `sequences` of `length` tokens of `vocab` ids each, whose stream is in `dtype`. codec: of what
+    `boundary` makes of the stream; gradient_codec: of its gradient. columns: of a row of integers, the last, that go
+    along; None: all of a sequence, length + 1.
+    """
 
     sequences: int
     length: int
     vocab: int
     dtype: torch.dtype
     boundary: Boundary
+    codec: Codec = field(default_factory=Identity)
+    gradient_codec: Codec = field(default_factory=Identity)
+    columns: int | None = None
 
     @property
     def payload_shape(self) -> tuple[int, ...]:
@@ -38,9 +49,28 @@ class StageForm:
         return self.boundary.sizes(self.sequences, self.length)[0]
 
     @property
-    def payload_bytes(self) -> int:
-        """Of the payload, and of its gradient."""
+    def ids_shape(self) -> tuple[int, int]:
+        """Of what goes along with the stream."""
+        return self.sequences, self.length + 1 if self.columns is None else self.columns
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """Of rows of integers, whole or as they came, those that the loss is about: the last `length`."""
+        return rows[:, -self.length :]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the payload where it is held."""
         return prod(self.payload_shape) * self.dtype.itemsize
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of the payload on the wire."""
+        return self.codec.wire_bytes(prod(self.payload_shape), self.dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the payload's gradient on the wire."""
+        return self.gradient_codec.wire_bytes(prod(self.payload_shape), self.dtype)
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -55,39 +85,46 @@ class StageForm:
     def nbytes(self, task: Task) -> int:
         """Bytes of the message that `task` begins with."""
         if task.kind == "B":
-            return self.payload_bytes + self.loss_dtype.itemsize
+            return self.gradient_bytes + self.loss_dtype.itemsize
         side = self.boundary.sizes(self.sequences, self.length)[1]
-        ids = self.sequences * (self.length + 1) * self.ids_dtype.itemsize if task.kind == "F" else 0
+        ids = prod(self.ids_shape) * self.ids_dtype.itemsize if task.kind == "F" else 0
         return self.payload_bytes + side + ids
 
     def pack(self, payload: Tensor, side: Tensor | None, tokens: Tensor | None) -> Tensor:
         """The bytes of a message forward, on the CPU; tokens: None on the way home."""
-        parts = [as_bytes(payload.detach().to(device="cpu", dtype=self.dtype).contiguous())]
+        parts = [self.codec.encode(self._flat(payload))]
         if side is not None:
             parts.append(as_bytes(side.to("cpu").contiguous()))
         if tokens is not None:
-            parts.append(as_bytes(tokens.to(device="cpu", dtype=self.ids_dtype).contiguous()))
+            own = tokens[:, -self.ids_shape[1] :]
+            parts.append(as_bytes(own.to(device="cpu", dtype=self.ids_dtype).contiguous()))
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def unpack(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Payload, side and tokens of a message forward; the tokens are None on the way home."""
-        payload = wire[: self.payload_bytes].view(self.dtype).view(self.payload_shape).to(device)
+        payload = self._decoded(self.codec, wire[: self.payload_bytes], device)
         behind = self.payload_bytes + self.boundary.sizes(self.sequences, self.length)[1]
         side = wire[self.payload_bytes : behind].to(device) if behind > self.payload_bytes else None
         if behind == wire.numel():
             return payload, side, None
         ids = wire[behind:].clone().view(self.ids_dtype)  # a copy, for what stands behind may be unaligned
-        return payload, side, ids.view(self.sequences, self.length + 1).to(device=device, dtype=torch.int64)
+        return payload, side, ids.view(self.ids_shape).to(device=device, dtype=torch.int64)
 
     def pack_back(self, gradient: Tensor, loss: Tensor) -> Tensor:
         """The bytes of a message backward."""
-        parts = (gradient.to(device="cpu", dtype=self.dtype), loss.reshape(1).to(device="cpu", dtype=self.loss_dtype))
-        return torch.cat([as_bytes(part.contiguous()) for part in parts])
+        told = as_bytes(loss.reshape(1).to(device="cpu", dtype=self.loss_dtype))
+        return torch.cat([self.gradient_codec.encode(self._flat(gradient)), told])
 
     def unpack_back(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gradient of the payload, and the microbatch's mean loss (a scalar)."""
-        gradient = wire[: self.payload_bytes].view(self.dtype).view(self.payload_shape).to(device)
-        return gradient, wire[self.payload_bytes :].clone().view(self.loss_dtype).reshape(()).to(device)
+        gradient = self._decoded(self.gradient_codec, wire[: self.gradient_bytes], device)
+        return gradient, wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(()).to(device)
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device="cpu", dtype=self.dtype).contiguous().view(-1)
+
+    def _decoded(self, codec: Codec, wire: Tensor, device: torch.device) -> Tensor:
+        return codec.decode(wire, prod(self.payload_shape), self.dtype).view(self.payload_shape).to(device)
 
 
 def phase(task: Task) -> int:

@@ -4,7 +4,6 @@ apart they are later.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,25 +13,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.errors import Diverged
+from isles.comm.collectives.same import same_number, same_text
 from isles.comm.group import Group
 from isles.replicas.flat import FlatParameters
 
 
 def same_settings(group: Group, settings: str) -> None:
     """Diverged, naming the odd worker, unless `settings` is the same text on all."""
-    _compare(
-        group,
-        int.from_bytes(hashlib.sha256(settings.encode()).digest()[:8], "little", signed=True),
-        "its method, settings or model shapes differ; start all workers with the same ones",
-    )
+    same_text(group, settings, "its method, settings or model shapes differ; start all workers with the same ones")
 
 
 def same_weights(group: Group, weights: Sequence[Tensor]) -> None:
     """Diverged, naming the odd worker, unless `weights` are equal to the bit on all."""
     flat = FlatParameters(weights)
     digest = flat.digest(flat.read(flat.new()))
-    _compare(group, digest, "its weights differ after the broadcast; check memory and versions")
+    same_number(group, digest, "its weights differ after the broadcast; check memory and versions")
 
 
 def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
@@ -77,11 +72,3 @@ def replica_std(shares: Sequence[Tensor], group: Group, total: Callable[[Tensor]
         sums = torch.stack([squares, torch.tensor(group.size * flat.numel, dtype=torch.float64)])
     squares, count = total(sums)
     return float(squares / count) ** 0.5 if count else 0.0
-
-
-def _compare(group: Group, value: int, detail: str) -> None:
-    values = [int(theirs) for theirs in group.all_gather(torch.tensor([value]))]
-    usual = Counter(values).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
-    for position, theirs in enumerate(values):
-        if theirs != usual:
-            raise Diverged(group.ranks[position], 0, detail)

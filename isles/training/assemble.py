@@ -64,6 +64,8 @@ def wrapped(
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm, vectors=vectors)
         optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
+        if config.pipeline.lossy:
+            notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
         return optimizer, notices + optimizer.advise(config.run.steps)

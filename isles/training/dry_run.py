@@ -31,6 +31,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
 from isles.network.planner.stages import StagedSteps
+from isles.pipeline.boundaries.scheme import Scheme
 from isles.replicas import method
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
@@ -40,6 +41,7 @@ from isles.training.config.sections import Config
 from isles.training.dry_stages import (
     StagePlan,
     WorkerMemory,
+    compared_workers,
     form,
     most_forwards,
     opening_bytes,
@@ -48,7 +50,7 @@ from isles.training.dry_stages import (
 from isles.training.dry_time import Transfers, transfers
 from isles.training.memory import prepared, refusals, step_seconds
 from isles.training.records.saved import start_file
-from isles.training.staged import planned_cut
+from isles.training.staged import planned_cut, run_scheme
 from isles.training.text import check_vocabulary
 
 _PROBES = 3
@@ -123,7 +125,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         warnings.simplefilter("always")
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
-        pieces, staged = _pieces(config, model)
+        pieces, staged, scheme = _pieces(config, model)
         places = range(len(pieces) * world.inner)  # of one replica; all replicas are alike
         seats = [_seat(config, pieces[place // world.inner], place) for place in places]
         optimizer, notices = seats[0]
@@ -132,7 +134,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]
     outline = max(outlines, key=lambda one: max(one.sent))
-    stages = _stage_plans(config, [seat for seat, _ in seats], pieces, staged)
+    stages = _stage_plans(config, [seat for seat, _ in seats], pieces, staged, scheme)
     memory = max((_memory(config, seat) for seat, _ in seats[:: world.inner]), key=lambda one: one.peak)
     if world.is_simulated:
         seconds: float | None = step_seconds(config)
@@ -153,7 +155,9 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     found = transfers(config, [seat for seat, _ in seats], outline, seconds, staged)
     if world.is_simulated and found is not None and found.seconds is None:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
-    between = [0] * world.workers if staged is None else _between_stages(config, staged)
+    between = [0] * world.workers
+    if staged is not None and scheme is not None:
+        between = _between_stages(config, staged, compared_workers(config, scheme))
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return DryRun(
@@ -181,14 +185,19 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     )
 
 
-def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None]:
-    """What each stage of a replica holds of `model`, and how its steps go; the model itself where it is not cut."""
+def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None, Scheme | None]:
+    """What each stage of a replica holds of `model`, how its steps go, and what crosses between stages; the model
+    itself where it is not cut.
+    """
     if config.pipeline.stages == 1:
-        return [model], None
+        return [model], None, None
     cut = planned_cut(config)
+    scheme = run_scheme(config, cut)
     stages = [Stage(model, piece) for piece in cut.pieces]
+    for stage in stages:
+        scheme.fit(stage)
     asks = bool(config.inner.max_norm) and config.pipeline.clip == "model"
-    return list(stages), staged_steps(config, cut, stages[0], asks_norm=asks)
+    return list(stages), staged_steps(config, cut, scheme, stages[0], asks_norm=asks), scheme
 
 
 def _seat(config: Config, part: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
@@ -208,15 +217,19 @@ def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
 
 
 def _stage_plans(
-    config: Config, seats: Sequence[ReplicaSync], pieces: Sequence[nn.Module], staged: StagedSteps | None
+    config: Config,
+    seats: Sequence[ReplicaSync],
+    pieces: Sequence[nn.Module],
+    staged: StagedSteps | None,
+    scheme: Scheme | None,
 ) -> tuple[StagePlan, ...]:
-    if staged is None:
+    if staged is None or scheme is None:
         return ()
     forwards, sent = most_forwards(staged), staged.sent()
     found = []
     for number, stage in enumerate(pieces):
         assert isinstance(stage, Stage)
-        made, blocks = form(config, stage), stage.piece.blocks
+        made, blocks = form(config, scheme, stage), stage.piece.blocks
         ids = made.sequences * (made.length + 1) * 8
         found.append(
             StagePlan(
@@ -224,16 +237,16 @@ def _stage_plans(
                 parameters=sum(parameter.numel() for parameter in stage.parameters()),
                 memory=_memory(config, seats[number * config.world.inner]),
                 forwards=forwards[number],
-                kept=forwards[number] * (ids + (0 if stage.piece.enters else made.payload_bytes)),
+                kept=forwards[number] * (ids + (0 if stage.piece.enters else made.held_bytes)),
                 bytes_a_step=sent[number * config.world.inner],
             )
         )
     return tuple(found)
 
 
-def _between_stages(config: Config, staged: StagedSteps) -> list[int]:
+def _between_stages(config: Config, staged: StagedSteps, compared: int) -> list[int]:
     """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere."""
-    told = opening_bytes(config.pipeline.stages, config.world.inner)
+    told = opening_bytes(config.pipeline.stages, config.world.inner, compared)
     return [
         told[rank % len(told)] + config.run.steps * nbytes  # every route has as many messages in every step
         for rank, nbytes in enumerate(staged.sent())
@@ -245,6 +258,8 @@ def _of_stages(config: Config) -> list[str]:
     notices = []
     if config.pipeline.order == "arrival":
         notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
+    if config.pipeline.subspace_update:
+        notices.append("the messages that turn the subspace are not counted")
     if config.pipeline.stage_loss:
         notices.append("what lost stages cost, and the messages that mend them, are not counted")
     return notices

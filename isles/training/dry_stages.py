@@ -11,10 +11,13 @@ from isles.network.planner.planned import Tree
 from isles.network.planner.stages import StagedSteps
 from isles.network.routing.routes import Task
 from isles.network.routing.wires import Sizes
+from isles.pipeline.boundaries.scheme import Inside, Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.replicas.schedule import Held
 from isles.training.config.sections import Config
+
+_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +52,19 @@ class StagePlan:
     bytes_a_step: int
 
 
-def form(config: Config, stage: Stage) -> StageForm:
-    """Of the messages between stages."""
+def form(config: Config, scheme: Scheme, stage: Stage) -> StageForm:
+    """Of the messages between stages. stage: fitted to `scheme`."""
     context, vocab = limits(config.model)
     readers = config.world.workers // config.pipeline.stages
     sequences = config.data.batch_size_per_worker(readers)
-    return form_of(stage, config.pipeline.microbatches, batch_size=sequences, context=context, vocab=vocab)
+    return form_of(stage, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
 
 
-def staged_steps(config: Config, cut: Cut, stage: Stage, *, asks_norm: bool) -> StagedSteps:
+def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks_norm: bool) -> StagedSteps:
     """The steps of the run. stage: one of them."""
     replicas, stages, inner = config.replicas_in_all, config.pipeline.stages, config.world.inner
     ways = ways_of(config.pipeline, cut, replicas)
-    made = form(config, stage)
+    made = form(config, scheme, stage)
     assert ways.shares is not None
     return StagedSteps(
         routes=router_of(config.pipeline, replicas, home=cut.home, seed=config.run.seed).routes,
@@ -89,6 +92,14 @@ def most_forwards(staged: StagedSteps) -> list[int]:
     return [most[rank] for rank in staged.columns[0][: staged.stages]]
 
 
-def opening_bytes(stages: int, inner: int) -> list[int]:
-    """By place in a replica: the first stage tells the others whether it has text to judge with."""
-    return [int(Tree(1).sent(stage, stages)) for stage in range(stages) for _ in range(inner)]
+def opening_bytes(stages: int, inner: int, compared: int) -> list[int]:
+    """By place in a replica: the first stage tells the others whether it has text to judge with, and all tell the
+    `compared` workers which subspace they have.
+    """
+    hashes = _HASH_BYTES * (compared - 1) if compared else 0
+    return [int(Tree(1).sent(stage, stages)) + hashes for stage in range(stages) for _ in range(inner)]
+
+
+def compared_workers(config: Config, scheme: Scheme) -> int:
+    """Workers that compare what they have drawn; 0 where nobody does."""
+    return config.world.workers if isinstance(scheme, Inside) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from isles.models.factory import DTYPES
 from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
+from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
 from isles.pipeline.recovery import LossSettings, Recovery
@@ -30,6 +31,9 @@ from isles.replicas.start import same_settings
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
+
+_LINEAR = ("none", "ddp", "localsgd", "postlocal", "fedavg", "diloco", "noloco", "delayed", "eager", "slowmo")
+"""Methods that only scale and add rows, so that those in a subspace stay there."""
 
 
 def planned_cut(config: Config) -> Cut:
@@ -52,14 +56,31 @@ def refuse_stages(config: Config) -> None:
     planned_cut(config)
 
 
-def build_stage(config: Config, cut: Cut, stage: int, rank: int) -> Stage:
-    """Stage `stage`, for worker `rank` of its machine, on its device; the decoder's is allocated and drawn alone."""
+def run_scheme(config: Config, cut: Cut) -> Scheme:
+    """What crosses between the stages of a run, for one worker. ValueError as `Cut.scheme`, or where what replicas
+    exchange would carry weights out of the subspace.
+    """
+    pipeline, codec_name = config.pipeline, str(getattr(config.replicas, "codec", "none"))
+    if pipeline.subspace != "coordinates" and (codec_name != "none" or config.method not in _LINEAR):
+        given = f'replicas.codec = "{codec_name}"' if codec_name != "none" else f'replicas.method = "{config.method}"'
+        raise ValueError(
+            f'pipeline.subspace = "{pipeline.subspace}" with {given}: what replicas exchange would leave the '
+            'subspace, for it does more than scale and add rows; choose subspace = "coordinates"'
+        )
+    return cut.scheme(pipeline, vocab=limits(config.model).vocab, seed=config.run.seed)
+
+
+def build_stage(config: Config, cut: Cut, scheme: Scheme, stage: int, rank: int) -> Stage:
+    """Stage `stage`, for worker `rank` of its machine, on its device, fitted to `scheme`; the decoder's is
+    allocated and drawn alone.
+    """
     device, piece = choose_device(config.model, rank), cut.pieces[stage]
     if config.model.own is None:
         dtype = DTYPES[config.model.dtype]
         made = decoder_stage(config.model.shape(), piece, seed=config.run.seed, device=device, dtype=dtype)
     else:
         made = Stage(_on_host(config.model, config.run.seed), piece).to(device)
+    scheme.fit(made)
     if config.model.compile:
         made.compile()
     return made
@@ -73,7 +94,7 @@ def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery
 
     def drawn(draw: int) -> Mapping[str, Tensor]:
         anew = replace(config, run=replace(config.run, seed=seed + draw))
-        return build_stage(anew, cut, world.place.stage, world.local_rank).state_dict()
+        return build_stage(anew, cut, run_scheme(anew, cut), world.place.stage, world.local_rank).state_dict()
 
     settings = LossSettings(
         chance=pipeline.stage_loss, kind=pipeline.recovery, seed=seed, every=pipeline.recovery_every
@@ -92,13 +113,18 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
         whole = _on_host(config.model, config.run.seed)
     tokens = torch.arange(context, device=next(whole.parameters()).device).remainder(vocab or 2)[None]
     check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
+    scheme = run_scheme(config, cut)
+    scheme.fit(whole)
+    scheme.check(whole, tokens)
     return "the whole model does not fit here: its stages were compared with it by shape alone" if too_large else None
 
 
 class Staged:
     """One worker's stage of a pipelined run, as a `Step`."""
 
-    def __init__(self, config: Config, world: Mesh, cut: Cut, optimizer: ReplicaSync, autocast: Context) -> None:
+    def __init__(
+        self, config: Config, world: Mesh, cut: Cut, scheme: Scheme, optimizer: ReplicaSync, autocast: Context
+    ) -> None:
         context, vocab = limits(config.model)
         self._config, self._world, self._optimizer = config, world, optimizer
         plan = plan_of(config.pipeline)
@@ -111,6 +137,7 @@ class Staged:
             context=context,
             vocab=vocab,
             cut=cut,
+            scheme=scheme,
             quiet=optimizer.no_sync,
             autocast=autocast,
             seed=config.run.seed,
@@ -125,6 +152,12 @@ class Staged:
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         return self._pipeline.step(next(iter(batches), None), self._optimizer.steps + 1)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self._pipeline.turns.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self._pipeline.turns.load_state_dict(state)
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:
         loss = self._pipeline.judge(batches)

@@ -35,6 +35,12 @@ class Step(Protocol):
         of that is in `.grad`, or will be when the optimizer asks for it. None where this worker had a share in none.
         """
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the next steps depend on beside model and optimizer; None: nothing."""
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from `state_dict`."""
+
     def judge(self, batches: Iterable[Tensor]) -> float | None:
         """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that is not told."""
 
@@ -69,6 +75,12 @@ class Whole:
             with nullcontext() if number == self._batches else self._optimizer.no_sync():
                 total += self._backward(tokens)
         return total
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        pass
 
     def judge(self, batches: Iterable[Tensor]) -> float:
         return validation_loss(self._model, batches, self._autocast())

@@ -29,6 +29,7 @@ from isles.data import Corpus
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
+from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import Recovery
 from isles.replicas.loop.outer import OuterSync
@@ -50,6 +51,7 @@ from isles.training.staged import (
     hold_against_whole,
     planned_cut,
     recovery_of,
+    run_scheme,
     told_by_first,
 )
 from isles.training.step import Step, Whole
@@ -69,7 +71,8 @@ class Trainer:
         self.judges = judges and (config.pipeline.routing != "skippipe" or world.place.replica == 0)
         """Whether text was kept for validation, known to all stages; with a plan the first column judges for all."""
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
-        model = self._whole_model() if cut is None else self._stage(cut)
+        scheme = None if cut is None else run_scheme(config, cut)
+        model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
         self.memory = PlannedMemory(config)
         manage = self.memory.manage
         self.optimizer, notices = wrapped(  # or refuses
@@ -90,8 +93,8 @@ class Trainer:
         self.autocast = partial(autocast, config.model, self.device)
         self.model_step: Step = (
             Whole(self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation)
-            if cut is None
-            else Staged(config, world, cut, self.optimizer, self.autocast)
+            if cut is None or scheme is None
+            else Staged(config, world, cut, scheme, self.optimizer, self.autocast)
         )
         self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0
@@ -123,14 +126,14 @@ class Trainer:
             start_weights(model, config.run.start)
         return model
 
-    def _stage(self, cut: Cut) -> Stage:
+    def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
         """This worker's piece of it. The first worker holds all pieces against the whole before anybody trains."""
         world = self.world
         if world.rank == 0:
             notice = hold_against_whole(self.config, cut)
             if notice is not None:
                 world.report({"notice": notice})
-        return build_stage(self.config, cut, world.place.stage, world.local_rank)
+        return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank)
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
@@ -163,6 +166,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recovery": None if self.recovery is None else self.recovery.state_dict(),
+            "step": self.model_step.state_dict(),
             "loader": None if self.text is None else self.text.state_dict(),
             "tokens": self.tokens,
             "losses": torch.stack(self.losses) if self.losses else None,
@@ -187,6 +191,7 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         if self.recovery is not None:
             self.recovery.load_state_dict(state["recovery"])
+        self.model_step.load_state_dict(state["step"])
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]

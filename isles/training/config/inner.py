@@ -69,9 +69,11 @@ def lr_factor(step: int, steps: int, config: InnerConfig) -> float:
 
 def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Optimizer:
     """The configured optimizer over the trainable parameters; no weight decay on vectors (norm gains). usual: what
-    "auto" stands for.
+    "auto" stands for. Full-size weights in a subspace stay there, see `isles.pipeline.rowwise`.
     """
     import torch
+
+    from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -81,8 +83,11 @@ def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw
     groups = [group for group in groups if group["params"]]
     fused = not any(parameter.is_meta for parameter in trained)  # a model without numbers has no kernels
     if inner_kind(config, usual) == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, fused=fused)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+        return settled(torch.optim.SGD(groups, lr=config.lr, fused=fused), model)
+    rows = by_rows(groups, model)
+    if rows is not None:
+        return RowwiseAdamW(rows, lr=config.lr, betas=config.betas)
+    return settled(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused), model)
 
 
 def inner_kind(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Literal["adamw", "sgd"]:

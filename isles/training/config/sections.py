@@ -15,9 +15,11 @@ from isles.data.config import DataConfig
 from isles.errors import unknown_name
 from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
+from isles.models.sizes import Shape
 from isles.network.named import links
 from isles.network.pauses import Pauses
 from isles.network.routing.plan import PipelinePlan
+from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
@@ -243,6 +245,16 @@ class Config:
                 "with world.step_factors who is slower than planned"
             )
 
+    def _check_boundary(self, shape: Shape) -> None:
+        boundary = boundary_name(self.pipeline.boundary)
+        boundary.check_width(shape.d_model)
+        if boundary.is_one_way and shape.tie_embeddings:
+            raise ValueError(
+                f'pipeline.boundary = "{self.pipeline.boundary}" and model.tie_embeddings = true: the stream must come '
+                "home to the head, and what leaves the last stage does not fit through; choose model.tie_embeddings = "
+                'false, or "dct:0.75"'
+            )
+
     def _check_pipeline(self) -> None:
         stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
         if plan is not None:
@@ -265,6 +277,8 @@ class Config:
                 f'pipeline.stage_loss with replicas.method = "{self.method}": what it keeps of a stage would have to '
                 'follow; choose "none" or "ddp"'
             )
+        if self.model.own is None:
+            self._check_boundary(self.model.shape())
         if self.inner.accumulation > 1:
             raise ValueError(
                 f"inner.accumulation = {self.inner.accumulation}: with stages a batch is cut into microbatches anyway; "

@@ -23,7 +23,7 @@ from isles.training.config.inner import inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import State
 from isles.training.records.totals import latest_clock, total_traffic
-from isles.training.staged import planned_cut
+from isles.training.staged import planned_cut, run_scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,18 @@ def holdings(config: Config) -> list[Holding]:
     model = sketch(config.model)
     if config.pipeline.stages == 1:
         return [_holding(config, model)]
-    return [_holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
+    return [_holding(config, _fitted(config, Stage(model, piece))) for piece in planned_cut(config).pieces]
 
 
 def whole_holding(config: Config) -> Holding:
     """Of the whole model."""
-    return _holding(config, sketch(config.model))
+    return _holding(config, _fitted(config, sketch(config.model)))
+
+
+def _fitted(config: Config, model: nn.Module) -> nn.Module:
+    if config.pipeline.boundary != "none":
+        run_scheme(config, planned_cut(config)).fit(model)
+    return model
 
 
 def first_blocks(config: Config) -> list[int]:
@@ -74,6 +80,11 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
+    if config.pipeline.boundary != "none" and stages != config.pipeline.stages:
+        raise ValueError(
+            f'--stages {stages}: with pipeline.boundary = "{config.pipeline.boundary}" the model hangs on where '
+            "it is cut; resume without --stages"
+        )
     if config.pipeline.stage_loss or config.pipeline.routing == "skippipe":
         key = "stage_loss" if config.pipeline.stage_loss else 'routing = "skippipe"'
         raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")

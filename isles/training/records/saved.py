@@ -14,6 +14,7 @@ from isles.models import build, limits
 from isles.models.own import next_token_scores
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.staged import planned_cut, run_scheme
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,19 @@ def start_weights(model: nn.Module, start: str) -> None:
     load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
-def load_run(run: Path, *, trust: bool = False) -> SavedRun:
+def load_run(run: Path, *, trust: bool = False, masked: bool = True) -> SavedRun:
     """The consolidated model of the run directory `run`, ready to be evaluated. trust: import what it names, whoever
-    made it. ValueError where there is none.
+    made it. masked: with the masks of boundary "dct", if it was trained with them. ValueError where there is none, or
+    for masked = False where there are no masks.
     """
     weights = run / "model.safetensors"
     if not weights.is_file():  # said before the configuration is looked for
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {}, [], trust=trust)
     model = build(config.model, seed=config.run.seed)
+    if not masked and not config.pipeline.boundary.startswith("dct:"):
+        raise ValueError(f'{run}: pipeline.boundary = "{config.pipeline.boundary}" has no mask to be judged without')
+    if masked and config.pipeline.boundary != "none":
+        model = run_scheme(config, planned_cut(config)).restored(model)
     load_weights(model, weights, str(run / "config.toml"))
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

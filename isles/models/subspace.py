@@ -1,0 +1,346 @@
+"""Weights that keep the residual stream in a subspace (Protocol Models, arXiv 2506.01260).
+
+    x = table[token] + s,   s in S,   S = span of the basis U (D, K),   U^T U = 1
+
+U and the frozen `table` (V, D) come from one seed and are the same at all workers. S holds because everything that
+writes to the stream writes into S: the embedding, and the last matrix of every branch ("writers"). So K numbers a token
+say all of x where its token is known:
+
+    c = (x - table[token]) U        x = table[token] + c U^T
+
+What writes, in one of three forms, y = x W^T with W (D, in) as nn.Linear holds it, and embedding rows e (D,):
+
+    coordinates   W = U Z,  e = U z:  Z (K, in), z (K,) are the parameters, of any optimizer; nothing can leave S
+    row-wise      W (D, in), e (D,), every gradient projected on S as it arises. AdamW divides entry by entry and so
+                  would leave S: it takes one second moment a row (`isles.pipeline.rowwise`)
+    projected     W (D, in), e (D,): any optimizer, and W <- U U^T W, e <- U U^T e after each of its steps
+
+`fold` makes a plain model of either. What would carry the stream out of S is found by running it (`check_inside`).
+
+Deviations: the table is drawn with the embedding's standard deviation, D^-1/2, where the paper takes 1, so that the
+stream begins as large as a plain decoder's; positions are rotary, so there is no term for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+SubspaceForm = Literal["coordinates", "row-wise", "projected"]
+_INSIDE = 1e-6
+"""Largest share of what a block adds that may lie outside, in float64; norms with a gain are at 0.1."""
+
+
+class Subspace:
+    """basis: U (D, K), orthonormal columns. table: (V, D), frozen, or None for a subspace through zero."""
+
+    def __init__(self, basis: Tensor, table: Tensor | None) -> None:
+        self.basis, self.table = basis, table
+
+    @property
+    def rank(self) -> int:
+        """K."""
+        return self.basis.shape[1]
+
+    @property
+    def checksum(self) -> str:
+        """Equal where basis and table are equal to the bit."""
+        parts = [self.basis] if self.table is None else [self.basis, self.table]
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
+        """(B, T, K) of a stream: what of it lies in S. In float32 or wider, for the table is large beside it."""
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        inside = x_BTD.to(wide) if self.table is None else x_BTD.to(wide) - self.table[tokens_BT].to(wide)
+        return (inside @ self.basis.to(wide)).to(x_BTD.dtype)
+
+    def stream(self, c_BTK: Tensor, tokens_BT: Tensor) -> Tensor:
+        """(B, T, D) of coordinates."""
+        x_BTD = F.linear(c_BTK, self.basis)
+        return x_BTD if self.table is None else x_BTD + self.table[tokens_BT]
+
+    def project(self, columns: Tensor) -> Tensor:
+        """U U^T of (D, n)."""
+        return self.basis @ (self.basis.T @ columns)
+
+    def outside(self, rows: Tensor) -> float:
+        """|r - r U U^T| / |r| of (n, D), in float64; 0 for zeros."""
+        rows, basis = rows.detach().double(), self.basis.double()
+        size = float(rows.norm())
+        return float((rows - rows @ basis @ basis.T).norm()) / size if size else 0.0
+
+
+def drawn_basis(width: int, rank: int, seed: int) -> Tensor:
+    """U (D, K) of `seed`, float64, on the host."""
+    return orthonormal(torch.randn(width, rank, generator=_generator(seed, "basis"), dtype=torch.float64))
+
+
+def drawn_table(vocab: int, width: int, seed: int, like: Tensor) -> Tensor:
+    """The frozen table (V, D) of `seed`, drawn in float32 on the host, in the format and at the place of `like`."""
+    if like.is_meta:
+        return like.new_empty(vocab, width)
+    return torch.empty(vocab, width).normal_(std=width**-0.5, generator=_generator(seed, "table")).to(like)
+
+
+def _generator(seed: int, what: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} subspace {what}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Q (D, K) of `columns` = Q R with a positive diagonal of R: a small change of the columns changes Q a little."""
+    q, r = torch.linalg.qr(columns)
+    signs = torch.sign(r.diagonal())
+    return (q * torch.where(signs == 0, torch.ones_like(signs), signs)).contiguous()  # not as LAPACK lays it out
+
+
+class SubspaceLinear(nn.Linear):
+    """y = x Z^T U^T: a writer by its coordinates; weight: Z (K, in)."""
+
+    def __init__(self, full: nn.Linear, subspace: Subspace) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, None
+        self.subspace = subspace
+        self.weight = _trained(subspace.basis.T @ full.weight.detach())
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(F.linear(input, self.weight), self.subspace.basis)
+
+    def folded(self) -> Tensor:
+        """W (D, in)."""
+        return self.subspace.basis @ self.weight.detach()
+
+
+class SubspaceEmbedding(nn.Embedding):
+    """x = table[token] + z[token] U^T; weight: z (V, K)."""
+
+    def __init__(self, full: nn.Embedding, subspace: Subspace) -> None:
+        nn.Module.__init__(self)
+        _copy_settings(full, self)
+        self.subspace = subspace
+        self.weight = _trained(full.weight.detach() @ subspace.basis)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return self.subspace.stream(super().forward(input), input)
+
+    def folded(self) -> Tensor:
+        """Rows (V, D) of a plain embedding."""
+        return self.subspace.stream(self.weight.detach(), torch.arange(len(self.weight), device=self.weight.device))
+
+
+class InsideLinear(nn.Linear):
+    """y = x W^T with the columns of W (D, in) in S, of full size."""
+
+    mean_axis = 0
+    """Of `weight`: a row of the paper's, which the optimizer may scale only as a whole, runs along it."""
+
+    def __init__(self, full: nn.Linear, subspace: Subspace, form: SubspaceForm) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, None
+        self.subspace, self.form = subspace, form
+        self.weight = _trained(subspace.project(full.weight.detach()))
+        if form == "row-wise":
+            self.weight.register_hook(subspace.project)
+
+    def settle(self) -> None:
+        """Project the weights."""
+        self.weight.copy_(self.subspace.project(self.weight))
+
+    def folded(self) -> Tensor:
+        """W (D, in)."""
+        return self.weight.detach()
+
+
+class InsideEmbedding(nn.Embedding):
+    """x = table[token] + e[token] with the rows of e (V, D) in S, of full size."""
+
+    mean_axis = 1
+
+    def __init__(self, full: nn.Embedding, subspace: Subspace, form: SubspaceForm) -> None:
+        nn.Module.__init__(self)
+        _copy_settings(full, self)
+        self.subspace, self.form = subspace, form
+        self.weight = _trained(subspace.project(full.weight.detach().T).T.contiguous())
+        if form == "row-wise":
+            self.weight.register_hook(lambda gradient: subspace.project(gradient.T).T)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        rows = super().forward(input)
+        return rows if self.subspace.table is None else rows + self.subspace.table[input]
+
+    def settle(self) -> None:
+        """Project the weights."""
+        self.weight.copy_(self.subspace.project(self.weight.T).T)
+
+    def folded(self) -> Tensor:
+        """Rows (V, D) of a plain embedding."""
+        table = self.subspace.table
+        return self.weight.detach() if table is None else self.weight.detach() + table
+
+
+Writer = SubspaceLinear | SubspaceEmbedding | InsideLinear | InsideEmbedding
+
+
+def put_inside(model: nn.Module, subspace: Subspace, inside: Iterable[int], form: SubspaceForm) -> None:
+    """Give the writers of `model`, a decoder or a stage of it, the form `form`, in place: those of the blocks whose
+    numbers are `inside`, and the embedding. Their weights are projected on S. ValueError: see `writers`.
+    """
+    numbers = {str(number) for number in inside}
+    names, entry = writers(model)
+    for number, block in cast(nn.Module, model.blocks).named_children():
+        for name in names if number in numbers else ():
+            full = _checked(block, name)
+            made = SubspaceLinear(full, subspace) if form == "coordinates" else InsideLinear(full, subspace, form)
+            _replace(block, name, made)
+    whole = getattr(model, entry, None)
+    if isinstance(whole, nn.Embedding):  # a stage behind the first has none
+        made = SubspaceEmbedding(whole, subspace) if form == "coordinates" else InsideEmbedding(whole, subspace, form)
+        setattr(model, entry, made)
+
+
+def writers(model: nn.Module) -> tuple[Sequence[str], str]:
+    """The names, within a block, of the modules that write to the stream; and that of the embedding. ValueError for a
+    model that does not name them.
+    """
+    source: Any = model.source if hasattr(model, "source") else model
+    names, entry = getattr(source, "writers", None), getattr(source, "entry", None)
+    if not names or not entry:
+        raise ValueError(
+            f'pipeline.boundary = "subspace": a {type(source).__name__} does not name what writes to its stream; give '
+            'it `writers`, names of nn.Linear in a block such as ("attention.out", "mlp.down"), and `entry`, that of '
+            'its nn.Embedding; or choose "dct"'
+        )
+    return names, entry
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """`model` with plain matrices in place of its writers, in place: the same function."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Writer):
+                setattr(parent, name, _plain(child))
+    return model
+
+
+def held_inside(model: nn.Module) -> Iterator[Writer]:
+    """The writers of `model` that have a form of this module."""
+    return (module for module in model.modules() if isinstance(module, Writer))
+
+
+def most_outside(model: nn.Module) -> float:
+    """The largest share outside S of any writer's weights; see `Subspace.outside`."""
+    found = [0.0]
+    for writer in held_inside(model):
+        weight = writer.folded()
+        if isinstance(writer, nn.Embedding):
+            table = writer.subspace.table
+            found.append(writer.subspace.outside(weight if table is None else weight - table))
+        else:
+            found.append(writer.subspace.outside(weight.T))
+    return max(found)
+
+
+@torch.no_grad()
+def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_BT: Tensor) -> None:
+    """ValueError, naming what does it, where a block numbered in `inside` carries a stream that lies in S out of it:
+    norms behind a writer, dropout, gains. model: a whole one, whose writers are held inside.
+    """
+    generator = torch.Generator().manual_seed(0)
+    wide = Subspace(subspace.basis.double(), None)
+    c = torch.randn(*tokens_BT.shape, subspace.rank, generator=generator, dtype=torch.float64)
+    x = F.linear(c, wide.basis)
+    for number in inside:
+        block = copy.deepcopy(model.blocks[number]).double().train()
+        for writer in held_inside(block):
+            writer.subspace = wide
+
+        def leaves(x: Tensor = x, block: nn.Module = block) -> bool:
+            with torch.random.fork_rng(devices=[]):
+                return wide.outside(model.through(block, x).flatten(0, -2)) > _INSIDE
+
+        if leaves():
+            raise ValueError(
+                f'pipeline.boundary = "subspace": block {number} carries the stream out of the subspace by '
+                f"{_culprit(block, leaves)}; what follows the last matrix of a branch may only scale a token as a "
+                'whole: take it out, or choose "dct:0.75"'
+            )
+
+
+def _culprit(block: nn.Module, leaves: Callable[[], bool]) -> str:
+    """What of `block` does not leave S once it is out of the way."""
+    for path, module in list(block.named_modules()):
+        if path and not isinstance(module, Writer) and _is_culprit(block, path, module, leaves):
+            return f"{path!r} ({type(module).__name__})"
+    for path, parameter in block.named_parameters():
+        before = parameter.clone()
+        for value in (1.0, 0.0):  # a gain, something added
+            parameter.fill_(value)
+            if not leaves():
+                return repr(path)
+        parameter.copy_(before)
+    return "more than one of its modules"
+
+
+def _is_culprit(block: nn.Module, path: str, module: nn.Module, leaves: Callable[[], bool]) -> bool:
+    _replace(block, path, nn.Identity())
+    try:
+        return not leaves()
+    except Exception:  # of the user's model, which cannot do without it
+        return False
+    finally:
+        _replace(block, path, module)
+
+
+def _checked(block: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = block.get_submodule(name)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f'pipeline.boundary = "subspace": {name!r} of a block is no nn.Linear; mend `writers`')
+    if module.bias is not None:
+        raise ValueError(
+            f'pipeline.boundary = "subspace": the bias of {name!r} carries the stream out of the subspace; make it '
+            "with bias=False"
+        )
+    return module
+
+
+def _trained(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.contiguous())
+
+
+def _copy_settings(full: nn.Embedding, to: nn.Embedding) -> None:
+    to.num_embeddings, to.embedding_dim, to.padding_idx = full.num_embeddings, full.embedding_dim, full.padding_idx
+    to.max_norm, to.norm_type = None, full.norm_type
+    to.scale_grad_by_freq, to.sparse = False, False
+
+
+def _plain(writer: Writer) -> nn.Module:
+    kind: Any = nn.Embedding if isinstance(writer, nn.Embedding) else nn.Linear
+    made = kind.__new__(kind)  # without numbers of its own
+    nn.Module.__init__(made)
+    if isinstance(writer, nn.Embedding):
+        _copy_settings(writer, made)
+    else:
+        made.in_features, made.out_features, made.bias = writer.in_features, writer.out_features, None
+    made.weight = _trained(writer.folded())
+    return made
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)

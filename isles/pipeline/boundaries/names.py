@@ -1,0 +1,62 @@
+"""The values of `pipeline.boundary`, read. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BoundaryKind = Literal["none", "subspace", "dct", "bottleneck", "maxout"]
+_EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottleneck:16", "maxout": "maxout:16"}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryName:
+    """rank: numbers a token, of all but "dct", whose sparsity is the share of entries that stay behind."""
+
+    kind: BoundaryKind
+    rank: int = 0
+    sparsity: float = 0.0
+
+    @property
+    def is_one_way(self) -> bool:
+        """The last stage has nothing that would fit through, so that no stream can come home from it."""
+        return self.kind in ("subspace", "bottleneck", "maxout")
+
+    def check_width(self, width: int) -> None:
+        """ValueError where a stream of `width` has no such boundary."""
+        if self.rank > width:
+            raise ValueError(
+                f'pipeline.boundary = "{self.kind}:{self.rank}": the stream is only {width} wide (model.d_model); '
+                f"choose at most {width}"
+            )
+        if self.kind == "maxout" and width % self.rank:
+            raise ValueError(
+                f'pipeline.boundary = "maxout:{self.rank}": {width} is no multiple of {self.rank}; choose a '
+                f"divisor of {width} (model.d_model)"
+            )
+
+
+def boundary_name(text: str) -> BoundaryName:
+    """ValueError, in a line without the section, for anything else than the five."""
+    kind, colon, number = text.partition(":")
+    if kind == "none" and not colon:
+        return BoundaryName("none")
+    if kind not in _EXAMPLES:
+        raise ValueError(f'boundary = "{text}" is not known: choose "none", {_listed()}')
+    try:
+        value = float(number) if kind == "dct" else int(number)
+    except ValueError:
+        raise ValueError(f'boundary = "{text}": write it with a number, such as "{_EXAMPLES[kind]}"') from None
+    if kind == "dct":
+        if not 0 <= value < 1:
+            raise ValueError(
+                f'boundary = "{text}": the sparsity is a share from 0 to below 1, such as "{_EXAMPLES[kind]}"'
+            )
+        return BoundaryName("dct", sparsity=value)
+    if value < 1:
+        raise ValueError(f'boundary = "{text}": choose 1 number a token or more, such as "{_EXAMPLES[kind]}"')
+    return BoundaryName(kind, rank=int(value))  # type: ignore[arg-type]
+
+
+def _listed() -> str:
+    return " or ".join(f'"{example}"' for example in _EXAMPLES.values())

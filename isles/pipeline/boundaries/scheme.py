@@ -1,0 +1,187 @@
+"""What `pipeline.boundary` makes of a model, at every place where one is held.
+
+    a stage, before it trains            fit(stage), then boundary(stage) for its messages
+    the whole model of a finished run    fit(whole), filled with the stages' weights, then unsplit(whole)
+
+`unsplit` gives the function that was trained to one process: a subspace is folded away, masks and learned layers stand
+behind the blocks where the boundaries were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from isles.models.subspace import (
+    Subspace,
+    SubspaceForm,
+    check_inside,
+    drawn_basis,
+    drawn_table,
+    fold,
+    put_inside,
+)
+from isles.pipeline.boundaries.base import Boundary
+from isles.pipeline.boundaries.dct import LargestEntries, entries_kept
+from isles.pipeline.boundaries.grassmann import Drift
+from isles.pipeline.boundaries.learned import Learned, LearnedKind, attach
+from isles.pipeline.boundaries.names import BoundaryName
+from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.subspace import Coordinates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossings:
+    """Where boundaries are. cuts: the first block of each stage after the first; home: the stream also crosses from the
+    last block back to the first stage; width: of the stream; vocab: token ids.
+    """
+
+    cuts: tuple[int, ...]
+    home: bool
+    width: int
+    vocab: int
+
+
+class Scheme:
+    """The stream as it is: nothing to fit, nothing to leave."""
+
+    def __init__(self, place: Crossings) -> None:
+        self.place = place
+
+    def settings(self, stage: Any) -> str | None:
+        """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""
+        return None
+
+    def fit(self, model: nn.Module) -> None:
+        """Give `model`, whole or a stage, what the boundaries want, in place."""
+
+    def check(self, model: nn.Module, tokens_BT: Tensor) -> None:
+        """ValueError, naming the module, where the fitted whole `model` does what the boundaries cannot carry."""
+
+    def boundary(self, stage: Any) -> Boundary:
+        """Of the messages of a fitted stage."""
+        return FullStream(self.place.width)
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        """The fitted whole `model` for one process, in place."""
+        return model
+
+    def restored(self, model: nn.Module) -> nn.Module:
+        """A plain whole `model` made, in place, one that the weights of a finished run fit into and that runs as it."""
+        self.fit(model)
+        return self.unsplit(model)
+
+    @property
+    def _crossed(self) -> list[int]:
+        """The blocks whose output crosses a boundary."""
+        return [cut - 1 for cut in self.place.cuts]
+
+
+class Sparse(Scheme):
+    """Masks: `LargestEntries`."""
+
+    def __init__(self, place: Crossings, sparsity: float) -> None:
+        super().__init__(place)
+        self.kept = entries_kept(place.width, sparsity)
+
+    def boundary(self, stage: Any) -> Boundary:
+        return LargestEntries(self.place.width, self.kept)
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        last = [len(cast(Any, model).blocks) - 1] if self.place.home else []
+        return crossing(model, [*self._crossed, *last], self.boundary(model))
+
+
+class Inside(Scheme):
+    """Weights in a subspace: `Coordinates`. turns: the subspace is to be turned."""
+
+    def __init__(self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
+        super().__init__(place)
+        self.form, self.seed = form, seed
+        self.basis = drawn_basis(place.width, rank, seed)
+        """Of now (D, K), float64, on the host."""
+        self.drift = Drift(place.width) if turns else None
+
+    def settings(self, stage: Any) -> str:
+        return stage.subspace.checksum
+
+    def fit(self, model: Any) -> None:
+        like = next(model.parameters()).detach()
+        model.subspace = Subspace(self.basis.to(like), drawn_table(self.place.vocab, self.place.width, self.seed, like))
+        put_inside(model, model.subspace, range(self.place.cuts[-1]), self.form)
+
+    def turn(self, stage: Any, basis: Tensor) -> None:
+        """Use another basis (D, K) from now on."""
+        self.basis = basis
+        stage.subspace.basis.copy_(basis)
+
+    def check(self, model: Any, tokens_BT: Tensor) -> None:
+        if not tokens_BT.is_meta:
+            check_inside(model, model.subspace, range(self.place.cuts[-1]), tokens_BT)
+
+    def boundary(self, stage: Any) -> Boundary:
+        return Coordinates(stage.subspace, self.drift)
+
+    def restored(self, model: nn.Module) -> nn.Module:
+        return model  # it was folded before it was saved
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        return fold(model)
+
+
+class Layers(Scheme):
+    """Layers around the wire: `Learned`."""
+
+    def __init__(self, place: Crossings, kind: LearnedKind, rank: int, seed: int) -> None:
+        super().__init__(place)
+        self.kind, self.rank, self.seed = kind, rank, seed
+
+    def fit(self, model: nn.Module) -> None:
+        attach(model, self.place.cuts, self.kind, self.place.width, self.rank, self.seed)
+
+    def boundary(self, stage: Any) -> Boundary:
+        blocks = list(stage.blocks)
+        return Learned(self.rank, getattr(blocks[0], "entering", None), getattr(blocks[-1], "leaving", None))
+
+    def unsplit(self, model: nn.Module) -> nn.Module:
+        blocks = cast(Any, model).blocks
+        for block in self._crossed:
+            between = Learned(self.rank, blocks[block + 1].entering, blocks[block].leaving)
+            crossing(model, [block], between)
+        return model
+
+
+def scheme_of(
+    name: BoundaryName, place: Crossings, *, form: SubspaceForm = "coordinates", seed: int = 0, turns: bool = False
+) -> Scheme:
+    """The scheme called `name`. form, turns: of a subspace. ValueError where the stream is too narrow for it."""
+    name.check_width(place.width)
+    if name.kind == "subspace":
+        return Inside(place, name.rank, form, seed, turns=turns)
+    if name.kind == "dct" and name.sparsity:
+        return Sparse(place, name.sparsity)
+    if name.kind in ("bottleneck", "maxout"):
+        return Layers(place, name.kind, name.rank, seed)
+    return Scheme(place)
+
+
+def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.Module:
+    """`model` with what leaves each of `blocks` taken across `boundary`, in place; for boundaries that do without the
+    tokens.
+    """
+
+    def across(module: nn.Module, given: object, x: Tensor) -> Tensor:
+        no_tokens = torch.empty(0, dtype=torch.int64)
+        payload, side = boundary.encode(x, no_tokens)
+        return boundary.decode(payload, side, no_tokens)
+
+    for number in blocks:
+        cast(Any, model).blocks[number].register_forward_hook(across)
+    return model
+
+
+__all__: Sequence[str] = ("Crossings", "Scheme", "crossing", "scheme_of")

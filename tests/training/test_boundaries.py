@@ -1,0 +1,236 @@
+"""Runs with boundaries of few bytes: their bytes, their checkpoints, their one model, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from isles import cli
+from isles.comm.errors import Diverged
+from isles.comm.mesh import Mesh
+from isles.data import Loader, load_corpus
+from isles.models import Decoder
+from isles.models.subspace import most_outside
+from isles.pipeline.boundaries.scheme import Inside
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.dry_run import dry_run
+from isles.training.evaluation import validation_loss
+from isles.training.placement import layout_of
+from isles.training.records.saved import load_run
+from isles.training.running.run import launch
+from isles.training.running.virtual import VirtualWorkers
+from isles.training.trainer import Trainer, train_worker
+from tests.training.runs import Told, run, tiny, write_text
+
+MORE = ["model.layers=4", "model.tie_embeddings=false", "data.batch_size=4", "pipeline.stages=2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt", 8000)
+
+
+def of(text: Path, *more: str, method: str = "diloco", steps: int = 6, workers: int = 4) -> Config:
+    return tiny(text, *MORE, *more, method=method, workers=workers, steps=steps)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["pipeline.boundary=subspace:4"],
+        ["pipeline.boundary=dct:0.7", "model.tie_embeddings=true", "pipeline.routing=random"],
+        ["pipeline.boundary=bottleneck:4", "pipeline.codec=int8", "pipeline.gradient_codec=bf16"],
+    ],
+)
+def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
+    config = of(text, "data.validation_fraction=0", *more)
+    args = (config, None, None, load_corpus(config.data))
+    results = VirtualWorkers(train_worker, 4, config, args).join()
+    assert dry_run(config).bytes_sent == tuple(result["bytes_sent"] for result in results)
+
+
+def trained(world: Mesh, config: Config) -> tuple[float, str]:
+    """Largest share of a writer outside the subspace in all steps, and the subspace's checksum at the end."""
+    trainer = Trainer(config, world.arranged(layout_of(config)))
+    worst = [0.0]
+    for _ in range(config.run.steps):
+        trainer.step()
+        worst.append(most_outside(trainer.model))
+    trainer.optimizer.finish()
+    worst.append(most_outside(trainer.model))
+    stage: Any = trainer.model
+    return max(worst), stage.subspace.checksum
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("diloco", ["replicas.codec=int8"]),
+        ("noloco", ["replicas.codec=int8", "pipeline.routing=random"]),
+        ("noloco", ["pipeline.subspace=row-wise"]),
+        ("diloco", ["pipeline.subspace=projected"]),
+    ],
+)
+def test_replicas_stay_in_their_subspace(text: Path, method: str, more: list[str]) -> None:
+    """2 x 2, float32: with and without replicas' exchanges, weights are as far outside as rounding puts them."""
+    config = of(text, "pipeline.boundary=subspace:4", *more, method=method)
+    alone = of(text, "pipeline.boundary=subspace:4", *[one for one in more if "replicas" not in one], method="none")
+    outside = [max(found[0] for found in VirtualWorkers(trained, 4, one, (one,)).join()) for one in (config, alone)]
+    assert 0 < outside[0] < 1e-6
+    assert outside[0] < 3 * outside[1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["pipeline.boundary=subspace:4", "pipeline.subspace_update=2", "pipeline.subspace_rate=0.2"],
+        ["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"],
+        ["pipeline.boundary=maxout:4"],
+    ],
+)
+def test_a_run_goes_on_to_the_bit(text: Path, tmp_path: Path, more: list[str]) -> None:
+    whole = tmp_path / "whole"
+    told = Told()
+    summary = run(of(text, "run.checkpoint_every=3", *more, method="noloco"), whole, told)
+    part = shutil.copytree(whole, tmp_path / "part")
+    for name in ("summary.json", "model.safetensors"):
+        (part / name).unlink()
+    again = launch(
+        read_config(str(part / "config.toml"), {}, []), part, told.lines.append, told.notices.append, resume=3
+    )
+    assert again["val_loss"] == summary["val_loss"]
+    ours, theirs = load_file(whole / "model.safetensors"), load_file(part / "model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_turned_subspace_is_one_everywhere(text: Path) -> None:
+    turning = of(text, "pipeline.boundary=subspace:4", "pipeline.subspace_update=2", "pipeline.subspace_rate=0.3")
+    still = of(text, "pipeline.boundary=subspace:4")
+    hashes = [{found[1] for found in VirtualWorkers(trained, 4, one, (one,)).join()} for one in (turning, still)]
+    assert [len(one) for one in hashes] == [1, 1]
+    assert hashes[0] != hashes[1]
+
+
+def test_a_worker_that_draws_another_subspace_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Inside.settings
+
+    def drawn_elsewhere(self: Inside, stage: Any) -> str:
+        return settings(self, stage) + ("?" if stage.piece.blocks.start else "")
+
+    monkeypatch.setattr(Inside, "settings", drawn_elsewhere)
+    config = of(text, "pipeline.boundary=subspace:4", workers=2)
+    with pytest.raises(Diverged, match=r"worker 1 .* its subspace is another one"):
+        VirtualWorkers(train_worker, 2, config, (config,)).join()
+
+
+@pytest.mark.parametrize(
+    "boundary", ["subspace:4", "dct:0.7", "bottleneck:4", "dct:0.7 tied", "subspace:4 turned", "maxout:8"]
+)
+def test_the_one_model_is_what_the_stages_computed(text: Path, tmp_path: Path, boundary: str) -> None:
+    """Of one replica: its loss in stages, that of the model put together, and that of the run read back."""
+    name, _, how = boundary.partition(" ")
+    more = {"tied": ["model.tie_embeddings=true"], "turned": ["pipeline.subspace_update=2"]}.get(how, [])
+    told = Told()
+    summary = run(of(text, f"pipeline.boundary={name}", *more, method="none", workers=2), tmp_path / "run", told)
+    assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-5)
+    saved = load_run(tmp_path / "run")
+    batches = list(Loader(load_corpus(saved.config.data), saved.config.data, context=16).validation_batches())
+    assert validation_loss(saved.model, batches, nullcontext()) == pytest.approx(summary["val_loss"], abs=1e-6)
+    assert (f'lossy between stages: pipeline.boundary = "{name}"' in told.notices) == ("subspace" not in name)
+    if name.startswith("subspace"):
+        plain = Decoder(saved.config.model.shape())
+        plain.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+        assert validation_loss(plain, batches, nullcontext()) == pytest.approx(summary["val_loss"], abs=1e-6)
+    if name.startswith("dct"):
+        bare = load_run(tmp_path / "run", masked=False)
+        assert abs(validation_loss(bare.model, batches, nullcontext()) - summary["val_loss"]) > 1e-3
+
+
+class Unnamed(nn.Module):
+    """A model in pieces that does not name its writers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def enter(self, tokens_BT: Any) -> Any:
+        """As `Cuttable`."""
+        return self.table(tokens_BT)
+
+    def through(self, block: nn.Module, x_BTD: Any) -> Any:
+        """As `Cuttable`."""
+        return x_BTD + block(x_BTD)
+
+    def leave(self, x_BTD: Any) -> Any:
+        """As `Cuttable`."""
+        return self.head(x_BTD)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["pipeline.boundary=subspace:17"], ['pipeline.boundary = "subspace:17"', "only 16 wide", "at most 16"]),
+        (["pipeline.boundary=subspace:0"], ['pipeline.boundary = "subspace:0"', "1 number a token or more"]),
+        (["pipeline.boundary=subspace"], ['pipeline.boundary = "subspace"', 'such as "subspace:16"']),
+        (["pipeline.boundary=topk:4"], ['pipeline.boundary = "topk:4" is not known', '"dct:0.75"']),
+        (["pipeline.boundary=dct:1.0"], ['pipeline.boundary = "dct:1.0"', "a share from 0 to below 1"]),
+        (["pipeline.boundary=dct:-0.1"], ['pipeline.boundary = "dct:-0.1"', "a share from 0 to below 1"]),
+        (["pipeline.boundary=dct:nan"], ['pipeline.boundary = "dct:nan"', "a share from 0 to below 1"]),
+        (["pipeline.boundary=maxout:3"], ['pipeline.boundary = "maxout:3"', "divisor of 16"]),
+        (["pipeline.boundary=subspace:4", "model.tie_embeddings=true"], ["tie_embeddings = false", "subspace:4"]),
+        (["pipeline.boundary=bottleneck:4", "pipeline.loss_at=origin"], ["bottleneck:4", "at the origin", "dct:0.75"]),
+        (["pipeline.codec=int4"], ["pipeline.codec", "int8"]),
+        (["pipeline.subspace=row-wise"], ["pipeline.subspace = 'row-wise'", "subspace:16"]),
+        (["pipeline.boundary=subspace:4", "pipeline.subspace_rate=0.2"], ["pipeline.subspace_rate", "subspace_update"]),
+        (
+            ["pipeline.boundary=subspace:4", "pipeline.subspace=projected", "pipeline.subspace_update=5"],
+            ["pipeline.subspace_update = 5", 'subspace = "coordinates"'],
+        ),
+        (
+            ["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", "replicas.codec=int8"],
+            ['replicas.codec = "int8"', 'subspace = "coordinates"'],
+        ),
+        (["pipeline.stages=1", "pipeline.boundary=dct:0.5"], ["pipeline.boundary", "several stages only"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    text: Path, more: list[str], words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [f"data.path={text}", "world.backend=virtual", *SHAPE, *MORE, *more]
+    arguments = [part for one in settings for part in ("--set", one)]
+    monkeypatch.setattr("sys.argv", ["isles", "train", "--dry-run", "--method", "diloco", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith("isles: ") and error.count("\n") == 1
+    assert all(word in error for word in words), error
+
+
+SHAPE = ["model.d_model=16", "model.heads=2", "model.ffn=24", "model.context=16"]
+
+
+def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
+    factory = ["model.factory=tests.training.test_boundaries:Unnamed", "model.vocab=256", "model.context=16"]
+    settings = [f"data.path={text}", "pipeline.stages=2", "pipeline.boundary=subspace:4", *factory]
+    config = read_config(None, {"replicas.method": "none", "world.workers": 2}, settings)
+    with pytest.raises(ValueError, match="Unnamed does not name what writes to its stream"):
+        dry_run(config)
+
+
+def test_stages_stay_where_a_boundary_was_trained(text: Path, tmp_path: Path) -> None:
+    from isles.training.records.regroup import prepare
+
+    run(of(text, "pipeline.boundary=dct:0.7", "run.checkpoint_every=3"), tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(ValueError, match="resume without --stages"):
+        prepare(tmp_path / "run", None, 4)
