@@ -63,6 +63,8 @@ def met(
         tell = _nobody  # torchrun starts all at once: they come before a word about it is read
     node_group = _meet(node_spec, description, out, world.join_deadline, tell)
     tell(_OPEN)
+    for link in node_group.links.values():
+        link.patience(world.silence)
     try:
         if node_spec.node == 0:
             node_group.facts.update(

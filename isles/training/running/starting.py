@@ -22,7 +22,14 @@ def deadlines(config: Config) -> Deadlines:
     who cannot go on alone waits for it however long it stays away.
     """
     world = config.world
-    own = Deadlines(outer=world.outer_deadline, pipeline=world.pipeline_deadline, slowest_link=world.slowest_link)
+    own = Deadlines(
+        outer=world.outer_deadline,
+        eval=world.eval_deadline,
+        pipeline=world.pipeline_deadline,
+        slowest_link=world.slowest_link,
+        join=world.join_deadline,
+        silence=world.silence,
+    )
     plan = plan_of(config.pipeline)
     if plan is not None:
         waits = {name: max(own.of(name), longest_wait(plan)) for name in ("inner", "outer", "pipeline")}
