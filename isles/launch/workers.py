@@ -153,6 +153,8 @@ class Workers:
         if rank not in self._waiting:
             return None
         self._waiting.remove(rank)
+        if rank in self._joining and kind == "error":  # then nobody meets any more
+            self._meet_by = min(self._meet_by, time.monotonic() + _GRACE)
         self._joining.discard(rank)
         self._results[rank] = value
         if kind == "done":
@@ -164,8 +166,9 @@ class Workers:
         """Those who are alive but have not met the others in time."""
         if not self._joining or time.monotonic() < self._meet_by:
             return []
-        others = "" if len(self._joining) == self.workers else " but others have"
-        why = f"it has not met the other workers within {self._join:g} s{others}: raise world.join_deadline"
+        why = f"it has not met the other workers within {self._join:g} s: raise world.join_deadline"
+        if self.failures:
+            why = f"it has not met the other workers, for worker {self.failures[0]} is lost"
         return [(rank, "error", WorkerFailed(rank, why)) for rank in sorted(self._joining)]
 
     def _pass_on_counts(self) -> None:
