@@ -154,7 +154,7 @@ class Workers:
             return None
         self._waiting.remove(rank)
         if rank in self._joining and kind == "error":  # then nobody meets any more
-            self._meet_by = min(self._meet_by, time.monotonic() + _GRACE)
+            self._meet_by = min(self._meet_by, time.monotonic() + _KNOWN)
         self._joining.discard(rank)
         self._results[rank] = value
         if kind == "done":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -42,3 +43,20 @@ def ends_solo(world: Mesh, moment: str, signal_number: int) -> tuple[float, floa
     spread = optimizer.replica_std()
     optimizer.consolidate()
     return spread, float(weights(model).double().sum()), optimizer.survivors().size
+
+
+class Stands(isles.NoSync):
+    """Worker 1 stands still in its third step."""
+
+    def after_inner_step(self) -> None:
+        while self.steps == 3 and self.group.rank == 1:
+            time.sleep(1.0)
+
+
+class Asked(isles.NoSync):
+    """Worker 1 is asked to end in its fifth step."""
+
+    def after_inner_step(self) -> None:
+        if self.steps == 5 and self.group.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)

@@ -22,7 +22,7 @@ from isles.replicas.parts.interfaces import Composition
 
 T = TypeVar("T")
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
-MISSES = 3  # deadlines in succession after which a partner counts as lost
+MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
 
 
@@ -133,8 +133,8 @@ class Courier:
         return not exchange.failed
 
     def together(self, collective: Callable[[Group], T]) -> T:
-        """What `collective` returns over the workers that are left; it is one collective, or none. All who are left call
-        this together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
+        """What `collective` returns over the workers that are left; it is one collective, or none. All of them call it
+        together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
         without them: nobody keeps a result that another could not have.
         """
         while True:

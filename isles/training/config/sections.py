@@ -193,6 +193,10 @@ class RunConfig:
     """Steps between checkpoints (0: only when interrupted)."""
     keep_checkpoints: int = 2
     """How many of the newest stay (0: all; with several machines at least two, so that all have one in common)."""
+    grace: float = 25.0
+    """Seconds after SIGTERM or SIGHUP in which the workers agree on a step and save before they are ended; spot markets
+    give 30 to 120.
+    """
     loggers: tuple[str, ...] = ()
     """Tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb (offline): ["tensorboard", "wandb"];
     each is an extra of this package.
@@ -205,6 +209,8 @@ class RunConfig:
         for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
+        if not 0 < self.grace < math.inf:
+            raise ValueError(f"grace = {self.grace}: choose a positive number of seconds")
         for name in self.loggers:
             if name not in _LOGGERS:
                 raise ValueError(unknown_name("loggers", name, _LOGGERS))

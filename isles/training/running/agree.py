@@ -72,7 +72,8 @@ def met(
             )
         yield node_group
     except KeyboardInterrupt as error:
-        node_group.part(None if hasattr(error, "step") else error)  # None: all have stopped together
+        together = getattr(error, "late", 0.0) is None  # all have stopped after a common step
+        node_group.part(None if together else error)
         raise
     except BaseException as error:
         node_group.part(error)
