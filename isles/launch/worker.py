@@ -164,7 +164,7 @@ def _watch_launcher(
         elif message == "close":
             closing.set()
         elif message[0] == "lost":
-            life.lose(message[1], "it gives no sign of life any more")
+            life.lose(message[1], "its launcher counts it as lost")
         elif message[0] == "moved":
             life.tell(message[1])
         else:
