@@ -84,6 +84,7 @@ def _started(rank: int) -> PipeHandle:
 def _live(launcher: Connection) -> None:
     """One world after the other, until the test process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by which multiprocessing ends it
     while True:
         try:
             spec, worker, args = launcher.recv()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from isles.cli.signals import end_in_order
 
 
 def compare(
@@ -26,6 +26,6 @@ def compare(
     """Train with each method and each seed, one after another, and print how they did."""
     from isles.cli.several import names, read_all, run_all, seeds_of, show
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_in_order()
     flags = {"world.workers": workers, "run.steps": steps}
     show(*run_all(read_all(config, names(methods, "--methods"), seeds_of(seeds), flags, set_ or []), out, "compare"))

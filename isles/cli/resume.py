@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.options import Trust
+from isles.cli.signals import end_in_order
 from isles.cli.train import Node, Nodes, Rendezvous, TokenText
 from isles.cli.train import run as run_with_progress
 
@@ -39,7 +39,7 @@ def resume(
     from isles.training.running.server import start_server
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_in_order()
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
     if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):

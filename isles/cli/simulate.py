@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json as json_module
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from isles.cli.signals import end_in_order
 
 
 def simulate(
@@ -35,7 +35,7 @@ def simulate(
     from isles.cli.several import names, read_all, run_all, seeds_of, show
     from isles.training.config.reading import read_config
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_in_order()
     flags = {"world.backend": "virtual", "world.links": links, "world.workers": workers, "run.steps": steps}
     own = read_config(config, flags, set_ or [], shared=methods is not None)
     if own.world.backend != "virtual":

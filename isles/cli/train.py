@@ -5,7 +5,6 @@ path.
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -17,6 +16,7 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.options import Trust
+from isles.cli.signals import end_in_order
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -74,7 +74,7 @@ def train(
         if config is not None:
             raise ValueError(f"--preset {preset} stands where {config} does: give one of the two")
         config = str(preset_file(preset))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the workers on the way out
+    end_in_order()
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
     tables = gather(config, flags, set_ or [], trust=trust)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:

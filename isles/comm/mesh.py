@@ -157,6 +157,8 @@ def init(*, deadlines: Deadlines | None = None) -> Mesh:
 def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
     transport = current()
+    if isinstance(transport, DistributedTransport):
+        deadlines = transport.waits(deadlines or Deadlines())
     return arrange(
         transport,
         outer=outer,

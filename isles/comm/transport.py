@@ -85,6 +85,9 @@ class Deadlines:
     validation takes minutes on the slowest worker. control: raise it if workers start, compile or end minutes apart.
     slowest_link: bits per second; a transfer of so many bytes that such a link would be busy with them for long gets
     five times that long. Lower it if big models meet slow links and a live peer is reported as late.
+    join: until all workers have met; raise it if they start minutes apart. silence: without a sign of life of a worker
+    (each gives one every 2 s, whatever it computes or waits for) until it counts as lost; raise it to ride out longer
+    cuts of a line.
     """
 
     control: float = 120.0
@@ -93,6 +96,8 @@ class Deadlines:
     eval: float = 600.0
     pipeline: float = 75.0
     slowest_link: float = 10e6
+    join: float = 300.0
+    silence: float = 60.0
 
     def of(self, channel: Channel, nbytes: int = 0) -> float:
         """The deadline of a transfer on `channel` in which this worker sends `nbytes`, seconds."""

@@ -146,7 +146,8 @@ def _serve(task: ExpertTask, pipe: Connection) -> None:
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()
     message: tuple[str, Any] = ("done", None)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server that it was forked from
+        blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # in the server that it was forked from
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         progress = _Relayed(pipe)
         with warnings_told(lambda event: progress.notice(event["notice"])):
             task.work(progress)

@@ -1,6 +1,6 @@
 """A link: messages over one connection between two machines, with signs of life.
 
-A link that is silent for `SILENCE` seconds counts as lost: the other side's program was killed, its machine went down,
+A link that is silent for too long counts as lost: the other side's program was killed, its machine went down,
 or the connection was cut. It lives in the loop's thread (`loop`); its methods are for any one other thread.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -18,14 +19,15 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from isles.comm.errors import CommError
+from isles.comm.tcp import seen, try_soon
 from isles.launch import loop
+from isles.launch.beats import BEAT, Silence
 from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, BadFrame, length_of, message_of, packed
 
-SILENCE = 10.0  # seconds without a sign of life until the other side counts as lost
-_BEAT = 2.0  # seconds between signs of life
+SILENCE = 10.0  # seconds without a sign of life until the other side counts as lost, while the machines meet
+_BEAT = BEAT
 _HELD = 2 * LONGEST  # bytes that have come and wait to be taken; the other side waits meanwhile
 _FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
-_STOOD = 2.0  # seconds without a look, after which silence counts from the next one: this side may have stood still
 
 
 class LinkLost(CommError):
@@ -45,7 +47,8 @@ class Link:
         self._bytes = 0
         self._changing = threading.Lock()
         self._lost: LinkLost | None = None
-        self._heard = self._looked = time.monotonic()
+        self.silence = Silence(SILENCE)
+        self._socket = _socket(writer)
         self._awake, self._wakes = socket.socketpair()
         self._awake.setblocking(False)
         self._wakes.setblocking(False)
@@ -64,6 +67,12 @@ class Link:
 
         loop.run(begin())
 
+    def patience(self, silence: float) -> None:
+        """From now on the other side counts as lost after `silence` seconds without a sign of life."""
+        self.silence = Silence(silence)
+        if self._socket is not None:
+            try_soon(self._socket, silence)
+
     def send(self, message: Any) -> None:
         """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
         loop.run(self._send(packed(message)))
@@ -73,10 +82,7 @@ class Link:
         with contextlib.suppress(BlockingIOError):
             while self._awake.recv(4096):
                 pass
-        now = time.monotonic()
-        if now - self._looked > _STOOD:
-            self._heard = now
-        self._looked = now
+        silent = self.silence.over(self._again())
         lost = self._lost  # before the look: nothing comes after it
         with self._changing:
             messages = [message for _, message in self._inbox]
@@ -88,8 +94,8 @@ class Link:
                 self._wake()
         elif lost is not None:
             raise lost
-        elif now - self._heard > SILENCE:
-            raise LinkLost(f"no sign of life for {SILENCE:g} s")
+        elif silent and not self._inbox:
+            raise LinkLost(f"no sign of life for {self.silence.limit:g} s")
         return messages
 
     def next(self) -> Any:
@@ -133,7 +139,7 @@ class Link:
             raise self._lost
         try:
             self._writer.write(data)
-            async with asyncio.timeout(SILENCE):
+            async with asyncio.timeout(self.silence.limit):
                 await self._writer.drain()
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError; RuntimeError: TLS was ended
             raise LinkLost(reason(error)) from error
@@ -142,7 +148,7 @@ class Link:
         try:
             while True:
                 length = length_of(await self._reader.readexactly(HEAD.size), self._longest)
-                self._heard = time.monotonic()
+                self.silence.heard()
                 body = await self._body(length)
                 if body:
                     self._keep(message_of(body), length)
@@ -161,10 +167,15 @@ class Link:
             piece = await self._reader.read(min(length, 1 << 16))
             if not piece:
                 raise asyncio.IncompleteReadError(b"", length)
-            self._heard = time.monotonic()
+            self.silence.heard()
             pieces.append(piece)
             length -= len(piece)
         return b"".join(pieces)
+
+    def _again(self) -> float:
+        """Seconds until the kernel tries once more, where the other side does not acknowledge; else 0."""
+        look = None if self._socket is None else seen(self._socket)
+        return 0.0 if look is None else look.again
 
     def _keep(self, message: Any, length: int) -> None:
         with self._changing:
@@ -234,6 +245,12 @@ def ends(writer: asyncio.StreamWriter) -> tuple[str, str]:
     return here, there
 
 
+def _socket(writer: asyncio.StreamWriter) -> socket.socket | None:
+    """The connection itself; its descriptor is closed by asyncio."""
+    own = writer.get_extra_info("socket")
+    return None if own is None else own._sock
+
+
 def plain(address: str) -> str:
     """An IPv4 address that an IPv6 socket saw, as people write it."""
     return address.removeprefix("::ffff:")
@@ -245,6 +262,8 @@ def reason(error: BaseException, seconds: float | None = None) -> str:
         return str(error)
     if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError | RuntimeError):
         return "it closed the connection"
+    if isinstance(error, TimeoutError) and error.errno == errno.ETIMEDOUT:
+        return "nothing reaches it any more (the kernel gave the connection up)"
     if isinstance(error, TimeoutError):
         return f"no answer within {SILENCE if seconds is None else seconds:g} s"
     if isinstance(error, socket.gaierror):

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
+from isles.comm.transport import Deadlines
+from isles.launch.beats import Silence
 from isles.launch.worker import WorkerSpec, serve
 
 WorkerMessage = tuple[int, str, Any]
-"""(rank, "event" | "held" | "done" | "error", value); rank -1 with "interrupt": somebody wants the run to stop."""
+"""(rank, "joined" | "beat" | "event" | "held" | "done" | "error" | "interrupt", value); the last: please stop."""
 
 
 class WorkerHandle(Protocol):
@@ -46,11 +48,18 @@ class PipeHandle:
     """The worker of rank `rank`, a process of this machine (None: this process itself, under torchrun)."""
 
     def __init__(
-        self, rank: int, pipe: Connection, process: BaseProcess | None = None, log: Path | None = None
+        self,
+        rank: int,
+        pipe: Connection,
+        process: BaseProcess | None = None,
+        log: Path | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self.ranks: tuple[int, ...] = (rank,)
         self.lost = False
         self.pipe, self.process, self.log = pipe, process, log
+        waits = deadlines or Deadlines()
+        self._silence = Silence(waits.silence, first=waits.join)
 
     def fileno(self) -> int:
         return self.pipe.fileno()
@@ -58,9 +67,12 @@ class PipeHandle:
     def read(self) -> list[WorkerMessage]:
         (rank,) = self.ranks
         try:
-            if self.lost or not self.pipe.poll():
+            if self.lost:
                 return []
+            if not self.pipe.poll():
+                return self._silent()
             kind, value = self.pipe.recv()
+            self._silence.heard()
         except (EOFError, OSError):
             self.lost = True
             kind, value = "error", WorkerFailed(rank, self._how_it_ended())
@@ -71,6 +83,17 @@ class PipeHandle:
     def tell(self, command: Any) -> None:
         with contextlib.suppress(OSError):
             self.pipe.send(command)
+
+    def _silent(self) -> list[WorkerMessage]:
+        """A process that gives no sign of life is ended, so that whoever waits for it hears of it at once."""
+        if not self._silence.over():
+            return []
+        self.lost = True
+        if self.process is not None:
+            self.process.kill()  # also ends one that is stopped
+        why = f"no sign of life for {self._silence.limit:g} s: its process is stopped or its machine frozen"
+        (rank,) = self.ranks
+        return [(rank, "error", WorkerFailed(rank, why))]
 
     def _how_it_ended(self) -> str:
         if self.process is None:
@@ -98,7 +121,7 @@ class WorkerProcesses:
             )
             process.start()
             theirs.close()
-            self.handles.append(PipeHandle(spec.rank, ours, process, spec.log))
+            self.handles.append(PipeHandle(spec.rank, ours, process, spec.log, spec.deadlines))
         self.processes = [handle.process for handle in self.handles if handle.process is not None]
 
     def end(self, patience: float) -> None:

@@ -2,9 +2,9 @@
 
 node k's workers  <--pipes-->  node k's launcher, `RemoteWorkers`  <--a link-->  a `NodeHandle` of node 0's `Workers`
 
-    up      [rank, "event" | "held" | "done" | "error", value]    of a worker
-            [-1, "interrupt", None]    Ctrl-C on node k            [-1, "leaving", error]    it ends early, and why
-    down    "hold" | ["stop", step] | "close"                      commands for every worker
+    up      [rank, "joined" | "beat" | "event" | "held" | "done" | "error", value]    of a worker
+            [-1, "interrupt", None]    Ctrl-C on node k    [-1, "leaving", error]    it ends early, and why
+    down    "hold" | ["stop", step] | ["lost", rank] | ["moved", counts] | "close"    commands for every worker
             {"command": ...}                                       a command for the launcher itself
             {"over": error | None}                                 after "close": how the run ended
 """
@@ -20,15 +20,17 @@ from typing_extensions import override
 
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
 from isles.errors import printable
-from isles.launch.fields import Unfit
+from isles.launch.fields import Unfit, integer
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses
 from isles.launch.worker import WorkerSpec
 
 _GLANCE = 0.2  # seconds between looks at the link
-_WORKERS = ("event", "held", "done", "error")  # what a launcher passes on, and what it says itself
+_WORKERS = ("joined", "beat", "event", "held", "done", "error")  # what a launcher passes on, and what it says itself
 _LAUNCHERS = ("interrupt", "leaving")
+_SIGNS = ("joined", "beat")
+_COUNT = 1 << 63
 _ERRORS = ("error", "leaving")
 MessageCheck = Callable[[str, Any, Container[int]], Any]
 """(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises
@@ -48,8 +50,12 @@ def order(command: Any) -> Any:
         return None
     if command in ("hold", "close"):
         return command
-    if isinstance(command, list) and len(command) == 2 and command[0] == "stop" and type(command[1]) is int:
-        return "stop", command[1]
+    if isinstance(command, list) and len(command) == 2:
+        what, value = command
+        if what in ("stop", "lost") and type(value) is int:
+            return what, value
+        if what == "moved" and isinstance(value, list) and all(type(count) is int for count in value):
+            return what, value
     raise LinkLost("what it sends is not what isles sends")
 
 
@@ -92,6 +98,8 @@ class NodeHandle:
                 raise Unfit("a message of no kind that isles has")
             if rank not in (-1, *self.ranks):
                 raise Unfit(f"worker {rank} is none of its")
+            if kind in _SIGNS:
+                return rank, kind, integer({kind: value or 0}, kind, 0, _COUNT)
             return rank, kind, from_plain(value) if kind in _ERRORS else self._check(kind, value, self.ranks)
         except (TypeError, ValueError) as error:
             why = f": {printable(str(error))}" if isinstance(error, Unfit) else ""
@@ -148,7 +156,10 @@ class RemoteWorkers:
                             on_event(value)
                         elif kind == "done":
                             results[rank] = value
-                        self._pass_on(rank, kind, value)
+                        if kind == "interrupt":
+                            self._stop_wanted = True
+                        else:
+                            self._pass_on(rank, kind, value)
                     if self._obey(on_command):
                         patience = 10.0
                         break

@@ -2,7 +2,10 @@
 
 launcher                            worker
 "hold" | ("stop", step) | "close"   ----->   heard by a thread of its own; it ends the process when the launcher goes
+("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.life`
+                                    <-----   ("joined", None) when all have met; ("beat", bytes moved) every two seconds
                                     <-----   ("event", value) | ("held", step) | ("done", result) | ("error", exception)
+                                    <-----   ("interrupt", None): somebody asked this process to end (SIGTERM)
 
 The worker stays after its result until "close": it closes its connections only when nobody needs them any more. After
 an error it goes at once, so that the others notice.
@@ -27,9 +30,11 @@ import torch.distributed as dist
 
 from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
+from isles.comm.gloo.life import Life
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.stopping import StopControl
 from isles.comm.transport import Deadlines
+from isles.launch.beats import begin_pulse
 from isles.launch.store import join_store
 
 
@@ -67,11 +72,15 @@ class WorkerSpec:
 
 def serve(spec: WorkerSpec, launcher: LauncherConnection, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The life of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the launcher decides what Ctrl-C means, or a closed terminal
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the server that it was forked from
     if spec.log is not None:
         _print_into(spec.log)
 
-    if not attend(spec, launcher, lambda: join_store(spec.host, spec.port), worker, args):
+    if not attend(spec, launcher, lambda: join_store(spec.host, spec.port), worker, args, asked):
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
     mesh.leave()
 
@@ -82,24 +91,28 @@ def attend(
     store: Callable[[], dist.Store],
     worker: Callable[..., Any],
     args: tuple[Any, ...],
+    asked: threading.Event | None = None,
 ) -> bool:
     """Join, run `worker(world, *args)`, tell the launcher how it went, and wait until it closes. Whether it went well;
-    the caller then leaves the mesh.
+    the caller then leaves the mesh. asked: set where somebody asks this process to end.
     """
     torch.set_num_threads(spec.threads)
     if spec.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)  # the host's name need not resolve
     closing, stop_control, sending = threading.Event(), StopControl(), threading.Lock()
+    life = Life((spec.deadlines or Deadlines()).silence)
 
     def send(message: tuple[str, Any]) -> None:
         with sending:  # the watcher answers while the worker reports
             launcher.send(message)
 
-    watch = threading.Thread(target=_watch_launcher, args=(launcher, send, closing, stop_control), daemon=True)
+    watch = threading.Thread(target=_watch_launcher, args=(launcher, send, closing, stop_control, life), daemon=True)
     watch.start()  # also while it joins
+    begin_pulse(send, closing, life.moved, asked or threading.Event())
     try:
-        transport = DistributedTransport.join(dist.PrefixStore("isles", store()), spec.rank, spec.size)
+        transport = DistributedTransport.join(dist.PrefixStore("isles", store()), spec.rank, spec.size, life)
         mesh.enter(transport, spec.local_rank)
+        send(("joined", None))
         world = replace(
             mesh.init(deadlines=spec.deadlines),
             report=lambda event: send(("event", event)),
@@ -138,6 +151,7 @@ def _watch_launcher(
     send: Callable[[tuple[str, Any]], None],
     closing: threading.Event,
     stop_control: StopControl,
+    life: Life,
 ) -> None:
     """Do as the launcher says; end this process when the launcher is gone."""
     while not closing.is_set():
@@ -149,6 +163,10 @@ def _watch_launcher(
             send(("held", stop_control.hold()))
         elif message == "close":
             closing.set()
+        elif message[0] == "lost":
+            life.lose(message[1], "its launcher counts it as lost")
+        elif message[0] == "moved":
+            life.tell(message[1])
         else:
             stop_control.stop_after(message[1])
 

@@ -19,8 +19,9 @@ from typing import Any, cast
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed, is_cause
 from isles.comm.transport import Deadlines
+from isles.launch.beats import BEAT
 from isles.launch.nodes import NodeGroup
-from isles.launch.processes import WorkerHandle, WorkerProcesses
+from isles.launch.processes import WorkerHandle, WorkerMessage, WorkerProcesses
 from isles.launch.relay import MessageCheck, NodeHandle, ProcessHandle, anything
 from isles.launch.store import open_store
 from isles.launch.worker import WorkerSpec
@@ -61,12 +62,30 @@ def raise_first(results: Sequence[Any], failures: Sequence[int]) -> None:
 
 
 class Workers:
-    """All workers of a run, through their handles; this is where a run is decided on. See `LocalWorkers`."""
+    """All workers of a run, through their handles; this is where a run is decided on. See `LocalWorkers`.
 
-    def __init__(self, workers: int, handles: Sequence[WorkerHandle], end: Callable[[float], None]) -> None:
+    deadlines: how long they may take to meet.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        handles: Sequence[WorkerHandle],
+        end: Callable[[float], None],
+        deadlines: Deadlines | None = None,
+    ) -> None:
         self.workers, self._handles, self._end = workers, handles, end
         self.failures: list[int] = []  # ranks in the order in which they failed
+        self._results: list[Any] = [None] * workers
+        self._waiting = set(range(workers))
+        self._joining = set(range(workers))
+        self._join = (deadlines or Deadlines()).join
+        self._meet_by = time.monotonic() + self._join
+        self._moved = [0] * workers  # by rank, the bytes that each says to have moved
+        self._told_moved, self._told_at = list(self._moved), time.monotonic()
         self._stop_wanted = False
+        self._bounds: dict[int, int] | None = None  # by rank, how far those asked to hold may have come
+        self._settled = False  # whether the step to stop after has been named
 
     def stop(self) -> None:
         """Ask all workers to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
@@ -80,63 +99,109 @@ class Workers:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 
         on_event: called here with everything that a worker passes to `world.report`, as it comes. on_failure: told of
-        each worker that failed, as soon as it has; the others then go on to their own end. Without it they are ended
-        within seconds.
+        each worker that failed, as soon as it has; the others are told too, and then go on to their own end. Without it
+        they are ended within seconds.
         """
-        results: list[Any] = [None] * self.workers
-        waiting = set(range(self.workers))
-        ends_at: float | None = None
-        bounds: dict[int, int] | None = None  # by rank, how far those asked to hold may have come
-        settled = False  # whether the step to stop after has been named
+        ends_at = math.inf
         try:
-            while waiting:
-                if self._stop_wanted and bounds is None:
-                    bounds = {}
+            while self._waiting:
+                if self._stop_wanted and self._bounds is None:
+                    self._bounds = {}
                     self._tell("hold")
                 live = [handle for handle in self._handles if not handle.lost]
-                ready = wait(cast(Any, live), _GLANCE)
-                if not ready and ends_at is not None and time.monotonic() > ends_at:
-                    break  # the rest did not notice the failure in time: ended below
-                for rank, kind, value in [message for handle in live for message in handle.read()]:
+                wait(cast(Any, live), _GLANCE)
+                news = [message for handle in live for message in handle.read()]
+                for rank, kind, value in [*news, *self._have_not_met()]:
                     if kind == "event":
                         if on_event is not None:
                             on_event(value)
-                    elif kind == "interrupt":
-                        self._stop_wanted = True
-                    elif kind == "held" and bounds is not None:
-                        bounds[rank] = value
-                    elif rank in waiting:
-                        waiting.remove(rank)
-                        results[rank] = value
-                        if kind == "error":
-                            self.failures.append(rank)
-                            if on_failure is not None:
-                                on_failure(rank, value)
-                            else:
-                                grace = min(_KNOWN if is_cause(value) else _GRACE, _GRACE)
-                                ends_at = min(time.monotonic() + grace, ends_at or math.inf)
-                if on_failure is None and waiting and waiting <= self._silent(results).keys():
-                    break  # nobody is left who could name another cause
-                if bounds is not None and not settled and waiting and bounds.keys() >= waiting:
-                    settled = True
-                    self._tell(("stop", max(bounds.values())))
-            silent = self._silent(results)
-            for rank in sorted(waiting, key=lambda rank: (rank not in silent, rank)):
-                if rank in silent:
-                    why = f"it was ended by the launcher, for it was silent ({silent[rank]})"
-                else:
-                    first = str(results[self.failures[0]]).splitlines()[-1]
-                    why = f"ended by the launcher after another worker failed ({first})"
-                results[rank] = WorkerFailed(rank, why)
-                self.failures.append(rank)
+                    elif kind in ("done", "error"):
+                        error = self._ended(rank, kind, value)
+                        if error is not None and on_failure is not None:
+                            on_failure(rank, error)
+                            self._tell(("lost", rank))
+                        elif error is not None:
+                            grace = min(_KNOWN if is_cause(error) else _GRACE, _GRACE)
+                            ends_at = min(time.monotonic() + grace, ends_at)
+                    else:
+                        self._heard(rank, kind, value)
+                if on_failure is None:
+                    self._pass_on_counts()
+                    if self._waiting and self._waiting <= self._silent().keys():
+                        break  # nobody is left who could name another cause
+                if time.monotonic() > ends_at and all(kind == "beat" for _, kind, _ in news):
+                    break  # the rest did not notice the failure in time: ended below
+                self._settle_on_a_step()
+            self._name_the_ended()
         finally:
             self._tell("close")
-            self._end(0.0 if waiting else 1.0 if self.failures else 10.0)
-        return results
+            self._end(0.0 if self._waiting else 1.0 if self.failures else 10.0)
+        return self._results
 
-    def _silent(self, results: Sequence[Any]) -> dict[int, Exception]:
+    def _heard(self, rank: int, kind: str, value: Any) -> None:
+        if kind == "interrupt":
+            self._stop_wanted = True
+        elif kind == "held" and self._bounds is not None:
+            self._bounds[rank] = value
+        elif kind == "joined":
+            self._joining.discard(rank)
+        elif kind == "beat":
+            self._moved[rank] = value
+
+    def _ended(self, rank: int, kind: str, value: Any) -> Exception | None:
+        """Note a worker's end; its error, if this is news and one."""
+        if rank not in self._waiting:
+            return None
+        self._waiting.remove(rank)
+        if rank in self._joining and kind == "error":  # then nobody meets any more
+            self._meet_by = min(self._meet_by, time.monotonic() + _KNOWN)
+        self._joining.discard(rank)
+        self._results[rank] = value
+        if kind == "done":
+            return None
+        self.failures.append(rank)
+        return value
+
+    def _have_not_met(self) -> list[WorkerMessage]:
+        """Those who are alive but have not met the others in time."""
+        if not self._joining or time.monotonic() < self._meet_by:
+            return []
+        why = f"it has not met the other workers within {self._join:g} s: raise world.join_deadline"
+        if self.failures:
+            why = f"it has not met the other workers, for worker {self.failures[0]} is lost"
+        return [(rank, "error", WorkerFailed(rank, why)) for rank in sorted(self._joining)]
+
+    def _pass_on_counts(self) -> None:
+        """So that who waits for a worker that itself waits for another sees that the other's line moves."""
+        now = time.monotonic()
+        if now - self._told_at > BEAT:
+            self._told_at = now
+            if self._moved != self._told_moved and self.workers > 2:
+                self._told_moved = list(self._moved)
+                self._tell(("moved", self._told_moved))
+
+    def _settle_on_a_step(self) -> None:
+        """Name the step to stop after, once all have said how far they are."""
+        bounds = self._bounds
+        if bounds is not None and not self._settled and self._waiting and bounds.keys() >= self._waiting:
+            self._settled = True
+            self._tell(("stop", max(bounds.values())))
+
+    def _name_the_ended(self) -> None:
+        """What to call it that workers are ended after another one's failure; silent ones first."""
+        silent = self._silent()
+        for rank in sorted(self._waiting, key=lambda rank: (rank not in silent, rank)):
+            if rank in silent:
+                why = f"it was ended by the launcher, for it was silent ({silent[rank]})"
+            else:
+                first = str(self._results[self.failures[0]]).splitlines()[-1]
+                why = f"ended by the launcher after another worker failed ({first})"
+            self._results[rank] = WorkerFailed(rank, why)
+            self.failures.append(rank)
+
+    def _silent(self) -> dict[int, Exception]:
         """By rank, the error of the first worker that waited for it in vain."""
-        late = [results[rank] for rank in self.failures if isinstance(results[rank], DeadlinePassed)]
+        late = [self._results[rank] for rank in self.failures if isinstance(self._results[rank], DeadlinePassed)]
         return {error.peer: error for error in reversed(late)}
 
     def _tell(self, command: Any) -> None:
@@ -173,7 +238,7 @@ class LocalWorkers(Workers):
         own = worker_specs(node_group, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
         pool = WorkerProcesses(worker, own, args)
         self.processes = pool.processes
-        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers, check)], pool.end)
+        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers, check)], pool.end, deadlines)
 
 
 def node_handles(node_group: NodeGroup, workers: int, check: MessageCheck) -> list[NodeHandle]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 from isles.comm.codecs import codec
 from isles.comm.collectives.same import same_number, same_text
 from isles.comm.group import Group
+from isles.comm.tags import Channel
 from isles.replicas.flat import FlatParameters
+
+T = TypeVar("T")
+Together = Callable[[Callable[[Group], Any]], Any]
 
 
 def same_settings(group: Group, settings: str) -> None:
@@ -55,20 +59,26 @@ def settings_of(inner: Optimizer) -> list[Any]:
     return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
 
 
-def replica_std(shares: Sequence[Tensor], group: Group, total: Callable[[Tensor], Tensor]) -> float:
-    """sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas * parameters)), on all workers of `group`.
+def replica_std(shares: Sequence[Tensor], together: Together, total: Callable[[Tensor], Tensor]) -> float:
+    """sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas * parameters)), on all who are left.
 
-    shares: this worker's part of its replica's parameters. total: adds up what the workers of one replica, who have the
-    other parts, give (2,). Costs one mean over the group on the channel "eval"; nothing is changed.
+    together: has one collective done over them. shares: this worker's part of its replica's parameters. total: adds up
+    what the workers of one replica, who have the other parts, give (2,). Costs one mean over the group on the channel
+    "eval"; nothing is changed.
     """
     flat, sums = FlatParameters(shares), torch.zeros(2, dtype=torch.float64)
     if flat.numel:
         own = flat.read(flat.new())
-        average = own.clone()
-        group.mean(average, codec("none"), channel="eval")
+        average = together(lambda group: mean_over(group, own.clone(), "eval"))
         apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
         square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        squares = torch.cat(group.all_gather(square.reshape(1), channel="eval")).sum()
-        sums = torch.stack([squares, torch.tensor(group.size * flat.numel, dtype=torch.float64)])
+        squares = torch.cat(together(lambda group: group.all_gather(square.reshape(1), channel="eval")))
+        sums = torch.stack([squares.sum(), torch.tensor(len(squares) * flat.numel, dtype=torch.float64)])
     squares, count = total(sums)
     return float(squares / count) ** 0.5 if count else 0.0
+
+
+def mean_over(group: Group, vector: Tensor, channel: Channel) -> Tensor:
+    """`vector` (n,), replaced by its mean over the group."""
+    group.mean(vector, codec("none"), channel=channel)
+    return vector

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.comm.codecs import codec
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import PlannedExchange, Rhythm
@@ -32,6 +31,7 @@ from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
 from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
+from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import Wrapping
 
@@ -245,6 +245,12 @@ class ReplicaSync(Wrapping):
         """
         return self.group
 
+    def together(self, collective: Callable[[Group], T]) -> T:
+        """What `collective`, which is a single one or none, returns over the workers that are left; all of them must
+        call this together.
+        """
+        return collective(self.survivors())
+
     # What all methods have.
 
     @torch.no_grad()
@@ -260,9 +266,7 @@ class ReplicaSync(Wrapping):
         averaged += [b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()]
         if averaged:
             flat = FlatParameters(averaged)
-            total = flat.read(flat.new())
-            self.survivors().mean(total, codec("none"))
-            flat.write(total)
+            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
             self.replica.spread(self.everything)
         return self.replica.whole()
 
@@ -272,7 +276,7 @@ class ReplicaSync(Wrapping):
         parameters)), of those that all of them hold. Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
-        return start.replica_std(self.shares, self.survivors(), lambda sums: self.replica.total(sums, "eval"))
+        return start.replica_std(self.shares, self.together, lambda sums: self.replica.total(sums, "eval"))
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock, unless somebody else does."""

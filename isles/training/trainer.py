@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
+from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Channel
 from isles.data import Corpus
@@ -321,12 +322,8 @@ class Trainer:
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
-        reports = self.optimizer.survivors().rank == 0 and self.world.inner.rank == 0  # for all
+        reports = self.optimizer.together(lambda group: self._save_first(group, model, out))
         final = model if reports else None
-        if final is not None:
-            self._refuse_broken(self.optimizer.steps, {"model": final.state_dict()})
-        if final is not None and out is not None:
-            save_model(final, out / "model.safetensors")
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
         ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]
@@ -347,6 +344,16 @@ class Trainer:
             "corpus_sha256": "" if self.text is None else self.text.corpus.sha256,
             "memory": self.memory.told(computing / self.config.run.steps),
         }
+
+    def _save_first(self, group: Group, model: nn.Module | None, out: Path | None) -> bool:
+        """Write the model, as the first of those who are left; whether this worker is that one."""
+        if group.rank != 0 or self.world.inner.rank != 0:
+            return False
+        if model is not None:
+            self._refuse_broken(self.optimizer.steps, {"model": model.state_dict()})
+            if out is not None:
+                save_model(model, out / "model.safetensors")
+        return True
 
     def _judge(self) -> float | None:
         """Of the weights of now."""

@@ -153,12 +153,6 @@ def test_no_worker_outlives_the_launcher(endless: dict[str, Command]) -> None:
     check_ended_by(signal.SIGKILL, endless["SIGKILL"], -9)
 
 
-@pytest.mark.long
-def test_no_worker_outlives_a_launcher_that_is_told_to_end(folder: Path) -> None:
-    for commands in _train_on(folder, {"SIGTERM": _endless(folder, "SIGTERM")}):
-        check_ended_by(signal.SIGTERM, commands["SIGTERM"], 143)
-
-
 def check_ended_by(number: signal.Signals, command: Command, wanted: int) -> None:
     command.process.send_signal(number)
     code, _, error = command.end()

@@ -108,9 +108,10 @@ def test_what_came_before_the_end_is_heard_first() -> None:
 
 
 def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENCE", 0.6)
     monkeypatch.setattr(link, "_BEAT", 0.1)
     here, there = ends
+    here.patience(0.6)
+    there.patience(0.6)
     here.keep_alive()
     with pytest.raises(LinkLost, match=r"no answer within 1 s"):  # alive, but says nothing
         there.receive(1.0)

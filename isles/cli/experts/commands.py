@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
     from isles.experts.system import System
@@ -253,7 +254,7 @@ def _run(words: _Words, out: Path | None, listing: bool) -> None:
     from isles.experts.systems import opened, settings
     from isles.training.running.starting import warnings_told
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_in_order()
     asked = read(words.system, settings(words.system), words.config, words.assignments, quick=words.quick)
     out = out or Path("runs") / f"{words.system}-{datetime.now():%Y%m%d-%H%M%S}"
     system = opened(asked, out)

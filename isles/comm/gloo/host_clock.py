@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from isles.comm.gloo.life import Life
 from isles.comm.gloo.transfers import BackgroundTransfer, Driver
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
@@ -17,13 +18,14 @@ class OnHostClock:
     step_seconds = 0.0
     away_seconds = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, life: Life | None = None) -> None:
         self.traffic = Traffic()
+        self.life = life or Life()
         self._start = time.perf_counter()
-        self._driver = Driver(self.now)
+        self._driver = Driver(self.now, self.life)
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
-        """Drive `protocol` in the background; the transfer fails when `deadline` seconds have passed."""
+        """Drive `protocol` in the background; the transfer fails `deadline` seconds after the last sign of life."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
 
     def now(self) -> float:

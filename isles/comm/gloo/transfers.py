@@ -3,25 +3,34 @@
 A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
 step runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the
 computation.
+
+A deadline counts from the last sign of life of those that are waited for: from the last byte to or from them, or, where
+they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from isles.comm.errors import DeadlinePassed
+from isles.comm.errors import DeadlinePassed, PeerLost
+from isles.comm.gloo.life import GLANCE, Life
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps, awaited
 
+_LOOK = "look"  # wakes the driver's thread, that it may begin to look
+
+_CHAIN = 20  # deadlines for which a peer is waited for that itself waits for another
+
 
 class PostedWork:
-    """One message on its way; `finished` is called once, from a waiter thread. now: the worker's clock."""
+    """One message on its way; `finished` counts once, whoever calls it. now: the worker's clock."""
 
     def __init__(self, peer: int | None, keep: Any, now: Callable[[], float]) -> None:
         self.peer = peer
@@ -39,6 +48,8 @@ class PostedWork:
     def finished(self, error: Exception | None = None) -> None:
         """Mark as done (or failed) and tell the transfer that waits."""
         with self._lock:
+            if self._done:  # its peer was given up before
+                return
             self.at, self.error, self._keep = self._now(), error, None
             self._done = True  # last: it is asked without the lock
             watcher = self._watcher
@@ -90,8 +101,8 @@ class Watch:
     def outcome(self) -> Exception | None:
         return next((work.error for work in self.works if work.error is not None), None)
 
-    def late_peer(self) -> int | None:
-        return next((work.peer for work in self.works if not work.done()), None)
+    def late(self) -> list[PostedWork]:
+        return [work for work in self.works if not work.done()]
 
 
 class BackgroundTransfer:
@@ -101,7 +112,7 @@ class BackgroundTransfer:
         self.driver, self.channel, self.seconds, self.traffic = driver, channel, deadline, traffic
         self._steps = steps
         self._began = driver.now()
-        self._ends_at = time.monotonic() + deadline
+        self._start = time.monotonic()
         self._ended = threading.Event()
         self._lock = threading.Lock()  # held while the generator runs, and to abandon it
         self._watch: Watch | None = None
@@ -127,7 +138,8 @@ class BackgroundTransfer:
     def wait(self) -> Any:
         if not self._ended.is_set():
             start = self.driver.now()
-            self._ended.wait(max(self._ends_at - time.monotonic(), 0.0))
+            while (left := self._left()) > 0 and not self._ended.wait(min(left, GLANCE)):
+                self.driver.life.look()
             self.traffic.waited(self.channel, start, self.driver.now())
             if not self._ended.is_set():
                 self._abandon()
@@ -136,13 +148,30 @@ class BackgroundTransfer:
         return self._result
 
     def done(self) -> bool:
-        return self._ended.is_set() or time.monotonic() >= self._ends_at
+        return self._ended.is_set() or self._left() <= 0
+
+    def give_up_lost(self) -> None:
+        """End what is waited for from peers that are gone."""
+        for work in self._late():
+            if (why := self.driver.life.gone(work.peer)) is not None:
+                work.finished(PeerLost(-1 if work.peer is None else work.peer, why))
+
+    def _late(self) -> list[PostedWork]:
+        return self._watch.late() if self._watch is not None else []
+
+    def _left(self) -> float:
+        """Seconds until the deadline."""
+        life, ends_at = self.driver.life, self._start + self.seconds
+        for work in self._late():
+            elsewhere = min(life.last_elsewhere(work.peer), self._start + (_CHAIN - 1) * self.seconds)
+            ends_at = max(ends_at, max(life.last(work.peer), elsewhere) + self.seconds + life.again(work.peer))
+        return ends_at - time.monotonic()
 
     def _abandon(self) -> None:
         with self._lock:
             if self._ended.is_set():
                 return
-            late = self._watch.late_peer() if self._watch is not None else None
+            late = min((work.peer for work in self._late()), key=self.driver.life.last, default=None)
             self._steps.close()
             self._end(None, DeadlinePassed(-1 if late is None else late, self.channel, self.seconds))
 
@@ -150,14 +179,19 @@ class BackgroundTransfer:
         self._result, self._error = result, error
         self.traffic.transfer(self.channel, self._began, self.driver.now())
         self._ended.set()
+        self.driver.under_way.discard(self)
 
 
 class Driver:
-    """The thread that steps transfers whose works are done. now: the worker's clock, seconds."""
+    """The thread that steps transfers whose works are done, and looks who is alive while any is under way.
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-        self._ready: SimpleQueue[BackgroundTransfer | None] = SimpleQueue()
+    now: the worker's clock, seconds.
+    """
+
+    def __init__(self, now: Callable[[], float], life: Life) -> None:
+        self.now, self.life = now, life
+        self.under_way: set[BackgroundTransfer] = set()
+        self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
@@ -166,6 +200,10 @@ class Driver:
             self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
             self._thread.start()
         transfer = BackgroundTransfer(self, steps, channel, deadline, traffic)
+        sleeps = not self.under_way
+        self.under_way.add(transfer)
+        if sleeps:
+            self._ready.put(_LOOK)
         transfer.advance()
         return transfer
 
@@ -181,5 +219,12 @@ class Driver:
             self._thread = None
 
     def _serve(self) -> None:
-        while (transfer := self._ready.get()) is not None:
-            transfer.advance()
+        while True:
+            with contextlib.suppress(Empty):
+                if (transfer := self._ready.get(timeout=GLANCE if self.under_way else None)) is None:
+                    return
+                if isinstance(transfer, BackgroundTransfer):
+                    transfer.advance()
+            self.life.look()
+            for waiting in list(self.under_way):
+                waiting.give_up_lost()

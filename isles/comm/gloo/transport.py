@@ -18,13 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
 from isles.comm.errors import PeerLost
 from isles.comm.gloo.host_clock import OnHostClock
+from isles.comm.gloo.life import Life
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.gloo.waiters import Waiters
 from isles.comm.tags import Tag, pack
+from isles.comm.transport import Deadlines
 
 _LOG = logging.getLogger(__name__)
 _NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers
@@ -35,8 +38,10 @@ class DistributedTransport(OnHostClock):
 
     native = True
 
-    def __init__(self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None, life: Life | None = None
+    ) -> None:
+        super().__init__(life)
         self.rank, self.size = rank, size
         self._processes = processes  # None: the default process group, which is this transport's own
         self._waiters = Waiters()
@@ -44,10 +49,16 @@ class DistributedTransport(OnHostClock):
         self._native_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     @classmethod
-    def join(cls, store: dist.Store, rank: int, size: int) -> DistributedTransport:
+    def join(cls, store: dist.Store, rank: int, size: int, life: Life | None = None) -> DistributedTransport:
         """Meet `size` processes over `store` and open gloo connections."""
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER)
-        return cls(rank, size)
+        life = life or Life()
+        life.meet(
+            lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER),
+            rank,
+            range(size),
+            lambda: dist.PrefixStore("life", store),
+        )
+        return cls(rank, size, life=life)
 
     @classmethod
     def from_environment(cls) -> DistributedTransport:
@@ -57,16 +68,15 @@ class DistributedTransport(OnHostClock):
         """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if dist.is_initialized():
-            beside = dist.new_group(backend="gloo", timeout=_NEVER)
-            assert isinstance(beside, dist.ProcessGroup)
-            transport = cls(rank, size, beside)
-        else:
-            dist.init_process_group("gloo", timeout=_NEVER)
-            transport = cls(rank, size)
+        rank, size, life = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Life()
+        make = _beside if dist.is_initialized() else _default
+        transport = cls(rank, size, life.meet(make, rank, range(size), lambda: _own_store("world")), life)
         atexit.register(transport.close)  # a script may just end
         return transport
+
+    def waits(self, deadlines: Deadlines) -> Deadlines:
+        """These, with more time for long transfers where the kernel does not tell whether a line moves."""
+        return self.life.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         return self._post(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
@@ -89,9 +99,12 @@ class DistributedTransport(OnHostClock):
         key = (ranks, "nccl" if device == "cuda" else "gloo")
         if key not in self._native_groups:
             # Only the members meet: other groups of the mesh are made by their own.
-            made = dist.new_group(list(ranks), timeout=_NEVER, backend=key[1], use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._native_groups[key] = made
+            self._native_groups[key] = self.life.meet(
+                lambda: _new_group(ranks=list(ranks), backend=key[1], use_local_synchronization=True),
+                self.rank,
+                ranks,
+                lambda: _own_store(f"{key[1]} {ranks}"),
+            )
         return self._native_groups[key]
 
     def close(self) -> None:
@@ -149,6 +162,25 @@ class DistributedTransport(OnHostClock):
 
         self._waiters.submit(wait)
         return work
+
+
+def _new_group(**how: Any) -> dist.ProcessGroup:
+    made = dist.new_group(timeout=_NEVER, **how)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _beside() -> dist.ProcessGroup:
+    return _new_group(backend="gloo")
+
+
+def _default() -> None:
+    dist.init_process_group("gloo", timeout=_NEVER)
+
+
+def _own_store(name: str) -> dist.Store:
+    """A corner of the default process group's store."""
+    return dist.PrefixStore(f"isles/life/{name}", distributed_c10d._get_default_store())
 
 
 def _first_line(error: Exception) -> str:

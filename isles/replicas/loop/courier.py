@@ -4,12 +4,15 @@ survive.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.basic import exchange
 from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import DeadlinePassed, Elsewhere, PeerLost
 from isles.comm.group import Group
@@ -17,7 +20,9 @@ from isles.comm.roster import Roster
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
+T = TypeVar("T")
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
 
 
@@ -32,6 +37,7 @@ class Courier:
         self.roster, self.parts = roster, parts
         self.transport = roster.founders.transport
         self._began: tuple[int, float] | None = None
+        self._late: Counter[int] = Counter()  # by seat, deadlines passed in succession
 
     def stepped(self, step: int) -> None:
         """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here."""
@@ -118,9 +124,54 @@ class Courier:
         except (PeerLost, DeadlinePassed, Elsewhere) as error:
             if self.parts.on_peer_failure != "solo":
                 raise
-            self.roster.miss(error.rank if isinstance(error, PeerLost) else error.peer, error)
+            if not exchange.failed:
+                self._miss(error)
             exchange.failed = True
+        else:
+            for seat in exchange.seats:
+                self._late.pop(seat, None)
         return not exchange.failed
+
+    def together(self, collective: Callable[[Group], T]) -> T:
+        """What `collective` returns over the workers that are left; it is one collective, or none. All of them call it
+        together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
+        without them: nobody keeps a result that another could not have.
+        """
+        while True:
+            group = self.survivors()
+            try:
+                result, well = collective(group), True
+            except (PeerLost, DeadlinePassed) as error:
+                if self.parts.on_peer_failure != "solo":
+                    raise
+                self._miss(error)
+                result, well = None, False
+            if self.parts.on_peer_failure != "solo" or self._all_well(group, well):
+                return cast(T, result)
+
+    def _all_well(self, group: Group, well: bool) -> bool:
+        """Whether all of `group` are there and say so of themselves."""
+        mine = torch.full((1,), well, dtype=torch.uint8)
+        answers = [group.start(exchange(group.call("eval"), other, mine), "eval") for other in group.others]
+        for answer in answers:
+            try:
+                well = bool(answer.wait()) and well
+            except (PeerLost, DeadlinePassed) as error:
+                self._miss(error)
+                well = False
+        return well
+
+    def _miss(self, error: PeerLost | DeadlinePassed | Elsewhere) -> None:
+        """Who is late so many times in succession is not waited for again: every wait takes the whole deadline, and
+        leaves a buffer and a thread behind that gloo does not give back.
+        """
+        seat = error.rank if isinstance(error, PeerLost) else error.peer
+        if isinstance(error, DeadlinePassed) and seat >= 0:
+            self._late[seat] += 1
+            if self._late[seat] >= MISSES:
+                self.roster.miss(seat, PeerLost(seat, f"it did not answer {MISSES} times in succession"))
+                return
+        self.roster.miss(seat, error)
 
     def _balance(self, fragment: Fragment, payload: Exchange) -> None:
         """Make error feedback of an exchange that has arrived final."""

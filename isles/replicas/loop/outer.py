@@ -17,7 +17,7 @@ header.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from warnings import warn
@@ -41,6 +41,7 @@ from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.legal import warnings
 from isles.replicas.schedule import Held, landings, opening_exchanges, outer_memory, planned_rounds
+from isles.replicas.start import T
 from isles.replicas.sync import ReplicaSync
 
 
@@ -140,6 +141,10 @@ class OuterSync(ReplicaSync):
     @override
     def survivors(self) -> Group:
         return self.courier.survivors()
+
+    @override
+    def together(self, collective: Callable[[Group], T]) -> T:
+        return self.courier.together(collective)
 
     def members(self, round: int) -> tuple[int, ...]:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""

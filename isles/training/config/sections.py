@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked wit
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
+_LEAST_SILENCE = 30.0  # seconds
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
 
 
@@ -77,11 +78,19 @@ class WorldConfig:
     """Longest wait of a stage for another one's microbatch, seconds; raise it if stages are slow: the last waits for
     all others' first forward passes.
     """
+    eval_deadline: float = 600.0
+    """Longest wait for a peer in validation and at the end, seconds; raise it if one validates for minutes longer."""
     join_deadline: float = 300.0
-    """Longest wait for the other machines at the start, seconds; raise it if they are started at different times."""
+    """Longest wait for the other machines at the start, and then for the workers to meet, seconds; raise it if they are
+    started at different times.
+    """
+    silence: float = 60.0
+    """Seconds without a sign of life after which a worker or a machine counts as lost, 30 or more; raise it to ride out
+    longer cuts of a line. Deadlines count from the last byte that moved.
+    """
     slowest_link: float = 10e6
-    """Bits per second; long transfers get five times what such a link would need; lower it if a big model's peers are
-    called late on slower links.
+    """Bits per second; long transfers get five times what such a link would need, and where the system does not tell
+    whether a line moves what one of 0.5 Mbit/s would need; lower it if a big model's peers are called late.
     """
 
     def __post_init__(self) -> None:
@@ -107,9 +116,14 @@ class WorldConfig:
             raise ValueError(
                 f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
             )
-        for key in ("outer_deadline", "pipeline_deadline", "join_deadline"):
+        for key in ("outer_deadline", "pipeline_deadline", "eval_deadline", "join_deadline"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
+        if not _LEAST_SILENCE <= self.silence < math.inf:
+            raise ValueError(
+                f"silence = {self.silence}: choose {_LEAST_SILENCE:g} seconds or more, for a full slow line can stand "
+                "still for 16"
+            )
         for factor in self.step_factors:
             if not 0 < factor < math.inf:
                 raise ValueError(f"step_factors: {factor}: choose positive factors, such as [1.0, 1.0, 2.0]")
@@ -183,6 +197,10 @@ class RunConfig:
     """Steps between checkpoints (0: only when interrupted)."""
     keep_checkpoints: int = 2
     """How many of the newest stay (0: all; with several machines at least two, so that all have one in common)."""
+    grace: float = 25.0
+    """Seconds after SIGTERM or SIGHUP in which the workers agree on a step and save before they are ended; spot markets
+    give 30 to 120.
+    """
     loggers: tuple[str, ...] = ()
     """Tools that are fed with metrics.jsonl live, in RUN/tensorboard and RUN/wandb (offline): ["tensorboard", "wandb"];
     each is an extra of this package.
@@ -195,6 +213,8 @@ class RunConfig:
         for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
+        if not 0 < self.grace < math.inf:
+            raise ValueError(f"grace = {self.grace}: choose a positive number of seconds")
         for name in self.loggers:
             if name not in _LOGGERS:
                 raise ValueError(unknown_name("loggers", name, _LOGGERS))

@@ -63,6 +63,8 @@ def met(
         tell = _nobody  # torchrun starts all at once: they come before a word about it is read
     node_group = _meet(node_spec, description, out, world.join_deadline, tell)
     tell(_OPEN)
+    for link in node_group.links.values():
+        link.patience(world.silence)
     try:
         if node_spec.node == 0:
             node_group.facts.update(
@@ -70,7 +72,8 @@ def met(
             )
         yield node_group
     except KeyboardInterrupt as error:
-        node_group.part(None if hasattr(error, "step") else error)  # None: all have stopped together
+        together = getattr(error, "late", 0.0) is None  # all have stopped after a common step
+        node_group.part(None if together else error)
         raise
     except BaseException as error:
         node_group.part(error)

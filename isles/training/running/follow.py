@@ -26,7 +26,7 @@ from isles.training.running.agree import met
 from isles.training.running.processes import train_process
 from isles.training.running.run import Interrupted
 from isles.training.running.server import start_server
-from isles.training.running.starting import deadlines, first_interrupt
+from isles.training.running.starting import GraceOver, deadlines, first_interrupt
 
 
 def follow(
@@ -45,7 +45,10 @@ def follow(
         if resume is None:
             (out / METRICS).unlink()
         with met(config, node_spec, out, resume, on_notice) as node_group:
-            results = _work(config, out, on_line, node_group)
+            try:
+                results = _work(config, out, on_line, node_group)
+            except GraceOver as late:
+                raise Interrupted(out, node_spec, late.seconds) from None
             if None in results:
                 raise Interrupted(out, node_spec)
         forget(out)
@@ -76,5 +79,5 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
         logs=out / LOGS,
     )
     pool = RemoteWorkers(train_process, own, args=(config, out, step), node_group=node_group)
-    with first_interrupt(pool.stop):
+    with first_interrupt(pool.stop, config.run.grace):
         return pool.join(take, obey)

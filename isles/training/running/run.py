@@ -35,7 +35,7 @@ from isles.training.records.tokens import forget
 from isles.training.records.writer import Records, as_json
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
-from isles.training.running.starting import first_interrupt
+from isles.training.running.starting import GraceOver, first_interrupt
 from isles.training.staged import refuse_stages
 from isles.version import __version__
 
@@ -60,8 +60,8 @@ def launch(
 
     ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
     the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
-    far as its first metrics. Interrupted: Ctrl-C; the workers agreed on a step and left a checkpoint. A second Ctrl-C
-    ends them at once.
+    far as its first metrics. Interrupted: Ctrl-C, SIGTERM or SIGHUP; the workers agreed on a step and left a
+    checkpoint, or could not within run.grace. A second one ends them at once.
     """
     refusals(config)
     refuse_stages(config)
@@ -79,7 +79,10 @@ def launch(
             Loggers(config, out, resume) as loggers,
             Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
         ):
-            results = _joined(start(config, out, resume, node_group), config, records.take)
+            try:
+                results = _joined(start(config, out, resume, node_group), config, records.take)
+            except GraceOver as late:
+                raise Interrupted(out, node_spec, late.seconds) from None
             finished = [result for result in results if result is not None]
             if len(finished) < len(results):
                 raise Interrupted(out, node_spec)
@@ -93,15 +96,21 @@ def launch(
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none."""
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none.
 
-    def __init__(self, out: Path, node_spec: NodeSpec) -> None:
-        self.out, self.step = out, max(Checkpoints(out).steps(), default=None)
-        super().__init__(
-            "stopped; there is no checkpoint, for a worker was lost while the first was written"
-            if self.step is None
-            else f"stopped after step {self.step}, checkpoint saved; go on with: isles resume {out}{node_spec.flags}"
-        )
+    late: seconds in which the workers did not come to a common step; None where they did.
+    """
+
+    def __init__(self, out: Path, node_spec: NodeSpec, late: float | None = None) -> None:
+        self.out, self.step, self.late = out, max(Checkpoints(out).steps(), default=None), late
+        again = f"go on with: isles resume {out}{node_spec.flags}"
+        if late is not None:
+            saved = f"the last checkpoint is of step {self.step}; {again}" if self.step else "there is no checkpoint"
+            super().__init__(f"stopped; not all had saved within {late:g} s (run.grace); {saved}")
+        elif self.step is None:
+            super().__init__("stopped; there is no checkpoint, for a worker was lost while the first was written")
+        else:
+            super().__init__(f"stopped after step {self.step}, checkpoint saved; {again}")
 
 
 def _last_line(error: Exception) -> str:
@@ -116,7 +125,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     def tell(rank: int, error: Exception) -> None:
         on_event({"lost": rank, "notice": f"worker {rank} failed ({_last_line(error)}); the others go on without it"})
 
-    with first_interrupt(pool.stop):
+    with first_interrupt(pool.stop, config.run.grace):
         results = pool.join(on_event, tell if config.replicas.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in pool.failures]
     if not (config.replicas.survives and left):

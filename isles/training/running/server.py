@@ -18,9 +18,9 @@ def start_server() -> None:
     """Begin, unless it runs already. It ends when this process does, however that ends. Returns at once."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
-    # Ctrl-C reaches every process of a terminal. The server and its children inherit the mask and never see it; what it
-    # means is the launcher's to say.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Ctrl-C and a closed terminal reach every process of it, SIGTERM often every process of a job. The server and its
+    # children inherit the mask and never see them; what they mean is the launcher's to say.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
         forkserver.ensure_running()
     finally:

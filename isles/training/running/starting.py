@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import warnings
@@ -22,7 +23,14 @@ def deadlines(config: Config) -> Deadlines:
     who cannot go on alone waits for it however long it stays away.
     """
     world = config.world
-    own = Deadlines(outer=world.outer_deadline, pipeline=world.pipeline_deadline, slowest_link=world.slowest_link)
+    own = Deadlines(
+        outer=world.outer_deadline,
+        eval=world.eval_deadline,
+        pipeline=world.pipeline_deadline,
+        slowest_link=world.slowest_link,
+        join=world.join_deadline,
+        silence=world.silence,
+    )
     plan = plan_of(config.pipeline)
     if plan is not None:
         waits = {name: max(own.of(name), longest_wait(plan)) for name in ("inner", "outer", "pipeline")}
@@ -36,24 +44,65 @@ def deadlines(config: Config) -> Deadlines:
     return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
 
 
+class GraceOver(KeyboardInterrupt):
+    """Who was asked to end has not come to it within `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"not ended within {seconds:g} s")
+        self.seconds = seconds
+
+
 @contextlib.contextmanager
-def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `stop` once; a second is KeyboardInterrupt as ever. Outside of the main thread nothing changes."""
+def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Iterator[None]:
+    """Ctrl-C, SIGTERM (a scheduler, a spot market) and SIGHUP (a closed terminal, unless it is ignored) call `stop`
+    once; a second is what it was before. Outside of the main thread nothing changes, and nothing stays behind.
+
+    grace: seconds after SIGTERM or SIGHUP until GraceOver; None: no limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
 
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        if isinstance(before, Interrupts):
-            before.asked = True
+    def first(number: int, frame: object) -> None:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        interrupts = before[signal.SIGINT]
+        if isinstance(interrupts, Interrupts):
+            interrupts.asked = True
+        if number == signal.SIGHUP:
+            _leave_the_terminal()
+        if number != signal.SIGINT and grace is not None:
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, over)
+            signal.setitimer(signal.ITIMER_REAL, grace)
         stop()
 
-    before = signal.signal(signal.SIGINT, first)
+    def over(number: int, frame: object) -> None:
+        assert grace is not None
+        raise GraceOver(grace)
+
+    before: dict[int, Any] = {}
+    for number in numbers:
+        before[number] = signal.signal(number, first)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.SIGALRM in before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_the_terminal() -> None:
+    """What is printed to one that was closed is an error, and would end the run before it has saved."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 class Interrupts:

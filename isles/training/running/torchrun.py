@@ -150,7 +150,7 @@ def _attend(
     node_group: NodeGroup,
     store: dist.Store,
 ) -> None:
-    """Work in this thread. Ctrl-C, and torchrun's SIGTERM, ask all workers to stop after a common step."""
+    """Work in this thread. Ctrl-C, SIGTERM and a closed terminal ask all workers to stop after a common step."""
     spec = WorkerSpec(
         rank=node_group.node,
         size=node_group.nodes,
@@ -167,7 +167,7 @@ def _attend(
             raise _Closed
         launcher.stop()
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         attend(spec, launcher, lambda: store, train_process, (config, out, resume))
     except _Closed:

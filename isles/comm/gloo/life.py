@@ -1,0 +1,162 @@
+"""Signs of life of the other workers, beside their messages: gloo shows nothing between post and done.
+
+    the kernel's counters   what gloo's connections have carried (`isles.comm.tcp`): a slow line lives while bytes move
+    launchers' words        who is lost; and bytes that others have moved between each other: who waits in a chain lives
+
+gloo has one TCP connection a pair and process group, among this process's own descriptors: those that are new since
+before it joined. Whose is whose the ranks tell each other over the store, each the names of its own ends; at the other
+end a connection has the same two addresses, the other way round. The descriptors are gloo's: a duplicate lives only for
+a look, for one that is kept would hold the connection open when gloo closes it, and the other side would hear nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from isles.comm.tcp import Seen, seen, try_soon
+from isles.comm.transport import Deadlines
+
+GLANCE = 0.1  # seconds between looks
+_CLOSED = 1.0  # seconds that gloo has to read what came before a connection was closed
+_UNSEEN = 0.5e6  # bits per second of the slowest line that is waited for where nobody can see whether it moves
+T = TypeVar("T")
+
+
+class Life:
+    """What one worker knows of the others' lives. silence: seconds after which somebody counts as lost in this run."""
+
+    def __init__(self, silence: float = Deadlines.silence) -> None:
+        self._silence = silence
+        self._looking = threading.Lock()
+        self._looked = -math.inf
+        self._known: dict[int, dict[str, int]] = {}  # by peer: its connections' names and descriptors
+        self._moved: dict[int, int] = {}  # by peer: bytes
+        self._at: dict[int, float] = {}  # by peer: host clock when they last changed
+        self._again: dict[int, float] = {}
+        self._idle: set[int] = set()  # all that was for them has arrived there
+        self._others: dict[int, tuple[int, float]] = {}  # by worker: bytes moved by its own word, and when that changed
+        self._closed: dict[int, float] = {}  # by peer: when its connections were first seen closed
+        self._gone: dict[int, str] = {}
+
+    def meet(self, make: Callable[[], T], rank: int, ranks: Sequence[int], store: Callable[[], dist.Store]) -> T:
+        """What `make` returns: it joins the workers `ranks`; the connections that it makes are known from then on.
+        store: where they all can write, for this group alone.
+        """
+        before = connections()
+        made = make()
+        mine = {name: fd for name, fd in connections().items() if name not in before}
+        shared = store()
+        shared.set(str(rank), json.dumps(sorted(mine)))
+        for fd in mine.values():
+            for end in _opened(fd):
+                try_soon(end, self._silence)
+        for peer in ranks:
+            if peer != rank:
+                theirs = {" ".join(reversed(name.split(" "))) for name in json.loads(shared.get(str(peer)))}
+                found = {name: fd for name, fd in mine.items() if name in theirs}
+                if found:
+                    self._known[peer] = {**self._known.get(peer, {}), **found}
+        self.look()
+        return made
+
+    def waits(self, deadlines: Deadlines, peers: Iterable[int]) -> Deadlines:
+        """These, or with more time for long transfers where the connection to some peer cannot be seen."""
+        if all(peer in self._known for peer in peers):
+            return deadlines
+        return replace(deadlines, slowest_link=min(deadlines.slowest_link, _UNSEEN))
+
+    def look(self) -> None:
+        """Ask the kernel, if that was not done a moment ago."""
+        now = time.monotonic()
+        if now - self._looked < GLANCE or not self._looking.acquire(blocking=False):
+            return
+        try:
+            self._looked = now
+            for peer, known in list(self._known.items()):
+                self._note(peer, [look for name, fd in known.items() if (look := _look(fd, name)) is not None], now)
+        finally:
+            self._looking.release()
+
+    def moved(self) -> int:
+        """Bytes that this worker's connections have carried so far, as of the last look."""
+        self.look()
+        return sum(list(self._moved.values()))
+
+    def tell(self, counts: Sequence[int]) -> None:
+        """A launcher's word: by rank, the bytes that each worker says to have moved."""
+        for worker, count in enumerate(counts):
+            if count != self._others.get(worker, (0, 0.0))[0]:
+                self._others[worker] = count, time.monotonic()
+
+    def lose(self, peer: int, why: str) -> None:
+        """From now on nobody waits for `peer`."""
+        self._gone.setdefault(peer, why)
+
+    def gone(self, peer: int | None) -> str | None:
+        """Why nothing will come from a peer any more; None for who may still answer."""
+        return None if peer is None else self._gone.get(peer)
+
+    def last(self, peer: int | None) -> float:
+        """When a byte last moved to or from a peer (None: to or from anyone), host clock; -inf for who is not seen."""
+        if peer is None:
+            return max(list(self._at.values()), default=-math.inf)
+        return self._at.get(peer, -math.inf)
+
+    def last_elsewhere(self, peer: int | None) -> float:
+        """When a peer last moved a byte between itself and anyone, by its own word; -inf while we owe it something."""
+        if peer is None or peer not in self._idle or peer not in self._others:
+            return -math.inf
+        return self._others[peer][1]
+
+    def again(self, peer: int | None) -> float:
+        """Seconds until the kernel tries once more to reach a peer that did not acknowledge; else 0."""
+        return 0.0 if peer is None else self._again.get(peer, 0.0)
+
+    def _note(self, peer: int, looks: Sequence[Seen], now: float) -> None:
+        if not looks:
+            if now - self._closed.setdefault(peer, now) > _CLOSED:
+                self.lose(peer, "the connection to it is closed")
+            return
+        moved = sum(look.moved for look in looks)
+        if moved != self._moved.get(peer):
+            self._moved[peer], self._at[peer] = moved, now
+        self._again[peer] = max(look.again for look in looks)
+        (self._idle.add if all(look.is_idle for look in looks) else self._idle.discard)(peer)
+
+
+def connections() -> dict[str, int]:
+    """This process's TCP connections: their names, see `Seen`, and descriptors. Empty where the kernel does not say."""
+    if sys.platform != "linux":
+        return {}
+    looks = {int(fd): look for fd in os.listdir("/proc/self/fd") for end in _opened(int(fd)) if (look := seen(end))}
+    return {look.name: fd for fd, look in looks.items() if look.is_established}
+
+
+def _look(fd: int, name: str) -> Seen | None:
+    """Of the connection `name` behind a descriptor; None where it is no more."""
+    for end in _opened(fd):
+        look = seen(end)
+        if look is not None and look.name == name:
+            return look
+    return None
+
+
+def _opened(fd: int) -> Iterator[socket.socket]:
+    """The socket behind a descriptor, as a duplicate that lives for one look; nothing where it is none."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            with socket.socket(fileno=os.dup(fd)) as end:
+                yield end

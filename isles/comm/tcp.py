@@ -1,0 +1,71 @@
+"""What Linux tells of a TCP connection, and how it is made to try again sooner after a cut.
+
+On a full slow line TCP's time until the next try is seconds and doubles with each, so that traffic comes back up to one
+cut's length after the mend. `TCP_RTO_MAX_MS` (Linux 6.15) keeps it at two seconds; then the number of tries that Linux
+makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the first without the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+from typing import NamedTuple
+
+_TCP_INFO, _USER_TIMEOUT, _RTO_MAX = 11, 18, 44  # of linux/tcp.h
+_AGAIN = 2000  # milliseconds until the next try, at most
+_PATIENCE = 600.0  # seconds for which it is tried, at least
+_CUTS = 10.0  # times the silence after which somebody counts as lost
+# state, retransmits, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1); notsent_bytes (4.6)
+_INFO = struct.Struct("=B1xB5xI12xI92xQQ8xI")
+_ESTABLISHED = 1
+
+
+class Seen(NamedTuple):
+    """One look at a connection."""
+
+    name: str
+    """"local remote", both as written by `endpoint`."""
+    is_established: bool
+    moved: int
+    """Bytes received, and sent and acknowledged, since it began."""
+    again: float
+    """Seconds until the kernel tries once more, where nothing was acknowledged at the last try; else 0."""
+    is_idle: bool
+    """Whether all that was to be sent has arrived."""
+
+
+def endpoint(address: tuple[object, ...]) -> str:
+    """One end's address and port, as both sides write it."""
+    return f"{address[0]}|{address[1]}"
+
+
+def seen(connection: socket.socket) -> Seen | None:
+    """Of a TCP connection; None for another socket, and where the kernel does not count."""
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError):
+        if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+            info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+            if len(info) < _INFO.size:
+                return None
+            state, tries, rto, unacked, acked, received, unsent = _INFO.unpack_from(info)
+            established = state == _ESTABLISHED
+            name = f"{endpoint(connection.getsockname())} {endpoint(connection.getpeername())}" if established else ""
+            again = rto / 1e6 if tries and established else 0.0
+            return Seen(name, established, acked + received, again, not (unacked or unsent))
+    return None
+
+
+def try_soon(connection: socket.socket, silence: float) -> bool:
+    """Have it try again within two seconds, for at least ten times `silence` seconds; False where Linux does not."""
+    if sys.platform != "linux":
+        return False
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, _AGAIN)
+    except OSError:
+        return False
+    patience = int(1000 * max(_PATIENCE, _CUTS * silence))
+    connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, patience)
+    return True

@@ -1,0 +1,64 @@
+"""Signs of life between a worker and its launcher, and between launchers: who sends them, and who misses them.
+
+Bytes prove nothing about a process: the kernel of one that is frozen goes on acknowledging. So every worker has a
+thread that says "here" every two seconds, whatever its other threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+BEAT = 2.0  # seconds between signs of life
+_STOOD = 2.0  # seconds without a look, after which silence counts from the next one: this side may have stood still
+
+
+class Silence:
+    """For how long the other side has said nothing, as seen by one that looks often.
+
+    seconds: after which it counts as lost. first: the same until its first word, for programs start slowly.
+    """
+
+    def __init__(self, seconds: float, first: float | None = None) -> None:
+        self.seconds = seconds
+        self._first: float | None = seconds if first is None else max(first, seconds)
+        self._heard = self._looked = time.monotonic()
+
+    def heard(self) -> None:
+        """Something came."""
+        self._heard, self._first = time.monotonic(), None
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it counts as lost now."""
+        return self.seconds if self._first is None else self._first
+
+    def over(self, longer: float = 0.0) -> bool:
+        """A look: whether the silence is longer than the limit and `longer`. What has come must be read before."""
+        now = time.monotonic()
+        if now - self._looked > _STOOD:
+            self._heard = now
+        self._looked = now
+        return now - self._heard > self.limit + longer
+
+
+def begin_pulse(
+    send: Callable[[tuple[str, Any]], None], closing: threading.Event, moved: Callable[[], int], asked: threading.Event
+) -> None:
+    """A worker's thread of signs of life: ("beat", bytes that its connections have moved) until `closing`.
+
+    asked: where it is set, somebody has asked this process to end; passed on as ("interrupt", None).
+    """
+
+    def beat() -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while not closing.is_set():
+                send(("beat", moved()))
+                if asked.wait(BEAT):
+                    asked.clear()
+                    send(("interrupt", None))
+
+    threading.Thread(target=beat, name="isles-pulse", daemon=True).start()

@@ -1,0 +1,76 @@
+"""Workers that are stopped and never continued: whoever waits for them ends, in a stated time, and says who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isles.comm.errors import CommError, WorkerFailed
+from isles.comm.transport import Deadlines
+from isles.launch import workers as launching
+from isles.launch.workers import LocalWorkers
+from tests.faults import workers
+
+WAITS = Deadlines(join=6.0, silence=5.0)
+LATER = 12.0  # seconds beyond the silence: 5 that are stated, and a machine that starts eighteen processes
+
+
+def frozen(moment: str, goes_on: bool) -> tuple[list[Any], float, LocalWorkers]:
+    """Results of three workers, worker 1 being stopped then, and how long they took. goes_on: as `return_errors`."""
+    pool = LocalWorkers(workers.meets, 3, args=(moment,), deadlines=WAITS)
+    start = time.monotonic()
+    if moment == "joining":
+        assert pool.processes[1].pid is not None
+        os.kill(pool.processes[1].pid, signal.SIGSTOP)
+    results = pool.join(on_failure=(lambda rank, error: None) if goes_on else None)
+    return results, time.monotonic() - start, pool
+
+
+def test_a_frozen_worker_is_named_at_every_moment() -> None:
+    """While all join, in a collective, at the end; whether the others are ended or go on to their own end."""
+    cases = [(moment, goes_on) for moment in ("joining", "in a round", "at the end") for goes_on in (True, False)]
+    with ThreadPoolExecutor(len(cases)) as at_once:
+        outcomes = list(at_once.map(lambda case: frozen(*case), cases))
+    for (moment, goes_on), (results, seconds, pool) in zip(cases, outcomes, strict=True):
+        assert isinstance(results[1], WorkerFailed), (moment, results)
+        assert "its process is stopped or its machine frozen" in str(results[1]), (moment, results)
+        assert seconds < WAITS.join + LATER, (moment, goes_on, seconds)
+        assert all(process.exitcode is not None for process in pool.processes)
+        if moment == "at the end":
+            assert [results[0], results[2]] == [0, 2]
+        else:
+            assert all(isinstance(results[rank], CommError) for rank in (0, 2)), (moment, results)
+
+
+def test_workers_that_never_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are alive and wait for one that does not exist."""
+    specs = launching.worker_specs
+    monkeypatch.setattr(
+        launching, "worker_specs", lambda *a, **k: [replace(spec, size=spec.size + 1) for spec in specs(*a, **k)]
+    )
+    pool = LocalWorkers(workers.meets, 2, args=("never",), deadlines=replace(WAITS, join=2.0))
+    results = pool.join()
+    assert [type(result) for result in results] == [WorkerFailed, WorkerFailed]
+    assert "it has not met the other workers within 2 s: raise world.join_deadline" in str(results[0])
+
+
+@pytest.mark.parametrize("struck_by", [signal.SIGKILL, signal.SIGSTOP], ids=["KILL", "STOP"])
+def test_a_worker_lost_in_the_last_collective_takes_nobody_along(struck_by: signal.Signals) -> None:
+    """`solo`: the others finish, with one model among them, whichever of the last collectives it was."""
+
+    def run(moment: str) -> list[Any]:
+        pool = LocalWorkers(workers.ends_solo, 3, args=(moment, int(struck_by)), deadlines=replace(WAITS, join=60.0))
+        return pool.join(on_failure=lambda rank, error: None)
+
+    with ThreadPoolExecutor(2) as at_once:
+        for results in at_once.map(run, ("spread", "consolidate")):
+            assert isinstance(results[1], WorkerFailed)
+            first, last = results[0], results[2]
+            assert first == last, results  # to the bit
+            assert first[2] == 2
