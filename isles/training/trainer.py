@@ -64,6 +64,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
         self.config, self.world = config, world
+        world.world.ledger.trust.ratio = config.world.trust_ratio
         self.text = Text(config, world, corpus) if world.place.stage == 0 else None
         judges = told_by_first(world.stage, self.text is not None and self.text.judges)
         self.judges = judges and (config.pipeline.routing != "skippipe" or world.place.replica == 0)

@@ -79,9 +79,15 @@ class WorldConfig:
     """Bits per second; long transfers get five times what such a link would need; lower it if a big model's peers are
     called late on slower links.
     """
+    trust_ratio: float = 10.0
+    """What a peer sends in a round may be so many times as large as such payloads usually are (a gradient of one step
+    100 times that); more, or what is not finite, is refused. Raise it if honest workers differ that much.
+    """
 
     def __post_init__(self) -> None:
         known_backend(self.backend)
+        if not self.trust_ratio > 1:
+            raise ValueError(f"trust_ratio = {self.trust_ratio}: choose more than 1, such as 10")
         for key in ("workers", "inner", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
