@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Channel
 from isles.data import Corpus
+from isles.durable import replacing
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
@@ -35,6 +35,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.schema import Metrics
 from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
+from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.memory import PlannedMemory
@@ -149,7 +150,7 @@ class Trainer:
                 self._refuse_not_finite(step, self.losses)
                 state = self.state_dict()
                 self._refuse_broken(step, state)
-                Checkpoints(out).write_shard(step, self.world.rank, state)
+                Checkpoints(out).write_shard(step, self.world.rank, state, run_name(self.config))
                 self.world.report({"checkpoint": step, "worker": self.world.rank})
             if stopping:
                 self._report_last_spans()
@@ -364,10 +365,8 @@ def save_model(model: nn.Module, path: Path) -> None:
     """Write the weights as safetensors, all or nothing; tied tensors once."""
     from safetensors.torch import save_model as save
 
-    partial = path.with_suffix(".partial")
-    with no_half_file(partial):
+    with replacing(path) as partial, no_half_file(partial):
         save(model, str(partial))
-    os.replace(partial, path)
 
 
 def draws_seed(seed: int, rank: int) -> int:

@@ -7,6 +7,7 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -126,6 +127,11 @@ def to_toml(config: Config) -> str:
         first = {"method": config.method} if section == "replicas" else {}
         document.add(section, _table(first | asdict(getattr(config, section))))
     return tomlkit.dumps(document)
+
+
+def run_name(config: Config) -> str:
+    """16 hex digits that tell a run from those of any other configuration."""
+    return hashlib.sha256(to_toml(config).encode()).hexdigest()[:16]
 
 
 def _table(values: Mapping[str, Any]) -> Any:

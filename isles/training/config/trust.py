@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import write_private
+from isles.durable import write_text
 from isles.errors import printable
 from isles.home import home
 
@@ -65,7 +66,7 @@ def vouch(run: Path, names: Mapping[str, Any]) -> None:
     """
     if names:
         with contextlib.suppress(OSError):
-            (run / TYPED).write_text(json.dumps({"names": names, "mac": _mac(names)}) + "\n", encoding="utf-8")
+            write_text(run / TYPED, json.dumps({"names": names, "mac": _mac(names)}) + "\n")
 
 
 def _was_typed(run: Path, names: Mapping[str, Any]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -12,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from isles.durable import write_text
 from isles.launch.nodes import NodeGroup
 from isles.schema import SpreadMetrics
-from isles.training.config.reading import to_toml
+from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in, vouch
 from isles.training.placement import layout_of
@@ -127,7 +127,7 @@ def write_config(config: Config, out: Path) -> None:
     """RUN/config.toml, once, with a record that what it names was typed here."""
     path = out / CONFIG
     if not path.exists():
-        path.write_text(to_toml(config), encoding="utf-8")
+        write_text(path, to_toml(config))
         vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
@@ -137,7 +137,7 @@ def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_grou
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method} | cut_facts(config)
+    facts = {"isles_version": __version__, "method": config.method, "run": run_name(config)} | cut_facts(config)
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
     Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 
@@ -153,9 +153,7 @@ def cut_metrics(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, "".join(kept))
 
 
 def as_json(record: dict[str, Any], indent: int | None = None) -> str:
