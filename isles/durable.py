@@ -5,9 +5,21 @@ renamed, and the folder's entry flushed too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+_NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the disk is read-only",
+}
+
+
+def no_room(error: BaseException) -> str:
+    """Of an error: that the disk was full, or not to be written to; empty where it was something else."""
+    return _NO_ROOM.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
 @contextlib.contextmanager

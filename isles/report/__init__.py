@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.durable import replacing
+from isles.durable import no_room, replacing
 from isles.report.comparison import INDEX, read_comparison, render_comparison
 from isles.report.experts import RESULTS, read_results
 from isles.report.experts import render as render_experts
@@ -59,5 +59,5 @@ def settled(path: Path, data: bytes) -> Path:
         with replacing(path) as partial:
             partial.write_bytes(data)
     except OSError as error:
-        raise OSError(f"{path}: cannot be written to ({error.strerror})") from error
+        raise OSError(f"{path}: {no_room(error) or 'cannot be written to'} ({error.strerror})") from error
     return path

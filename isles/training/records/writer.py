@@ -19,6 +19,7 @@ from isles.training.config.sections import Config
 from isles.training.config.trust import names_in, vouch
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.lock import RunLock
 from isles.training.records.loggers import Loggers
 from isles.training.records.recut import cut_facts
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
@@ -40,9 +41,10 @@ class Records:
         node_group: NodeGroup,
         loggers: Loggers,
         resume: int | None,
+        lock: RunLock,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.node_group, self.loggers, self.resume = node_group, loggers, resume
+        self.node_group, self.loggers, self.resume, self.lock = node_group, loggers, resume, lock
         self.file: TextIO | None = None
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
@@ -78,6 +80,7 @@ class Records:
             self.on_line(event)
 
     def _line(self, record: dict[str, Any]) -> None:
+        self.lock.keep(self.on_notice)
         if self.file is None:  # not before: a resume that is refused has cut nothing
             for name in (METRICS, TIMELINE) if self.resume is not None else ():
                 cut_metrics(self.out / name, self.resume or 0)
@@ -89,6 +92,7 @@ class Records:
     def _commit(self, step: int) -> None:
         """Once all who are left have written `step`. The shard of one that is lost is not part of it."""
         if self.left and self.shards[step] >= self.left:
+            self.lock.keep(self.on_notice)
             del self.shards[step]
             seats = sorted(self.left)
             self.node_group.tell({"command": {"commit": step, "seats": seats}})

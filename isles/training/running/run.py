@@ -69,13 +69,13 @@ def launch(
     started = time.perf_counter()
     start = start_workers or starter(config.world.backend).train
     with (
-        run_directory(out, resume, node_spec),
+        run_directory(out, resume, node_spec) as lock,
         met(config, node_spec, out, resume, on_notice) as node_group,
     ):
         resume = node_group.facts.get("resume", resume)
         with (
             Loggers(config, out, resume) as loggers,
-            Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
+            Records(config, out, on_line, on_notice, node_group, loggers, resume, lock) as records,
         ):
             results = _joined(start(config, out, resume, node_group), config, records.take)
             finished = [result for result in results if result is not None]
