@@ -118,6 +118,7 @@ class DomainText:
 
     def training_rows(self) -> np.ndarray:
         """(N, context + 1) windows of the training text, without a copy."""
+        self.corpus.train.check()
         return windows(self.corpus.train.tokens, self.context, self.corpus.row)
 
     def held_rows(self, part: DomainPart, count: int) -> np.ndarray:
@@ -132,6 +133,7 @@ class DomainText:
     def _documents(self, part: DomainPart) -> list[np.ndarray]:
         """The part's documents that hold a window; halves of the text where few documents do."""
         stream = self.corpus.validation
+        stream.check()
         bounds = zip(stream.bounds[:-1], stream.bounds[1:], strict=True)
         documents = [stream.tokens[start:end] for start, end in bounds if end - start > self.context]
         chosen = documents[part == "test" :: 2]
@@ -155,6 +157,7 @@ class Pool:
     @property
     def held(self) -> np.ndarray:
         """(M, context + 1) validation sequences of its domains."""
+        self.corpus.validation.check()
         return self.corpus.validation.tokens.reshape(-1, self.rows.shape[1])
 
 
