@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from isles.parsing import parse_json
+
 from .blocks import CheckedBlocks, block_sums
 from .corpus import Corpus, TokenStream
 from .tokenizer import Tokenizer
@@ -75,7 +77,7 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
     if not folder.exists():
         return None
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = parse_json((folder / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']} instead of {FORMAT}")
         if manifest.pop("check") != _check(manifest):
@@ -94,7 +96,7 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
             sha256=manifest["sha256"],
             row=manifest["row"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the stored corpus {folder} is damaged ({error}); delete that folder") from None
     if made_with != tokenizer.fingerprint:
         raise ValueError(f"data.tokenizer = {tokenizer.name!r}: {folder} was made with another one; name that one")

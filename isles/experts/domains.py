@@ -23,6 +23,7 @@ from isles.data.loader import spaced, windows
 from isles.data.order import epoch_order
 from isles.data.store import save_corpus
 from isles.experts.text import write_texts
+from isles.parsing import parse_json
 from isles.tables import typed
 
 Difficulty = Literal["easy", "medium", "difficult", "held_out"]
@@ -86,7 +87,7 @@ def of_difficulty(domains: Sequence[Domain], difficulty: Difficulty) -> list[Dom
 def known_texts(out: Path) -> dict[str, str]:
     """By domain, the sha256 of the text that OUT was made with; empty where nothing was made yet."""
     path = out / TEXTS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def keep_texts(out: Path, texts: Mapping[str, str]) -> None:

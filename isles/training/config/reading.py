@@ -19,6 +19,7 @@ import tomlkit
 
 from isles.errors import unknown_name
 from isles.imports import is_place
+from isles.parsing import parse_toml
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
 from isles.training.config.sections import ORDER, SECTIONS, Config
@@ -153,8 +154,8 @@ def _parse_file(path: str) -> Tables:
 def _parse_value(text: str) -> Any:
     """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

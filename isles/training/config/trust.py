@@ -26,6 +26,7 @@ from isles.comm.credentials import write_private
 from isles.durable import write_text
 from isles.errors import printable
 from isles.home import home
+from isles.parsing import parse_json
 
 TYPED = "typed.json"
 _OF_A_RUN = (TYPED, "metrics.jsonl", "summary.json", "model.safetensors", "checkpoints")
@@ -71,9 +72,9 @@ def vouch(run: Path, names: Mapping[str, Any]) -> None:
 
 def _was_typed(run: Path, names: Mapping[str, Any]) -> bool:
     try:
-        record = json.loads((run / TYPED).read_text(encoding="utf-8"))
+        record = parse_json((run / TYPED).read_text(encoding="utf-8"))
         return record["names"] == names and hmac.compare_digest(str(record["mac"]), _mac(names))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isles.durable import replacing, sync_folder, write_text
+from isles.parsing import parse_json
 from isles.training.records.finite import first_nan
 from isles.training.records.tensors import write_tensors
 
@@ -166,7 +167,7 @@ class Checkpoints:
         try:
             held = _read_checked(text)
             checksum, structure = held["crc32"], held["state"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(self._damaged(text)) from error
         _refuse_other(text, held, {"worker": worker, "step": step, "run": (manifest or {}).get("run", "")})
         sums = (manifest or {}).get("sums", {})
@@ -218,7 +219,7 @@ class Checkpoints:
                 told.get("seats", range(told["workers"]))
             )
             return named and all((manifest.parent / name).stat().st_size == size for name, size in files.items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
 
@@ -259,7 +260,7 @@ def _read_checked(path: Path) -> dict[str, Any]:
     check = _CHECK.match(data)
     if check is not None and int(check[1], 16) != zlib.crc32(data[check.end() :]):
         raise ValueError(f"{path}: damaged")
-    held = json.loads(data.decode("utf-8"))
+    held = parse_json(data.decode("utf-8"))
     if not isinstance(held, dict):
         raise ValueError(f"{path}: damaged")
     return held

@@ -27,6 +27,7 @@ from isles.data.loader import resharded
 from isles.durable import write_text
 from isles.models import limits
 from isles.replicas import method
+from isles.tables import read_toml
 from isles.training.config.reading import read_config, run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
@@ -37,6 +38,7 @@ from isles.training.records.totals import latest_clock, total_traffic
 from isles.training.trainer import draws_seed
 from isles.version import __version__
 
+_SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
 _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
     ".model": "weights",
     ".inner": "the inner optimizer's state",
@@ -118,6 +120,10 @@ def _configs(
 ) -> tuple[Config, Config]:
     """As it was saved, with its cut; and as it goes on. ValueError where config.toml has another cut by itself."""
     path = str(run / "config.toml")
+    if missing := _SECTIONS - read_toml(path).keys():
+        raise ValueError(
+            f"{path}: damaged, for it has no [{sorted(missing)[0]}]; put it there from a copy, a run's own has all"
+        )
     if stages is None:
         config = read_config(path, {} if workers is None else {"world.workers": workers}, [], trust=trust)
         if config.pipeline.stages != manifest.get("stages", config.pipeline.stages):

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from isles.durable import write_text
 from isles.launch.nodes import NodeGroup
+from isles.parsing import parse_json
 from isles.schema import SpreadMetrics
 from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
@@ -153,7 +154,7 @@ def cut_metrics(path: Path, step: int) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
+            if parse_json(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
