@@ -8,7 +8,6 @@ import ast
 import inspect
 import json
 import textwrap
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -19,15 +18,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from isles.errors import unknown_name
+from isles.parsing import parse_toml
 
 
 def read_toml(path: str) -> dict[str, Any]:
     """What the file holds. ValueError where it cannot be read or is no TOML."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
 
 

@@ -7,6 +7,7 @@ group is made of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from isles.comm.codecs.base import as_bytes
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Transport, Work
+from isles.comm.trust import PeerTrust
 
 
 class Members(Protocol):
@@ -72,6 +74,8 @@ class Ledger:
 
     meetings: Counter[tuple[int, Channel, int]] = field(default_factory=Counter)
     """Calls without a round so far, by view, channel and peer's rank: in a new view all begin anew."""
+    trust: PeerTrust = field(default_factory=PeerTrust)
+    """What was accepted from peers so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class Call:
     channel: Channel
     round: int | None = None
     fragment: int = 0
+    leeway: float = 1.0
+    """How many times more than `PeerTrust.ratio` a payload may be: gradients of single steps jump."""
     numbers: dict[int, int] = field(default_factory=dict, repr=False)
     """This call's number among those with a peer, by its rank."""
 
@@ -108,6 +114,15 @@ class Call:
         peer, wire = group.peer(position), as_bytes(out)
         group.traffic.received(self.channel, wire.numel())
         return group.transport.recv(peer, wire, self._tag(peer, phase))
+
+    def accept(self, kind: int, theirs: Mapping[int, float], own: float, entries: int) -> None:
+        """Judge shares of so many entries by their mean squares, those of the others by position; see
+        `isles.comm.trust`. kind: what is compared with each other, beside channel and fragment. Refused, by name.
+        """
+        group, trust = self.group, self.group.ledger.trust
+        if trust.looks_at(self.channel):
+            ranked = {group.ranks[position]: square for position, square in theirs.items()}
+            trust.judge((self.channel, self.fragment, kind), ranked, own, entries, self.leeway)
 
     def _tag(self, peer: int, phase: int) -> Tag:
         if self.round is None:

@@ -84,6 +84,20 @@ class Malformed(CommError):
         return type(self), (self.peer, self.detail)
 
 
+class Refused(CommError):
+    """What `peer` sent cannot be a share of this round: it is not finite, or far larger than such shares have been
+    (`isles.comm.trust`).
+    """
+
+    def __init__(self, peer: int, detail: str) -> None:
+        super().__init__(f"worker {peer}'s payload is refused: {detail}")
+        self.peer = peer
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.peer, self.detail)
+
+
 @contextmanager
 def sent_by(peer: int) -> Iterator[None]:
     """While what `peer` sent is read: Malformed then names it."""
@@ -125,7 +139,8 @@ class RendezvousFailed(CommError):
 
 def is_cause(error: Exception) -> bool:
     """Whether the error is a reason by itself, and not merely how others noticed the loss of somebody."""
-    return not isinstance(error, CommError) or isinstance(error, (WorkerFailed, NodeLost, RendezvousFailed))
+    causes = (WorkerFailed, NodeLost, RendezvousFailed, Malformed, Refused)
+    return not isinstance(error, CommError) or isinstance(error, causes)
 
 
 def to_plain(error: Exception) -> list[Any]:
@@ -166,6 +181,7 @@ _TRAVELLERS: dict[str, type[Exception]] = {
         Diverged,
         Elsewhere,
         Malformed,
+        Refused,
         WorkerFailed,
         NodeLost,
         RendezvousFailed,

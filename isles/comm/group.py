@@ -79,9 +79,11 @@ class Group:
         ranks = tuple(self.ranks[position] for position in positions)
         return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.ledger, self.view)
 
-    def call(self, channel: Channel | None = None, round: int | None = None, fragment: int = 0) -> Call:
+    def call(
+        self, channel: Channel | None = None, round: int | None = None, fragment: int = 0, leeway: float = 1.0
+    ) -> Call:
         """An address for the generators of `collectives` and `mean`: one for each operation."""
-        return Call(self, channel or self.channel, round, fragment)
+        return Call(self, channel or self.channel, round, fragment, leeway)
 
     def start(
         self, protocol: Steps[Any], channel: Channel | None = None, deadline: float | None = None, nbytes: int = 0

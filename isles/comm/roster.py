@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol, runtime_checkable
 
-from isles.comm.errors import CommError, PeerLost
+from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
+
+_REFUSALS = 3  # payloads of one that cannot be, after which nobody waits for it any more
 
 
 @runtime_checkable
@@ -49,11 +52,12 @@ class Roster(Protocol):
 
 
 class FixedRoster:
-    """`founders` in every round; whose connection breaks is lost for good."""
+    """`founders` in every round; whose connection breaks is lost for good, and who sent thrice what cannot be."""
 
     def __init__(self, founders: Group) -> None:
         self.founders = founders
         self._lost: set[int] = set()
+        self._refused: Counter[int] = Counter()
 
     def group(self, round: int) -> Group:
         return self.founders
@@ -62,7 +66,11 @@ class FixedRoster:
         return seat in self._lost
 
     def miss(self, seat: int, error: CommError) -> None:
-        """Who is only late is met again."""
+        """Who is only late is met again; who sends what cannot be, only so often."""
+        if isinstance(error, (Refused, Malformed, Diverged)):
+            self._refused[seat] += 1
+            if self._refused[seat] >= _REFUSALS and seat in self.founders.ranks:
+                self._lost.add(seat)
         if isinstance(error, PeerLost) and seat in self.founders.ranks:
             self._lost.add(seat)
 
@@ -73,10 +81,11 @@ class FixedRoster:
         return self.founders.among(left).answering("eval")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lost": sorted(self._lost)}
+        return {"lost": sorted(self._lost), "refused": [list(each) for each in sorted(self._refused.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._lost = set(state.get("lost", ()))
+        self._refused = Counter(dict(state.get("refused", ())))
 
 
 def as_roster(group: Group | Roster) -> Roster:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from .blocks import CheckedBlocks
 from .tokenizer import Tokenizer
 
 SplitBy = Literal["document", "position"]
@@ -17,7 +18,8 @@ SplitBy = Literal["document", "position"]
 class TokenStream:
     """Documents laid end to end.
 
-    tokens: (T,), the smallest unsigned type that holds the vocabulary; in memory or memory-mapped; read-only.
+    tokens: (T,), the smallest unsigned type that holds the vocabulary; in memory or memory-mapped; read-only. blocks:
+    what tells whether they are as they were written, where they lie on disk; ask `check` before reading.
     bounds: (D + 1,) int64; document d is tokens[bounds[d] : bounds[d + 1]], never empty.
     files: the files that were read; file_of: (D,), the index into `files` of each document.
     """
@@ -26,6 +28,7 @@ class TokenStream:
     bounds: np.ndarray
     files: tuple[str, ...]
     file_of: np.ndarray
+    blocks: CheckedBlocks | None = None
 
     def __post_init__(self) -> None:
         for array in (self.tokens, self.bounds, self.file_of):
@@ -33,6 +36,11 @@ class TokenStream:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def check(self, start: int = 0, stop: int | None = None) -> None:
+        """ValueError where tokens start to stop are not as they were written to the disk."""
+        if self.blocks is not None:
+            self.blocks.check(start, len(self.tokens) if stop is None else stop)
 
     @property
     def documents(self) -> int:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from isles.parsing import parse_json
+
 from .sources import Source, SourceKind
 
 _HEAD_BYTES = 8192
@@ -45,7 +47,7 @@ def _read_jsonl(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = parse_json(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
                 raise ValueError(f"data.path: {source.path} line {number} is not UTF-8; convert it") from None
             except ValueError as error:

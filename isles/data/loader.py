@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .config import DataConfig
-from .corpus import Corpus
+from .corpus import Corpus, TokenStream
 from .order import epoch_order
 from .shares import document_shares
 
@@ -63,9 +63,10 @@ class Loader:
         self.split = config.split
         self.batch_size = config.batch_size_per_worker(workers)
         self.consumed = 0
-        tokens = corpus.train.tokens
+        tokens, self._begin = corpus.train.tokens, 0
         if config.split == "by_file":
             offsets = document_shares(corpus.train.bounds, workers)
+            self._begin = int(offsets[worker])
             tokens = tokens[offsets[worker] : offsets[worker + 1]]
         if len(tokens) <= context:
             of = "training" if config.split == "iid" else f"the share of worker {worker} in training"
@@ -105,6 +106,7 @@ class Loader:
             chosen[here] = order[offsets[here]]
         self._orders = orders
         self.consumed += self.batch_size * self.workers
+        self._check(self.corpus.train, chosen, self._begin)
         return _batch(self._windows, chosen)
 
     def validation_batches(self) -> Iterator[torch.Tensor]:
@@ -119,7 +121,9 @@ class Loader:
             raise ValueError("data.validation_fraction = 0 keeps no text for validation; use for example 0.05")
         among, chosen = self._validation
         for start in range(0, len(chosen), self.batch_size):
-            yield _batch(among, chosen[start : start + self.batch_size])
+            rows = chosen[start : start + self.batch_size]
+            self._check(self.corpus.validation, rows)
+            yield _batch(among, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands, ready for JSON. It is the same for every worker, so a run needs to keep only one."""
@@ -152,6 +156,12 @@ class Loader:
         if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
             raise ValueError(f"the loader state has consumed = {consumed!r}; it must be a whole number of sequences")
         self.consumed = consumed
+
+    def _check(self, stream: TokenStream, rows: np.ndarray, begin: int = 0) -> None:
+        """Whether the windows `rows`, counted from token `begin`, are as they were written; ValueError if not."""
+        stride = self.corpus.row or self.context
+        for start in (begin + rows * stride).tolist():
+            stream.check(start, start + self.context + 1)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch in self._orders:

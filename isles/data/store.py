@@ -9,16 +9,24 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from isles.parsing import parse_json
+
+from .blocks import CheckedBlocks, block_sums
 from .corpus import Corpus, TokenStream
 from .tokenizer import Tokenizer
 
-FORMAT = 2  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
+FORMAT = 3  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
 _PARTS = ("train", "validation")
 _ARRAYS = ("tokens", "bounds", "file_of")
+_SUMS = "sums"  # of the blocks of its tokens
+_SMALL = ("bounds", "file_of", _SUMS)  # compared whole when it is opened
 
 
 def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
@@ -32,6 +40,7 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
         for part in _PARTS:
             for array in _ARRAYS:
                 np.save(building / f"{part}-{array}.npy", getattr(getattr(corpus, part), array), allow_pickle=False)
+            np.save(building / f"{part}-{_SUMS}.npy", block_sums(getattr(corpus, part).tokens), allow_pickle=False)
         manifest = {
             "format": FORMAT,
             "name": corpus.name,
@@ -39,9 +48,10 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
             "sha256": corpus.sha256,
             "row": corpus.row,
             "tokenizer": corpus.tokenizer.fingerprint,
-            "files": corpus.train.files,
+            "files": list(corpus.train.files),
+            "sums": {f"{part}-{array}": _sum_of(building, part, array) for part in _PARTS for array in _SMALL},
         }
-        (building / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        (building / "manifest.json").write_text(json.dumps({"check": _check(manifest), **manifest}), encoding="utf-8")
         building.chmod(0o755)  # mkdtemp makes it private, but the cache may be shared by the users of a machine
         try:
             building.rename(folder)
@@ -67,9 +77,14 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
     if not folder.exists():
         return None
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = parse_json((folder / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']} instead of {FORMAT}")
+        if manifest.pop("check") != _check(manifest):
+            raise ValueError("its manifest")
+        for part, array in ((part, array) for part in _PARTS for array in _SMALL):
+            if manifest["sums"][f"{part}-{array}"] != _sum_of(folder, part, array):
+                raise ValueError(f"{part}-{array}.npy")
         made_with = manifest["tokenizer"]
         parts = {part: _open_stream(folder, part, tuple(manifest["files"])) for part in _PARTS}
         corpus = Corpus(
@@ -81,7 +96,7 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
             sha256=manifest["sha256"],
             row=manifest["row"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the stored corpus {folder} is damaged ({error}); delete that folder") from None
     if made_with != tokenizer.fingerprint:
         raise ValueError(f"data.tokenizer = {tokenizer.name!r}: {folder} was made with another one; name that one")
@@ -90,5 +105,16 @@ def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
 
 def _open_stream(folder: Path, part: str, files: tuple[str, ...]) -> TokenStream:
     arrays = {array: np.load(folder / f"{part}-{array}.npy", mmap_mode="r", allow_pickle=False) for array in _ARRAYS}
+    sums = np.load(folder / f"{part}-{_SUMS}.npy", allow_pickle=False)
     # A plain view: indexing the memmap class costs several times more.
-    return TokenStream(files=files, **{name: np.asarray(array) for name, array in arrays.items()})
+    plain = {name: np.asarray(array) for name, array in arrays.items()}
+    blocks = CheckedBlocks(plain["tokens"], sums, f"data: {folder / f'{part}-tokens.npy'}")
+    return TokenStream(files=files, blocks=blocks, **plain)
+
+
+def _sum_of(folder: Path, part: str, array: str) -> int:
+    return zlib.crc32((folder / f"{part}-{array}.npy").read_bytes())
+
+
+def _check(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())

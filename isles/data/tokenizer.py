@@ -6,12 +6,13 @@ Bytes are built in; a Hugging Face `tokenizer.json` needs the extra `isles[hf]`.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from isles.parsing import parse_json
 
 Ids = np.ndarray  # one-dimensional, of the smallest unsigned type that holds every id
 
@@ -127,7 +128,7 @@ def _eos_id(config: Path, rust: Any) -> int | None:
     if not config.is_file():
         return None
     try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        token = parse_json(config.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError):
         raise ValueError(f"data.tokenizer: {str(config)!r} is not a JSON object; mend or remove it") from None
     if isinstance(token, dict):  # older files hold the token with its flags

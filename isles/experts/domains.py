@@ -23,6 +23,7 @@ from isles.data.loader import spaced, windows
 from isles.data.order import epoch_order
 from isles.data.store import save_corpus
 from isles.experts.text import write_texts
+from isles.parsing import parse_json
 from isles.tables import typed
 
 Difficulty = Literal["easy", "medium", "difficult", "held_out"]
@@ -86,7 +87,7 @@ def of_difficulty(domains: Sequence[Domain], difficulty: Difficulty) -> list[Dom
 def known_texts(out: Path) -> dict[str, str]:
     """By domain, the sha256 of the text that OUT was made with; empty where nothing was made yet."""
     path = out / TEXTS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def keep_texts(out: Path, texts: Mapping[str, str]) -> None:
@@ -118,6 +119,7 @@ class DomainText:
 
     def training_rows(self) -> np.ndarray:
         """(N, context + 1) windows of the training text, without a copy."""
+        self.corpus.train.check()
         return windows(self.corpus.train.tokens, self.context, self.corpus.row)
 
     def held_rows(self, part: DomainPart, count: int) -> np.ndarray:
@@ -132,6 +134,7 @@ class DomainText:
     def _documents(self, part: DomainPart) -> list[np.ndarray]:
         """The part's documents that hold a window; halves of the text where few documents do."""
         stream = self.corpus.validation
+        stream.check()
         bounds = zip(stream.bounds[:-1], stream.bounds[1:], strict=True)
         documents = [stream.tokens[start:end] for start, end in bounds if end - start > self.context]
         chosen = documents[part == "test" :: 2]
@@ -155,6 +158,7 @@ class Pool:
     @property
     def held(self) -> np.ndarray:
         """(M, context + 1) validation sequences of its domains."""
+        self.corpus.validation.check()
         return self.corpus.validation.tokens.reshape(-1, self.rows.shape[1])
 
 

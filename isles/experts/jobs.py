@@ -17,6 +17,7 @@ from typing import Any
 
 from isles.experts.averages import make_average
 from isles.models import flops_per_token, limits
+from isles.parsing import parse_json
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -128,7 +129,7 @@ def weights_sha256(run: Path) -> str:
 
 
 def _carded(job: ExpertJob, out: Path) -> dict[str, Any]:
-    summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    summary = parse_json((out / SUMMARY).read_text(encoding="utf-8"))
     start = job.config.run.start
     facts = {
         "name": job.name,

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isles.parsing import parse_json
+
 _FORMAT = 1
 
 
@@ -108,7 +110,7 @@ class Forest:
     def load(cls, path: Path) -> Forest:
         """What `save` wrote. ValueError where it is missing or damaged, or an expert is."""
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = parse_json(path.read_text(encoding="utf-8"))
             if record["format"] != _FORMAT:
                 raise ValueError(f"format {record['format']} instead of {_FORMAT}")
 

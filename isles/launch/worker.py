@@ -34,6 +34,7 @@ from isles.comm.gloo.life import Life
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.stopping import StopControl
 from isles.comm.transport import Deadlines
+from isles.durable import no_room
 from isles.launch.beats import begin_pulse
 from isles.launch.store import join_store
 
@@ -182,6 +183,8 @@ def _portable(error: Exception, spec: WorkerSpec) -> Exception:
                 spec.rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})"
             )
         return error
+    if full := no_room(error):
+        return WorkerFailed(spec.rank, f"{full} ({error}); make room")
     if spec.log is None:
         return WorkerFailed(spec.rank, _text(error))
     with contextlib.suppress(OSError):  # the disk may be full, and that the error

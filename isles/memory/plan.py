@@ -15,6 +15,7 @@ from typing import Any
 from isles.memory.costs import ACTIVATIONS, LETTERS, PLACES, Placement, Profile, unit_cost
 from isles.memory.lanes import LANES, LaneTimeline, SimulatedSpan, Update
 from isles.network.machines import Machine
+from isles.parsing import parse_json
 
 _FORMAT = 1
 
@@ -99,7 +100,7 @@ class MemoryPlan:
 def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
     """The plan in the text. ValueError, one line that begins with `source`, where it is none."""
     try:
-        table = json.loads(text)
+        table = parse_json(text)
         if table.pop("format") != _FORMAT:
             raise ValueError(
                 "it was written by another version of isles; make it again with `isles memory plan --json`"

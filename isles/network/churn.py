@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 
 from isles.errors import unknown_name
 from isles.network.noise import uniform
+from isles.parsing import parse_json
 
 Change = Literal["join", "kill", "leave", "pause", "resume", "lighthouse"]
 KINDS: tuple[Change, ...] = get_args(Change)
@@ -197,7 +198,7 @@ def _standing(number: int, here: set[int], still: set[int]) -> str:
 
 def _event(line: str, where: str) -> ChurnEvent:
     try:
-        value: Any = json.loads(line)
+        value: Any = parse_json(line)
     except ValueError:
         value = None
     kinds = [kind for kind in KINDS if isinstance(value, dict) and kind in value]

@@ -7,9 +7,9 @@ print(write_picture("runs/demo"))           # runs/demo/report.png, the same ser
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from isles.durable import no_room, replacing
 from isles.report.comparison import INDEX, read_comparison, render_comparison
 from isles.report.experts import RESULTS, read_results
 from isles.report.experts import render as render_experts
@@ -55,11 +55,9 @@ def write_picture(folder: str | Path) -> Path:
 
 def settled(path: Path, data: bytes) -> Path:
     """Write a file in one move; OSError that names it where that fails."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(data)
+        with replacing(path) as partial:
+            partial.write_bytes(data)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{path}: cannot be written to ({error.strerror})") from error
-    os.replace(unfinished, path)
+        raise OSError(f"{path}: {no_room(error) or 'cannot be written to'} ({error.strerror})") from error
     return path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isles.parsing import parse_json
 from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, loss_against, short
 from isles.report.draw.style import SERIES
 from isles.report.page import document, section, wide_table
@@ -46,7 +46,7 @@ def run_folder(method: str, seed: int) -> str:
 def read_comparison(folder: Path) -> Runs:
     """The runs of each method in the folder that `isles compare` wrote. ValueError where one is missing."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
         seeds = {method: [summary["seed"] for summary in group] for method, group in index.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error

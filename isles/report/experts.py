@@ -6,11 +6,11 @@ OUT/results.json -> tables (also for the terminal) -> OUT/report.html
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from isles.parsing import parse_json
 from isles.report import experts_hdee, experts_smalltalk
 from isles.report.page import document, section, wide_table
 from isles.report.panels import Panel, Titled
@@ -23,7 +23,7 @@ _SYSTEMS = {"hdee": experts_hdee, "smalltalk": experts_smalltalk}
 def read_results(out: Path) -> dict[str, Any]:
     """OUT/results.json. ValueError where it cannot be read."""
     try:
-        return json.loads((out / RESULTS).read_text(encoding="utf-8"))
+        return parse_json((out / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{out / RESULTS}: cannot be read ({error}); run isles experts eval {out}") from error
 

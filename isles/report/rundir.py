@@ -8,14 +8,13 @@ once, as written last.
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from isles.parsing import parse_json, parse_toml
 from isles.report.series import Point, mean_over
 from isles.schema import TASK_KINDS, TOTALS, backend_of
 
@@ -125,7 +124,7 @@ def _read_summary(run: Run) -> None:
     if not file.is_file():
         return
     try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         run.notes.append(f"summary.json is damaged and was left out ({error}).")
         return
@@ -141,8 +140,8 @@ def _read_config(run: Run) -> None:
         return
     run.config_text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        run.config = tomllib.loads(run.config_text)
-    except tomllib.TOMLDecodeError as error:
+        run.config = parse_toml(run.config_text)
+    except ValueError as error:
         run.notes.append(f"config.toml is damaged ({error}); it is shown below as it is.")
 
 
@@ -203,7 +202,7 @@ def _records(file: Path) -> Iterator[dict[str, Any] | None]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 if line.endswith(b"\n"):
                     yield None

@@ -8,7 +8,6 @@ So the numbers are those of the code that will run, not of a second description 
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 import warnings
@@ -31,6 +30,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
 from isles.network.planner.stages import StagedSteps
+from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.replicas import method
 from isles.replicas.schedule import Outline
@@ -98,7 +98,7 @@ class DryRun(WorkerMemory):
             {key: getattr(planned, key) for key in ("sent", "lands", "fragment", "what", "groups", "bytes_sent")}
             for planned in self.outline.first
         ]
-        placed = None if self.placed is None else json.loads(self.placed.to_json())
+        placed = None if self.placed is None else parse_json(self.placed.to_json())
         return plain | {"peak_bytes": self.peak, "placed": placed}
 
 

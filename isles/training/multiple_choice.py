@@ -10,7 +10,6 @@ answerKey).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from isles.parsing import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def read_questions(path: Path) -> Iterator[Question]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield parse_question(json.loads(line))
+                yield parse_question(parse_json(line))
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 raise ValueError(
                     f"{path}, line {number}: no question of HellaSwag, PIQA or ARC layout ({error!r})"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Channel
 from isles.data import Corpus
+from isles.durable import replacing
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
@@ -37,6 +37,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.schema import Metrics
 from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
+from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.memory import PlannedMemory
@@ -67,6 +68,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
         self.config, self.world = config, world
+        world.world.ledger.trust.ratio = config.world.trust_ratio
         self.text = Text(config, world, corpus) if world.place.stage == 0 else None
         judges = told_by_first(world.stage, self.text is not None and self.text.judges)
         self.judges = judges and (config.pipeline.routing != "skippipe" or world.place.replica == 0)
@@ -152,7 +154,7 @@ class Trainer:
                 self._refuse_not_finite(step, self.losses)
                 state = self.state_dict()
                 self._refuse_broken(step, state)
-                Checkpoints(out).write_shard(step, self.world.rank, state)
+                Checkpoints(out).write_shard(step, self.world.rank, state, run_name(self.config))
                 self.world.report({"checkpoint": step, "worker": self.world.rank})
             if stopping:
                 self._report_last_spans()
@@ -373,10 +375,8 @@ def save_model(model: nn.Module, path: Path) -> None:
     """Write the weights as safetensors, all or nothing; tied tensors once."""
     from safetensors.torch import save_model as save
 
-    partial = path.with_suffix(".partial")
-    with no_half_file(partial):
+    with replacing(path) as partial, no_half_file(partial):
         save(model, str(partial))
-    os.replace(partial, path)
 
 
 def draws_seed(seed: int, rank: int) -> int:

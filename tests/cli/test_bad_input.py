@@ -339,10 +339,10 @@ def test_a_disk_that_fills_is_one_line_and_one(answer: Answer, small_disk: Path)
     assert code == 1
     line = last_line(error)
     assert is_one_line(line)
-    assert "disk/run: cannot be written to (No space left on device); make room and go on with: isles resume" in line
+    assert "disk/run: the disk is full (No space left on device); make room and go on with: isles resume" in line
     code, error = answer(*train("--out", "disk/another", "--steps", "4", "--method", "none"))
     # Before the run starts, in it, or after it, as the report is written: as far as the room that is left goes.
-    assert code in (1, 2) and "cannot be written to (No space left on device)" in last_line(error), error
+    assert code in (1, 2) and "the disk is full (No space left on device)" in last_line(error), error
     assert "disk/another" in last_line(error)
 
 

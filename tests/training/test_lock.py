@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.records.lock import NAME, locked
+from isles.training.records.lock import NAME, RunLock, locked
+from isles.training.running.run import launch
+from tests.training.runs import tiny
 
 HOLD = """
 import pathlib, sys
@@ -59,3 +61,35 @@ def test_a_file_that_was_taken_away_is_no_lock(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("isles.training.records.lock.fcntl.flock", slow)
     with locked(tmp_path):
         assert len(calls) == 2 and (tmp_path / NAME).exists()
+
+
+def test_a_lock_that_was_removed_by_hand_is_noticed(tmp_path: Path) -> None:
+    """Taken again while nobody else has it; where another run does, this one ends and leaves the other's alone."""
+    told: list[str] = []
+    with locked(tmp_path) as lock:
+        lock.keep(told.append)
+        assert not told
+        (tmp_path / NAME).unlink()
+        lock.keep(told.append)
+        lock.keep(told.append)
+        assert len(told) == 1 and "was removed while this run goes on" in told[0]
+        with pytest.raises(ValueError, match="in use by another run"), locked(tmp_path):
+            pass
+        (tmp_path / NAME).unlink()
+        other = RunLock(tmp_path)
+        with pytest.raises(OSError, match=r"was removed while this run went on, and now .* in use by another run"):
+            lock.keep(told.append)
+    assert (tmp_path / NAME).exists()
+    other.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_lock_is_removed_says_so(tmp_path: Path) -> None:
+    out, notices = tmp_path / "run", list[str]()
+
+    def on_line(line: dict[str, object]) -> None:
+        (out / NAME).unlink(missing_ok=True)
+
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 500)
+    launch(tiny(tmp_path / "text.txt", steps=4), out, on_line, notices.append)
+    assert any("run.lock was removed while this run goes on" in notice for notice in notices)

@@ -24,29 +24,19 @@ headers before anything else in rounds whose lengths members adapt by themselves
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp, form_digest
+from isles.comm.collectives.shots import PARTS, AllGather, Alone, MeanPart, TwoShot, Wires, cuts
 from isles.comm.tags import MAX_FRAGMENTS
-from isles.comm.transport import Steps, Work, native_collectives
+from isles.comm.transport import Steps, native_collectives
 from isles.network.planner.planned import Mean, Segment
 
 _SEGMENT = 1 << 22  # elements; 16 MB of float32
 _MAX_SEGMENTS = 60
-_PARTS = 4  # buffers that one round may exchange
-
-
-def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
-    """`elements` cut into `parts` runs of nearly equal length, each but the last a multiple of `block`."""
-    share = -(-elements // (parts * block)) * block
-    return [(min(part * share, elements), min((part + 1) * share, elements)) for part in range(parts)]
 
 
 def segments(elements: int, block: int) -> list[tuple[int, int]]:
@@ -64,7 +54,7 @@ def gathers(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> bool:
 
 def phases(elements: int) -> int:
     """Phases that the means of one round take: of each part the header, then scatter and gather of every segment."""
-    return _PARTS * (1 + 2 * len(segments(elements, block=1)))
+    return PARTS * (1 + 2 * len(segments(elements, block=1)))
 
 
 def pattern(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> Mean:
@@ -121,20 +111,22 @@ def mean(
     member's shard loses). part: tells apart several buffers of one round (0 to 3).
     agree_first: wait for the headers before anything else is posted, a latency more: where members may come to other
     lengths by themselves.
-    Raises Elsewhere for a member of another view, Diverged when a member's stamp differs or it averages something else.
+    Raises Elsewhere for a member of another view, Diverged when a member's stamp differs or it averages something else,
+    Refused or Malformed for what cannot be a share (`isles.comm.trust`): in two shots its shard's owner finds that and
+    tells all others instead of a mean.
     After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
     form = form_digest(buffer.numel(), str(buffer.dtype), codec.name, part)
     headers = Headers(call, stamp or Stamp(step=-1), part, form)
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
-    wires = _Wires()
-    waiting: _Segment | None = None
+    wires = Wires()
+    waiting: MeanPart | None = None
     usable: tuple[int, ...] = ()
     if agree_first:
         usable = yield from headers.compare()
     for index, (start, stop) in enumerate(segments(buffer.numel(), codec.block)):
         pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
-        phase = part + _PARTS * (1 + 2 * index)
+        phase = part + PARTS * (1 + 2 * index)
         segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
             call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
         )
@@ -163,10 +155,10 @@ def salt(round: int | None, fragment: int) -> int:
     return (0 if round is None else round) * MAX_FRAGMENTS + fragment
 
 
-def _scheme(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> type[_Segment]:
+def _scheme(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> type[MeanPart]:
     if size == 1:
-        return _Alone
-    return _AllGather if gathers(elements, dtype, codec, size) else _TwoShot
+        return Alone
+    return AllGather if gathers(elements, dtype, codec, size) else TwoShot
 
 
 def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
@@ -185,167 +177,3 @@ def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
 def native_bytes(elements: int, dtype: torch.dtype, size: int) -> int:
     """Bytes that each member of a ring all-reduce sends: 2 (N-1)/N times the buffer, rounded up."""
     return -(-2 * (size - 1) * elements * dtype.itemsize // size)
-
-
-class _Wires:
-    """Buffers to receive into, used again by later segments: large ones made anew each time fragment the heap."""
-
-    def __init__(self) -> None:
-        self._spare: dict[int, list[Tensor]] = {}
-
-    def take(self, nbytes: int) -> Tensor:
-        """A buffer of exactly `nbytes`, its content undefined."""
-        spare = self._spare.get(nbytes)
-        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
-
-    def give(self, wire: Tensor) -> None:
-        """Take back a buffer that nothing is received into or read from any more."""
-        self._spare.setdefault(wire.numel(), []).append(wire)
-
-
-class _Segment(ABC):
-    """One segment under way: made when its first messages leave, finished when the mean is in place."""
-
-    def __init__(
-        self,
-        call: Call,
-        buffer: Tensor,
-        codec: Codec,
-        own: Tensor | None,
-        residual: Tensor | None,
-        *,
-        phase: int,
-        wires: _Wires,
-    ) -> None:
-        self.call, self.buffer, self.codec, self.phase, self.wires = call, buffer, codec, phase, wires
-        self.own, self.residual = own, residual
-        self.works: list[Work] = []
-        self.inbox: dict[int, Tensor] = {}
-        self.start()
-
-    @abstractmethod
-    def start(self) -> None:
-        """Post the first receives and sends."""
-
-    @abstractmethod
-    def finish(self, usable: Sequence[int]) -> Steps[None]:
-        """Wait for them, do the rest. usable: the positions that the mean is of."""
-
-    def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
-        """Post the receive of an encoded run of `elements` entries."""
-        wire = self.wires.take(codec.wire_bytes(elements, self.buffer.dtype))
-        self.inbox[position] = wire
-        return self.call.recv(position, wire, phase)
-
-    def release(self) -> None:
-        """Give back what was received, once it is decoded."""
-        for wire in self.inbox.values():
-            self.wires.give(wire)
-        self.inbox.clear()
-
-    def decode(self, wire: Tensor, elements: int) -> Tensor:
-        return self.codec.decode(wire, elements, self.buffer.dtype)
-
-    def note(self, wire: Tensor, first: int, last: int) -> None:
-        """Tell `own` and `residual` what the others decode of entries [first, last)."""
-        if self.own is None and self.residual is None:
-            return
-        decoded = self.decode(wire, last - first)
-        if self.own is not None:
-            self.own[first:last].copy_(decoded)
-        if self.residual is not None:
-            self.residual[first:last].sub_(decoded)
-
-    def reduce(self, wire: Tensor, out: Tensor, usable: Sequence[int]) -> None:
-        """Write the mean of what came from the positions `usable`, the own `wire` being one of this member's, summed in
-        group order, into `out`: it may be what `wire` is a view of.
-        """
-        rank = self.call.group.rank
-        wires = [wire if position == rank else self.inbox[position] for position in usable]
-        if not wires:
-            out.zero_()
-            return
-        if self.codec.lossless:  # views: what is received is added up where it lies
-            total = self.decode(wires[0], out.numel())
-            for other in wires[1:]:
-                total.add_(self.decode(other, out.numel()))
-            torch.div(total, len(wires), out=out)
-            return
-        self.codec.decode_into(wires[0], out)
-        room = torch.empty_like(out)
-        for other in wires[1:]:
-            self.codec.decode_into(other, room)
-            out.add_(room)
-        out.div_(len(wires))
-
-
-class _Alone(_Segment):
-    def start(self) -> None:
-        self.wire = self.codec.encode(self.buffer)
-
-    @override
-    def finish(self, usable: Sequence[int]) -> Steps[None]:
-        yield self.works
-        self.note(self.wire, 0, self.buffer.numel())
-        if not usable:
-            self.buffer.zero_()
-            return
-        mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
-        if mine.data_ptr() != self.buffer.data_ptr():
-            self.buffer.copy_(mine)
-
-
-class _AllGather(_Segment):
-    def start(self) -> None:
-        elements = self.buffer.numel()
-        self.wire = self.codec.encode(self.buffer)
-        for position in self.call.group.others:
-            self.works.append(self.receive(position, self.codec, elements, self.phase))
-        self.works += [self.call.send(position, self.wire, self.phase) for position in self.call.group.others]
-
-    @override
-    def finish(self, usable: Sequence[int]) -> Steps[None]:
-        yield self.works  # the sends too: the reduction may write over what the wire is a view of
-        self.note(self.wire, 0, self.buffer.numel())
-        self.reduce(self.wire, self.buffer, usable)
-
-
-class _TwoShot(_Segment):
-    def start(self) -> None:
-        group = self.call.group
-        self.shards = cuts(self.buffer.numel(), group.size, self.codec.block)
-        first, last = self.shards[group.rank]
-        for position in group.others:
-            self.works.append(self.receive(position, self.codec, last - first, self.phase))
-        for position in group.others:
-            self.works.append(self.call.send(position, self._encode(position), self.phase))
-        self.wire = self._encode(group.rank)
-
-    def _encode(self, position: int) -> Tensor:
-        first, last = self.shards[position]
-        wire = self.codec.encode(self.buffer[first:last])
-        self.note(wire, first, last)
-        return wire
-
-    @override
-    def finish(self, usable: Sequence[int]) -> Steps[None]:
-        yield self.works
-        group, back = self.call.group, self.codec.back
-        first, last = self.shards[group.rank]
-        shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
-        self.reduce(self.wire, shard, usable)
-        self.release()
-        wire = back.encode(shard)
-        works = []
-        for position in group.others:
-            start, stop = self.shards[position]
-            works.append(self.receive(position, back, stop - start, self.phase + _PARTS))
-        works += [self.call.send(position, wire, self.phase + _PARTS) for position in group.others]
-        told = back.decode(wire, last - first, shard.dtype)
-        if self.residual is not None:  # what the second encoding lost of all members' shares
-            self.residual[first:last].add_(shard - told, alpha=len(usable))
-        shard.copy_(told)
-        yield works
-        for position in group.others:
-            start, stop = self.shards[position]
-            back.decode_into(self.inbox[position], self.buffer[start:stop])

@@ -16,6 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from isles.parsing import parse_json
+
 NAME = "members.jsonl"
 
 
@@ -61,7 +63,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     entries = []
     for number, line in enumerate(data[:whole].splitlines(), start=1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             entry = None
         if not isinstance(entry, dict):

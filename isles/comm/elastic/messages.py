@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.view import Lot, View
+from isles.parsing import parse_json
 
 MARGIN = 3  # rounds from the newest that anybody has begun to the first of a new view
 MAX_BYTES = 64 << 10  # of one message from a worker
@@ -141,7 +142,7 @@ def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_B
     if len(data) > limit:
         raise ValueError(f"a message of {len(data)} bytes; at most {limit} are read")
     try:
-        return from_plain(json.loads(data), kinds)
+        return from_plain(parse_json(data), kinds)
     except (RecursionError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError("a message that is not JSON") from None
 

@@ -18,6 +18,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from isles.parsing import parse_json
+
 AssignmentRule = Literal["greedy", "sequential", "optimal", "unbalanced"]
 
 
@@ -113,7 +115,7 @@ class Assignment:
     def load(cls, path: Path) -> Assignment:
         """What `save` wrote. ValueError where it is missing or damaged."""
         try:
-            facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            facts = parse_json(path.with_suffix(".json").read_text(encoding="utf-8"))
             loaded = cls(np.load(path, allow_pickle=False).astype(np.int64), facts["experts"])
             whole = loaded.sha256 == facts["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:

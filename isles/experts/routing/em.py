@@ -88,6 +88,7 @@ class TextRouter:
         config = task.config
         corpus = load_corpus(config.data)
         self.tokenizer = corpus.tokenizer
+        corpus.train.check()
         self.rows = windows(corpus.train.tokens, limits(config.model).context, corpus.row)
         self.model = build(config.model, seed=router_seed(config.run.seed, group.rank), rank=group.rank)
         self.optimizer, _ = wrapped(config, self.model, group.among([group.rank]))

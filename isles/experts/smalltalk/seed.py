@@ -32,6 +32,7 @@ from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
 from isles.experts.workers import run_workers
 from isles.launch.nodes import SINGLE_NODE
+from isles.parsing import parse_json
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.writer import write_config
@@ -82,12 +83,12 @@ class SmalltalkSeed:
     def routed(self) -> list[dict[str, Any]]:
         """What each router's training came to; empty without routers."""
         path = self.folder / ROUTED
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        return parse_json(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def purity_by_round(self) -> list[float]:
         """Of the routers' shares."""
         path = self.folder / "routers" / ROUNDS
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
         # A round that was done again after a stop has lines of both times, which are equal.
         return list({line["round"]: line["purity"] for line in lines}.values())
 

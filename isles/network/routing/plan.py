@@ -13,6 +13,7 @@ from isles.network.routing.check import broken_rules
 from isles.network.routing.legal import PathRules
 from isles.network.routing.problem import Costs, Paths, Problem, replay_paths, routes_of
 from isles.network.routing.routes import Route
+from isles.parsing import parse_json
 from isles.tables import typed
 
 FORM = "isles pipeline plan 1"
@@ -142,7 +143,7 @@ def complaints(plan: PipelinePlan, said: float) -> list[str]:
 
 def _table(path: File) -> Mapping[str, Any]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); name a plan of `isles pipeline plan`") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

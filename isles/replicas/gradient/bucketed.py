@@ -24,7 +24,7 @@ from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
-from isles.replicas.gradient.reduction import Reduction, together
+from isles.replicas.gradient.reduction import JUMPS, Reduction, together
 from isles.replicas.island.island import Copies
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.schedule import Held, Outline, everyone, outline
@@ -289,7 +289,7 @@ class BucketedSync(ReplicaSync):
         step, group = self.steps + 1, self.group
         bucket.reduction.digest = bucket.frozen_digest
         bucket.reduction.begin(bucket.flat, step)
-        call = group.call(round=2 * step + again, fragment=bucket.index)
+        call = group.call(round=2 * step + again, fragment=bucket.index, leeway=JUMPS)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
         bucket.transfer = group.start(bucket.reduction.exchange(call, bucket.flat, step), nbytes=nbytes)
 

@@ -27,6 +27,9 @@ from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
 from isles.replicas.schedule import Held
 
+JUMPS = 100.0
+"""How many times more than `world.trust_ratio` a gradient may be: those of single steps jump, on one bad batch."""
+
 
 class Reduction(ABC):
     """Of one bucket, whose gradients lie flat in the order of `layout`."""

@@ -22,12 +22,14 @@ from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
 from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps
+from isles.comm.trust import mean_square
 from isles.network.planner.planned import MessagePattern, Ragged
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction, is_finite
 from isles.replicas.schedule import Held
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
+_SPARSE = 1  # a kind of payloads beside those of `exact`, whose number is even
 _WORD = 8  # bytes before a message's values: its form and how many places it has
 
 
@@ -133,6 +135,8 @@ class Thresholds(Reduction):
                 with sent_by(call.group.ranks[position]):
                     self._theirs.append(self._decode(wire))
             self._own = self._theirs[call.group.rank][1]
+            sizes = {position: mean_square(self._theirs[position][1]) for position in range(call.group.size)}
+            call.accept(_SPARSE, sizes, sizes.pop(call.group.rank), len(self._own))
         return tuple(wires)
 
     @override

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar, cast
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.basic import exchange
 from isles.comm.collectives.headers import Stamp
-from isles.comm.errors import DeadlinePassed, Elsewhere, PeerLost
+from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
@@ -38,6 +39,8 @@ class Courier:
         self.transport = roster.founders.transport
         self._began: tuple[int, float] | None = None
         self._late: Counter[int] = Counter()  # by seat, deadlines passed in succession
+        self.leeway = 1.0
+        """How much payloads may differ in size because workers count for more and less."""
 
     def stepped(self, step: int) -> None:
         """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here."""
@@ -121,9 +124,11 @@ class Courier:
         """Wait; False if a peer failed and `on_peer_failure` lets this worker go on without it."""
         try:
             exchange.wait()
-        except (PeerLost, DeadlinePassed, Elsewhere) as error:
+        except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
             if self.parts.on_peer_failure != "solo":
                 raise
+            if isinstance(error, (Diverged, Malformed, Refused)):
+                warn(f"{error}: this round is done without it", stacklevel=2)
             if not exchange.failed:
                 self._miss(error)
             exchange.failed = True
@@ -161,7 +166,7 @@ class Courier:
                 well = False
         return well
 
-    def _miss(self, error: PeerLost | DeadlinePassed | Elsewhere) -> None:
+    def _miss(self, error: PeerLost | DeadlinePassed | Elsewhere | Diverged | Malformed | Refused) -> None:
         """Who is late so many times in succession is not waited for again: every wait takes the whole deadline, and
         leaves a buffer and a thread behind that gloo does not give back.
         """
@@ -200,7 +205,7 @@ class Courier:
         residual: Tensor | None,
     ) -> Exchange:
         group = self._present(round)
-        call = group.call(round=round, fragment=fragment.index)
+        call = group.call(round=round, fragment=fragment.index, leeway=self.leeway)
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
         deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)

@@ -118,7 +118,7 @@ class OuterSync(ReplicaSync):
         """
         if weights_of(self.config) == "equal":
             raise ValueError('weigh() is for weights = "samples": choose that, or leave it out')
-        factor = agreed_factor(self.group, samples)
+        factor, self.courier.leeway = agreed_factor(self.group, samples)
         for fragment in self.fragments:
             fragment.weight = factor
         self._weighed = True
@@ -179,7 +179,8 @@ class OuterSync(ReplicaSync):
     @override
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
-        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
+        refused = self.group.ledger.trust.refused
+        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
         ratios = (fragment.left_ratio for fragment in self.fragments)
         return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
 

@@ -51,8 +51,9 @@ def refuse_unweighed(weighed: bool) -> None:
         raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
 
 
-def agreed_factor(group: Group, samples: float) -> float:
-    """N w of this worker among those of `group`, who all ask at once. Bytes sent: 8 to each of the others. ValueError
+def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
+    """N w of this worker among those of `group`, who all ask at once, and how many times the smallest (but 0) the
+    largest is. Bytes sent: 8 to each of the others. ValueError
     for what is no number of samples.
     """
     if not 0 <= samples < math.inf:
@@ -61,4 +62,5 @@ def agreed_factor(group: Group, samples: float) -> float:
     total = math.fsum(float(each) for each in told)
     if not total > 0:
         raise ValueError("weigh(0) on all workers: at least one must have samples")
-    return group.size * float(samples) / total
+    positive = [float(each) for each in told if each > 0]
+    return group.size * float(samples) / total, max(positive) / min(positive)

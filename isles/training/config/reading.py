@@ -7,6 +7,7 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -18,6 +19,7 @@ import tomlkit
 
 from isles.errors import unknown_name
 from isles.imports import is_place
+from isles.parsing import parse_toml
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
 from isles.training.config.sections import ORDER, SECTIONS, Config
@@ -128,6 +130,11 @@ def to_toml(config: Config) -> str:
     return tomlkit.dumps(document)
 
 
+def run_name(config: Config) -> str:
+    """16 hex digits that tell a run from those of any other configuration."""
+    return hashlib.sha256(to_toml(config).encode()).hexdigest()[:16]
+
+
 def _table(values: Mapping[str, Any]) -> Any:
     table = tomlkit.table()
     for key, value in values.items():
@@ -147,8 +154,8 @@ def _parse_file(path: str) -> Tables:
 def _parse_value(text: str) -> Any:
     """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

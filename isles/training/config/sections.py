@@ -92,9 +92,15 @@ class WorldConfig:
     """Bits per second; long transfers get five times what such a link would need, and where the system does not tell
     whether a line moves what one of 0.5 Mbit/s would need; lower it if a big model's peers are called late.
     """
+    trust_ratio: float = 10.0
+    """What a peer sends in a round may be so many times as large as such payloads usually are (a gradient of one step
+    100 times that); more, or what is not finite, is refused. Raise it if honest workers differ that much.
+    """
 
     def __post_init__(self) -> None:
         known_backend(self.backend)
+        if not self.trust_ratio > 1:
+            raise ValueError(f"trust_ratio = {self.trust_ratio}: choose more than 1, such as 10")
         for key in ("workers", "inner", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")

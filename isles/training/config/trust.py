@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import write_private
+from isles.durable import write_text
 from isles.errors import printable
 from isles.home import home
+from isles.parsing import parse_json
 
 TYPED = "typed.json"
 _OF_A_RUN = (TYPED, "metrics.jsonl", "summary.json", "model.safetensors", "checkpoints")
@@ -65,14 +67,14 @@ def vouch(run: Path, names: Mapping[str, Any]) -> None:
     """
     if names:
         with contextlib.suppress(OSError):
-            (run / TYPED).write_text(json.dumps({"names": names, "mac": _mac(names)}) + "\n", encoding="utf-8")
+            write_text(run / TYPED, json.dumps({"names": names, "mac": _mac(names)}) + "\n")
 
 
 def _was_typed(run: Path, names: Mapping[str, Any]) -> bool:
     try:
-        record = json.loads((run / TYPED).read_text(encoding="utf-8"))
+        record = parse_json((run / TYPED).read_text(encoding="utf-8"))
         return record["names"] == names and hmac.compare_digest(str(record["mac"]), _mac(names))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

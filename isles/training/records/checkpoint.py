@@ -3,11 +3,13 @@ commit.
 
     checkpoints/step-400/
         worker-0.safetensors    the tensors of that worker's state, by path
-        worker-0.json           everything else, with the places of the tensors and a checksum of their file
-        manifest.json           written last: which files belong to it and how long they are
+        worker-0.json           everything else: run, worker, step, the places of the tensors, their file's checksum
+        manifest.json           written last: which files belong to it, how long they are, checksums of the JSON files
 
-A checkpoint without a manifest, or with a file of another length, does not exist for readers. Every file is written
-beside its place, flushed and renamed, so a power cut leaves the checkpoint before it intact. No pickle.
+JSON files begin with a checksum of the rest of themselves. A checkpoint without a manifest, or with a file of another
+length, does not exist for readers; what is damaged, or of another run, worker or step, is refused when it is read.
+Every file is written beside its place, flushed and renamed, so a power cut leaves the checkpoint before it intact. No
+pickle.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from isles.durable import replacing, sync_folder, write_text
+from isles.parsing import parse_json
 from isles.training.records.finite import first_nan
 from isles.training.records.tensors import write_tensors
 
@@ -83,17 +87,19 @@ class Checkpoints:
     def __init__(self, run: Path) -> None:
         self.folder = run / "checkpoints"
 
-    def write_shard(self, step: int, worker: int, state: State) -> None:
-        """Write one worker's state for `step`. Workers do this side by side; `commit` comes after the last."""
+    def write_shard(self, step: int, worker: int, state: State, run: str = "") -> None:
+        """Write one worker's state for `step`. Workers do this side by side; `commit` comes after the last. run: what
+        tells this run from others, that of the manifest's facts.
+        """
         folder = self._at(step)
         folder.mkdir(parents=True, exist_ok=True)
         structure, tensors = split_state(state)
         path = self._shard(step, worker)
-        partial = path.with_suffix(".partial")
-        write_tensors(partial, tensors)
-        checksum = _checksum(partial)
-        _settle(partial, path)
-        _write_text(path.with_suffix(".json"), json.dumps({"crc32": checksum, "state": structure}))
+        with replacing(path) as partial:
+            write_tensors(partial, tensors)
+            checksum = _checksum(partial)
+        facts = {"run": run, "worker": worker, "step": step, "crc32": checksum}
+        _write_checked(path.with_suffix(".json"), json.dumps({**facts, "state": structure}))
 
     def commit(
         self, step: int, seats: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
@@ -109,9 +115,10 @@ class Checkpoints:
         names = [f"worker-{worker}{suffix}" for worker in here for suffix in (".safetensors", ".json")]
         files = {name: (folder / name).stat().st_size for name in names}
         looked = {"finite": True}  # by each worker, before it wrote
-        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts, "files": files}
-        _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
-        _sync_folder(self.folder)
+        sums = {name: _checksum(folder / name) for name in names if name.endswith(".json")}
+        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts}
+        _write_checked(folder / "manifest.json", json.dumps({**manifest, "files": files, "sums": sums}, indent=2))
+        sync_folder(self.folder)
         there = self.steps()
         earlier, later = [old for old in there if old <= step], [new for new in there if new > step]
         for old in [*later, *(earlier[:-keep] if keep else [])]:
@@ -129,7 +136,7 @@ class Checkpoints:
 
     def manifest(self, step: int) -> dict[str, Any]:
         """What was committed for `step`."""
-        return json.loads((self._at(step) / "manifest.json").read_text(encoding="utf-8"))
+        return _read_checked(self._at(step) / "manifest.json")
 
     def seats(self, step: int) -> list[int]:
         """The workers whose state the checkpoint of `step` is, ascending. Older manifests name none: all."""
@@ -153,16 +160,25 @@ class Checkpoints:
 
     def read_shard(self, step: int, worker: int) -> State:
         """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""
-        path = self._shard(step, worker)
+        path, manifest = self._shard(step, worker), self._manifest_or_none(step)
         text = path.with_suffix(".json")
+        if not (path.exists() and text.exists()):
+            raise ValueError(f"{text}: worker {worker}'s state is not there; copy it from the machine that wrote it")
         try:
-            held = json.loads(text.read_text(encoding="utf-8"))
+            held = _read_checked(text)
             checksum, structure = held["crc32"], held["state"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(self._damaged(text)) from error
+        _refuse_other(text, held, {"worker": worker, "step": step, "run": (manifest or {}).get("run", "")})
+        sums = (manifest or {}).get("sums", {})
         if _checksum(path) != checksum:
             raise ValueError(self._damaged(path))
-        return join_state(structure, load_file(str(path)))
+        if text.name in sums and _checksum(text) != sums[text.name]:
+            raise ValueError(self._damaged(text))
+        try:
+            return join_state(structure, load_file(str(path)))
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(self._damaged(text)) from error
 
     def _damaged(self, file: Path) -> str:
         return f"{file}: damaged; remove {file.parent} to go on from the checkpoint before it, if there is one"
@@ -175,14 +191,14 @@ class Checkpoints:
         shutil.rmtree(fresh.folder.parent, ignore_errors=True)  # of an attempt that was cut off
         workers = 0
         for shard in shards:
-            fresh.write_shard(step, workers, shard)
+            fresh.write_shard(step, workers, shard, facts.get("run", ""))
             workers += 1
         fresh.commit(step, range(workers), facts, keep=0)
         before = self.folder / "replaced"
         shutil.rmtree(before, ignore_errors=True)
         os.replace(self._at(step), before)
         os.replace(fresh._at(step), self._at(step))
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(before)
         shutil.rmtree(fresh.folder.parent)
 
@@ -192,10 +208,17 @@ class Checkpoints:
     def _shard(self, step: int, worker: int) -> Path:
         return self._at(step) / f"worker-{worker}.safetensors"
 
+    def _manifest_or_none(self, step: int) -> dict[str, Any] | None:
+        return self.manifest(step) if (self._at(step) / "manifest.json").exists() else None
+
     def _whole(self, manifest: Path) -> bool:
         try:
-            files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-            return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
+            told = _read_checked(manifest)
+            files = told["files"]
+            named = f"step-{told['step']}" == manifest.parent.name and 0 < told["workers"] == len(
+                told.get("seats", range(told["workers"]))
+            )
+            return named and all((manifest.parent / name).stat().st_size == size for name, size in files.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
@@ -213,12 +236,6 @@ def no_half_file(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    _settle(partial, path)
-
-
 def _checksum(path: Path) -> int:
     """CRC-32 of a file: it finds what a disk or a copy spoils, at the speed of memory."""
     checksum = 0
@@ -228,18 +245,29 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _settle(partial: Path, path: Path) -> None:
-    """Flush `partial` to the disk, then let it take the place of `path`."""
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    _sync_folder(path.parent)
+_CHECK = re.compile(rb'\{"check": "([0-9a-f]{8})",\n')
 
 
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _write_checked(path: Path, text: str) -> None:
+    """Write a JSON object of at least one entry, with a checksum of the rest of the file as its first."""
+    rest = text.removeprefix("{").encode()
+    write_text(path, f'{{"check": "{zlib.crc32(rest):08x}",\n{rest.decode()}')
+
+
+def _read_checked(path: Path) -> dict[str, Any]:
+    """What `_write_checked` wrote, or an earlier version without a checksum. ValueError where it is damaged."""
+    data = path.read_bytes()
+    check = _CHECK.match(data)
+    if check is not None and int(check[1], 16) != zlib.crc32(data[check.end() :]):
+        raise ValueError(f"{path}: damaged")
+    held = parse_json(data.decode("utf-8"))
+    if not isinstance(held, dict):
+        raise ValueError(f"{path}: damaged")
+    return held
+
+
+def _refuse_other(file: Path, held: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """ValueError for a shard of another worker, step or run. Earlier versions wrote none of these."""
+    for key, value in here.items():
+        if key in held and held[key] != value and value != "":
+            raise ValueError(f"{file}: is of another {key} ({held[key]} instead of {value}); put the right file there")

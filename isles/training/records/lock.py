@@ -1,7 +1,8 @@
 """One run a directory at a time: a lock that ends with the process that holds it, however that ends.
 
 The kernel's own lock on RUN/run.lock (flock), so nothing has to be cleaned up after a crash. The file holds the process
-id for the message. On a network file system without locks the run goes on unlocked.
+id for the message. On a network file system without locks the run goes on unlocked. Who removes the file by hand takes
+the lock away: the run that held it notices before it writes, and takes it back, or ends where another run has it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,58 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 NAME = "run.lock"
 
 
-@contextlib.contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Hold the lock of the run directory `run` (which exists). ValueError while another process holds it; OSError
-    where no file can be made.
+class RunLock:
+    """The lock of the run directory `run` (which exists), held until `release`. ValueError while another process holds
+    it; OSError where no file can be made.
     """
-    path = run / NAME
-    handle = _take(path)
-    try:
-        yield
-    finally:
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / NAME
+        self._handle = _take(self._path)
+
+    def keep(self, tell: Callable[[str], None]) -> None:
+        """Take the lock again if somebody has removed its file. OSError where another run holds it by now."""
+        if not self._is_ours():
+            try:
+                handle = _take(self._path)
+            except ValueError as error:
+                raise OSError(
+                    f"{self._path} was removed while this run went on, and now {error.args[0]}; this run has ended"
+                ) from error
+            os.close(self._handle)
+            self._handle = handle
+            tell(f"{self._path} was removed while this run goes on; it is there again: leave it to the run")
+
+    def release(self) -> None:
+        """Give the lock and its file back."""
         # While it is held: who opened the file meanwhile finds that it is gone, see `_take`.
-        path.unlink(missing_ok=True)
-        os.close(handle)
+        if self._is_ours():
+            self._path.unlink(missing_ok=True)
+        os.close(self._handle)
+
+    def _is_ours(self) -> bool:
+        own = os.fstat(self._handle)
+        if not os.path.samestat(own, os.stat(os.devnull)):
+            with contextlib.suppress(FileNotFoundError):
+                return os.path.samestat(own, self._path.stat())
+            return False
+        return True  # no locks here
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[RunLock]:
+    """Hold the lock of the run directory `run`; errors as `RunLock`."""
+    lock = RunLock(run)
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def _take(path: Path) -> int:

@@ -14,7 +14,6 @@ last (`isles.training.records.recut`). As many replicas as before each go on wit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +24,11 @@ from torch import Tensor
 
 from isles.data import Loader, load_corpus
 from isles.data.loader import resharded
+from isles.durable import write_text
 from isles.models import limits
 from isles.replicas import method
-from isles.training.config.reading import read_config, to_toml
+from isles.tables import read_toml
+from isles.training.config.reading import read_config, run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
@@ -37,6 +38,7 @@ from isles.training.records.totals import latest_clock, total_traffic
 from isles.training.trainer import draws_seed
 from isles.version import __version__
 
+_SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
 _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
     ".model": "weights",
     ".inner": "the inner optimizer's state",
@@ -77,7 +79,7 @@ def prepare(
     before, is_cut = len(seats), max(saved.pipeline.stages, config.pipeline.stages) > 1
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
     if seats == list(range(after)) and not anew:
-        return Resumption(config, step, [])
+        return Resumption(config, step, _changed(checkpoints.manifest(step), config, run))
     if elsewhere := checkpoints.absent(step):
         raise ValueError(
             f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
@@ -99,7 +101,8 @@ def prepare(
     )
     replica_states = _Replicas(checkpoints, step, seats, saved, config, is_cut)
     with locked(run):
-        facts = {"isles_version": __version__, "method": config.method, "regrouped_from": before} | cut_facts(config)
+        facts = {"isles_version": __version__, "method": config.method, "run": run_name(config)}
+        facts |= {"regrouped_from": before} | cut_facts(config)
         if is_cut and len(replica_states) == replicas:
             common = None
             fresh = (_carried_on(replica_states.read(number), config) for number in range(replicas))
@@ -107,9 +110,7 @@ def prepare(
             common = _common(replica_states, config)
             fresh = (_shard(common, number, config) for number in range(replicas))
         checkpoints.replace(step, replica_states.divided(fresh), facts)
-        partial = run / "config.partial"
-        partial.write_text(to_toml(config), encoding="utf-8")
-        os.replace(partial, run / "config.toml")
+        write_text(run / "config.toml", to_toml(config))
     notes = _cut_notes(saved, config, step) if is_cut else []
     return Resumption(config, step, notes if common is None else [*notes, *_notes(common, seats, after, step)])
 
@@ -119,6 +120,10 @@ def _configs(
 ) -> tuple[Config, Config]:
     """As it was saved, with its cut; and as it goes on. ValueError where config.toml has another cut by itself."""
     path = str(run / "config.toml")
+    if missing := _SECTIONS - read_toml(path).keys():
+        raise ValueError(
+            f"{path}: damaged, for it has no [{sorted(missing)[0]}]; put it there from a copy, a run's own has all"
+        )
     if stages is None:
         config = read_config(path, {} if workers is None else {"world.workers": workers}, [], trust=trust)
         if config.pipeline.stages != manifest.get("stages", config.pipeline.stages):
@@ -142,6 +147,13 @@ def _configs(
         now = replace(now, pipeline=replace(now.pipeline, stages=before, cut=()))
     saved = cut_at(now, manifest.get("cut", first_blocks(now))) if before > 1 else now
     return saved, with_stages(now, stages, workers)
+
+
+def _changed(manifest: dict[str, Any], config: Config, run: Path) -> list[str]:
+    """A word where config.toml is not what the checkpoint was written with."""
+    if manifest.get("run", run_name(config)) == run_name(config):
+        return []
+    return [f"{run / 'config.toml'} was changed since this checkpoint was written: what follows is another run's"]
 
 
 class _Replicas:

@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 from isles.comm.errors import CommError, RendezvousFailed
+from isles.durable import no_room
 from isles.launch.nodes import NodeSpec
 from isles.training.config.trust import TYPED
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.lock import locked
+from isles.training.records.lock import RunLock, locked
 from isles.training.records.tokens import forget
 
 CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "logs"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @contextlib.contextmanager
-def held(out: Path) -> Iterator[None]:
+def held(out: Path) -> Iterator[RunLock]:
     """`out`, made where it is missing, as this run's alone. ValueError where it is another's or cannot be made."""
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(out))
+            lock = stack.enter_context(locked(out))
         except OSError as error:
             raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
-        yield
+        yield lock
 
 
 @contextlib.contextmanager
-def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterator[None]:
+def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterator[RunLock]:
     """`out` as this run's alone until it ends: claimed where the run is new; where it fails, with a word about what is
     left; else without empty logs. ValueError as `held` and `claim`; OSError, with the mend, for a full disk.
     """
     try:
-        with held(out):
+        with held(out) as lock:
             if resume is None:
                 claim(out)
             try:
-                yield
+                yield lock
             except BaseException as error:  # Ctrl-C too
                 say_what_is_left(error, out, node_spec)
                 raise
@@ -48,8 +47,8 @@ def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterato
     except BaseException as error:
         with contextlib.suppress(OSError):  # not empty, or not ours to remove
             out.rmdir()
-        if isinstance(error, OSError) and not has_room(error):
-            raise OSError(f"{out}: cannot be written to ({error.strerror}); {go_on(out, node_spec)}") from error
+        if isinstance(error, OSError) and no_room(error):
+            raise OSError(f"{out}: {no_room(error)} ({error.strerror}); {go_on(out, node_spec)}") from error
         raise
 
 
@@ -71,7 +70,7 @@ def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> No
         (out / CONFIG).unlink(missing_ok=True)
         (out / TYPED).unlink(missing_ok=True)
         forget(out)
-    if isinstance(error, CommError | OSError) and has_room(error) and not isinstance(error, RendezvousFailed):
+    if isinstance(error, CommError | OSError) and not no_room(error) and not isinstance(error, RendezvousFailed):
         error.add_note(
             f"go on after step {steps[-1]} with: isles resume {out}{node_spec.flags}"
             if steps
@@ -79,11 +78,6 @@ def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> No
         )
         if len(steps) > 1:
             error.add_note(f"or further back with --step {steps[-2]}")
-
-
-def has_room(error: BaseException) -> bool:
-    """False where the disk was full, or not to be written to."""
-    return not (isinstance(error, OSError) and error.errno in _NO_ROOM)
 
 
 def go_on(out: Path, node_spec: NodeSpec) -> str:

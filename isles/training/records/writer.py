@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -12,13 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from isles.durable import write_text
 from isles.launch.nodes import NodeGroup
+from isles.parsing import parse_json
 from isles.schema import SpreadMetrics
-from isles.training.config.reading import to_toml
+from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in, vouch
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.lock import RunLock
 from isles.training.records.loggers import Loggers
 from isles.training.records.recut import cut_facts
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
@@ -40,9 +42,10 @@ class Records:
         node_group: NodeGroup,
         loggers: Loggers,
         resume: int | None,
+        lock: RunLock,
     ) -> None:
         self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.node_group, self.loggers, self.resume = node_group, loggers, resume
+        self.node_group, self.loggers, self.resume, self.lock = node_group, loggers, resume, lock
         self.file: TextIO | None = None
         self.left = set(range(config.world.workers))
         self.shards: defaultdict[int, set[int]] = defaultdict(set)  # step: the workers that have written theirs
@@ -78,6 +81,7 @@ class Records:
             self.on_line(event)
 
     def _line(self, record: dict[str, Any]) -> None:
+        self.lock.keep(self.on_notice)
         if self.file is None:  # not before: a resume that is refused has cut nothing
             for name in (METRICS, TIMELINE) if self.resume is not None else ():
                 cut_metrics(self.out / name, self.resume or 0)
@@ -89,6 +93,7 @@ class Records:
     def _commit(self, step: int) -> None:
         """Once all who are left have written `step`. The shard of one that is lost is not part of it."""
         if self.left and self.shards[step] >= self.left:
+            self.lock.keep(self.on_notice)
             del self.shards[step]
             seats = sorted(self.left)
             self.node_group.tell({"command": {"commit": step, "seats": seats}})
@@ -127,7 +132,7 @@ def write_config(config: Config, out: Path) -> None:
     """RUN/config.toml, once, with a record that what it names was typed here."""
     path = out / CONFIG
     if not path.exists():
-        path.write_text(to_toml(config), encoding="utf-8")
+        write_text(path, to_toml(config))
         vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
@@ -137,7 +142,7 @@ def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_grou
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method} | cut_facts(config)
+    facts = {"isles_version": __version__, "method": config.method, "run": run_name(config)} | cut_facts(config)
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
     Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
 
@@ -149,13 +154,11 @@ def cut_metrics(path: Path, step: int) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
+            if parse_json(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, "".join(kept))
 
 
 def as_json(record: dict[str, Any], indent: int | None = None) -> str:

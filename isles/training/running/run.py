@@ -16,7 +16,6 @@ be used again. With several machines this is what node 0 does; the others: `foll
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 from isles import schema
 from isles.comm.errors import WorkerFailed
+from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
@@ -71,13 +71,13 @@ def launch(
     started = time.perf_counter()
     start = start_workers or starter(config.world.backend).train
     with (
-        run_directory(out, resume, node_spec),
+        run_directory(out, resume, node_spec) as lock,
         met(config, node_spec, out, resume, on_notice) as node_group,
     ):
         resume = node_group.facts.get("resume", resume)
         with (
             Loggers(config, out, resume) as loggers,
-            Records(config, out, on_line, on_notice, node_group, loggers, resume) as records,
+            Records(config, out, on_line, on_notice, node_group, loggers, resume, lock) as records,
         ):
             try:
                 results = _joined(start(config, out, resume, node_group), config, records.take)
@@ -87,9 +87,7 @@ def launch(
             if len(finished) < len(results):
                 raise Interrupted(out, node_spec)
             summary = summarise(config, finished, time.perf_counter() - started)
-            partial = out / "summary.partial"
-            partial.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, out / SUMMARY)
+            write_text(out / SUMMARY, as_json(summary, indent=2) + "\n")
             loggers.summary(summary)
             forget(out)
     return summary

@@ -34,8 +34,10 @@ from typing_extensions import override
 
 from isles.comm.collectives.basic import all_gather
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
+from isles.comm.trust import mean_square
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size, gathered
 from isles.replicas.flat import FlatParameters, digest
+from isles.replicas.gradient.reduction import JUMPS
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
@@ -124,7 +126,8 @@ class DeMo(ReplicaSync):
             reason = f"its momentum is not finite at inner step {self.steps + 1}: lower the learning rate"
             raise WorkerFailed(group.transport.rank, reason)
         wire = momentum.packing.pack(self.steps, self._digest(), values, places)
-        transfer = group.start(all_gather(group.call(), wire), nbytes=(group.size - 1) * wire.numel())
+        call = group.call(leeway=JUMPS)
+        transfer = group.start(all_gather(call, wire), nbytes=(group.size - 1) * wire.numel())
         own = momentum.packing.unpack(wire)
         momentum.subtract(values if momentum.packing.exact else own.values, places)
         everyone = []
@@ -132,6 +135,8 @@ class DeMo(ReplicaSync):
             with sent_by(rank):
                 everyone.append(own if rank == group.transport.rank else momentum.packing.unpack(theirs))
         self._exchanged = True
+        sizes = {position: mean_square(sent.values) for position, sent in enumerate(everyone)}
+        call.accept(0, sizes, sizes.pop(group.rank), own.values.numel())
         self._compare_headers(everyone)
         momentum.decode(everyone)
         self._hand_over()

@@ -1,0 +1,261 @@
+"""The pieces of a mean under way: alone, all-gathered or in two shots (`isles.comm.collectives.mean` says which).
+
+What each peer sends is judged where it is decoded, block by block while it is in cache (`isles.comm.trust`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from isles.comm.call import Call
+from isles.comm.codecs.base import Codec
+from isles.comm.collectives.verdict import condemned, verdict
+from isles.comm.errors import CommError, Malformed, Refused, sent_by
+from isles.comm.transport import Steps, Work
+from isles.comm.trust import BLOCK, mean_squares, squares
+
+PARTS = 4  # buffers that one round may exchange
+_SECOND = 1 << 20  # kinds of payloads: more than there are phases
+
+
+def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
+    """`elements` cut into `parts` runs of nearly equal length, each but the last a multiple of `block`."""
+    share = -(-elements // (parts * block)) * block
+    return [(min(part * share, elements), min((part + 1) * share, elements)) for part in range(parts)]
+
+
+class Wires:
+    """Buffers to receive into, used again by later segments: large ones made anew each time fragment the heap."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[Tensor]] = {}
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of exactly `nbytes`, its content undefined."""
+        spare = self._spare.get(nbytes)
+        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, wire: Tensor) -> None:
+        """Take back a buffer that nothing is received into or read from any more."""
+        self._spare.setdefault(wire.numel(), []).append(wire)
+
+
+class MeanPart(ABC):
+    """One segment under way: made when its first messages leave, finished when the mean is in place."""
+
+    def __init__(
+        self,
+        call: Call,
+        buffer: Tensor,
+        codec: Codec,
+        own: Tensor | None,
+        residual: Tensor | None,
+        *,
+        phase: int,
+        wires: Wires,
+    ) -> None:
+        self.call, self.buffer, self.codec, self.phase, self.wires = call, buffer, codec, phase, wires
+        self.own, self.residual = own, residual
+        self.works: list[Work] = []
+        self.inbox: dict[int, Tensor] = {}
+        self.start()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Post the first receives and sends."""
+
+    @abstractmethod
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
+        """Wait for them, do the rest. usable: the positions that the mean is of."""
+
+    def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
+        """Post the receive of an encoded run of `elements` entries."""
+        wire = self.wires.take(codec.wire_bytes(elements, self.buffer.dtype))
+        self.inbox[position] = wire
+        return self.call.recv(position, wire, phase)
+
+    def release(self) -> None:
+        """Give back what was received, once it is decoded."""
+        for wire in self.inbox.values():
+            self.wires.give(wire)
+        self.inbox.clear()
+
+    def decode(self, wire: Tensor, elements: int) -> Tensor:
+        return self.codec.decode(wire, elements, self.buffer.dtype)
+
+    def note(self, wire: Tensor, first: int, last: int) -> None:
+        """Tell `own` and `residual` what the others decode of entries [first, last)."""
+        if self.own is None and self.residual is None:
+            return
+        decoded = self.decode(wire, last - first)
+        if self.own is not None:
+            self.own[first:last].copy_(decoded)
+        if self.residual is not None:
+            self.residual[first:last].sub_(decoded)
+
+    def reduce(self, wire: Tensor, out: Tensor, usable: Sequence[int]) -> None:
+        """Write the mean of what came from the positions `usable`, the own `wire` being one of this member's, summed in
+        group order, into `out`: it may be what `wire` is a view of. Refused or Malformed for what cannot be a share.
+        """
+        wires = [wire if position == self.call.group.rank else self.inbox[position] for position in usable]
+        if not wires:
+            out.zero_()
+            return
+        sums = self._add_up(wires, usable, out) if self.codec.lossless else self._add_decoded(wires, usable, out)
+        squares = dict(zip(usable, mean_squares(sums, out.numel()), strict=True))
+        self.call.accept(self.phase, squares, squares.pop(self.call.group.rank, 0.0), out.numel())
+
+    def _add_up(self, wires: Sequence[Tensor], usable: Sequence[int], out: Tensor) -> list[list[Tensor]]:
+        """Views: what is received is added up where it lies, and looked at while it is in cache."""
+        parts = [self.decode_of(*each, out.numel()).split(BLOCK) for each in zip(usable, wires, strict=True)]
+        sums: list[list[Tensor]] = [[] for _ in parts]
+        for *blocks, room in zip(*parts, out.split(BLOCK), strict=True):
+            for own, block in zip(sums, blocks, strict=True):
+                own.append(squares(block))
+            total = blocks[0]
+            for other in blocks[1:]:
+                total.add_(other)
+            torch.div(total, len(wires), out=room)
+        return sums
+
+    def _add_decoded(self, wires: Sequence[Tensor], usable: Sequence[int], out: Tensor) -> list[list[Tensor]]:
+        sums, room = list[list[Tensor]](), out
+        for position, wire in zip(usable, wires, strict=True):
+            with sent_by(self.call.group.ranks[position]):
+                self.codec.decode_into(wire, room)
+            sums.append([squares(block) for block in room.split(BLOCK)])
+            if room is not out:
+                out.add_(room)
+            elif len(wires) > 1:
+                room = torch.empty_like(out)
+        out.div_(len(wires))
+        return sums
+
+    def decode_of(self, position: int, wire: Tensor, elements: int) -> Tensor:
+        """What came from `position`. Malformed, by name."""
+        with sent_by(self.call.group.ranks[position]):
+            return self.decode(wire, elements)
+
+
+class Alone(MeanPart):
+    """Nobody else is there."""
+
+    def start(self) -> None:
+        self.wire = self.codec.encode(self.buffer)
+
+    @override
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
+        yield self.works
+        self.note(self.wire, 0, self.buffer.numel())
+        if not usable:
+            self.buffer.zero_()
+            return
+        mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
+        if mine.data_ptr() != self.buffer.data_ptr():
+            self.buffer.copy_(mine)
+
+
+class AllGather(MeanPart):
+    """Everyone sends everything to everyone."""
+
+    def start(self) -> None:
+        elements = self.buffer.numel()
+        self.wire = self.codec.encode(self.buffer)
+        for position in self.call.group.others:
+            self.works.append(self.receive(position, self.codec, elements, self.phase))
+        self.works += [self.call.send(position, self.wire, self.phase) for position in self.call.group.others]
+
+    @override
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
+        yield self.works  # the sends too: the reduction may write over what the wire is a view of
+        self.note(self.wire, 0, self.buffer.numel())
+        self.reduce(self.wire, self.buffer, usable)
+
+
+class TwoShot(MeanPart):
+    """Everyone sends shard p to position p, who sends its mean to everyone."""
+
+    def start(self) -> None:
+        group = self.call.group
+        self.shards = cuts(self.buffer.numel(), group.size, self.codec.block)
+        first, last = self.shards[group.rank]
+        for position in group.others:
+            self.works.append(self.receive(position, self.codec, last - first, self.phase))
+        for position in group.others:
+            self.works.append(self.call.send(position, self._encode(position), self.phase))
+        self.wire = self._encode(group.rank)
+
+    def _encode(self, position: int) -> Tensor:
+        first, last = self.shards[position]
+        wire = self.codec.encode(self.buffer[first:last])
+        self.note(wire, first, last)
+        return wire
+
+    @override
+    def finish(self, usable: Sequence[int]) -> Steps[None]:
+        yield self.works
+        group, back = self.call.group, self.codec.back
+        first, last = self.shards[group.rank]
+        shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
+        refused: Refused | Malformed | None = None
+        try:
+            self.reduce(self.wire, shard, usable)
+        except (Refused, Malformed) as error:
+            refused = error
+        self.release()
+        wire = back.encode(shard) if refused is None else verdict(group.ranks, refused.peer, self._back_bytes())
+        works = []
+        for position in group.others:
+            start, stop = self.shards[position]
+            works.append(self.receive(position, back, stop - start, self.phase + PARTS))
+        sends = [self.call.send(position, wire, self.phase + PARTS) for position in group.others]
+        if refused is not None:
+            with contextlib.suppress(CommError):
+                yield sends
+            raise refused
+        told = back.decode(wire, last - first, shard.dtype)
+        if self.residual is not None:  # what the second encoding lost of all members' shares
+            self.residual[first:last].add_(shard - told, alpha=len(usable))
+        shard.copy_(told)
+        yield works + sends
+        for position in group.others:
+            self._land(position)
+
+    def _back_bytes(self) -> int:
+        first, last = self.shards[self.call.group.rank]
+        return self.codec.back.wire_bytes(last - first, self.buffer.dtype)
+
+    def _land(self, position: int) -> None:
+        """Put the shard of the mean that came from `position` in its place. It is judged beside this member's own share
+        of it, which lies there.
+        """
+        start, stop = self.shards[position]
+        back, wire, place = self.codec.back, self.inbox[position], self.buffer[start:stop]
+        own, theirs = list[Tensor](), list[Tensor]()
+        ranks = self.call.group.ranks
+        try:
+            with sent_by(ranks[position]):
+                if back.lossless:
+                    for here, there in zip(
+                        place.split(BLOCK), back.decode(wire, stop - start, place.dtype).split(BLOCK), strict=True
+                    ):
+                        own.append(squares(here))
+                        theirs.append(squares(there))
+                        here.copy_(there)
+                else:
+                    own += [squares(block) for block in place.split(BLOCK)]
+                    back.decode_into(wire, place)
+                    theirs += [squares(block) for block in place.split(BLOCK)]
+            mine, shard = mean_squares([own, theirs], stop - start)
+            self.call.accept(PARTS * position + self.phase + _SECOND, {position: shard}, mine, stop - start)
+        except (Refused, Malformed):
+            culprit = condemned(wire, ranks)
+            if culprit is None:
+                raise
+            raise Refused(culprit, f"so says worker {ranks[position]}, which reduces a part of it") from None

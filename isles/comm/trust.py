@@ -1,0 +1,80 @@
+"""Whether what a peer sent can be a share of this round: finite, and no larger than such shares have been.
+
+    accepted    every |x_i| finite,  rms(x) <= ratio * max(median, own)
+
+median: of the newest 101 shares of the same kind that were accepted before, this worker's own among them. own: this
+worker's share of this round, so that what grows for all, as outer gradients do while a rate is warmed up, is no
+offence. Root mean squares are compared and not norms, for shards differ in length. Shares of zeros count for nothing.
+
+This finds garbage, not lies about arithmetic: who stays within the ratio can still pull a mean where it likes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isles.comm.errors import Refused
+
+BLOCK = 1 << 16  # entries that stay in cache between the look and what is done with them next
+_REMEMBERED = 101
+_FEW, _WIDE = 256, 100.0  # shorter shares may be so many times more: a few entries may well be near zero once
+_CHECKED = ("outer", "inner")  # channels; what users average among themselves is theirs
+
+
+class PeerTrust:
+    """What one worker has accepted from its peers. ratio: see above; inf: payloads need only be finite."""
+
+    def __init__(self, ratio: float = 10.0) -> None:
+        self.ratio = ratio
+        self.refused = 0
+        """Payloads that were not accepted."""
+        self._accepted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+
+    def looks_at(self, channel: str) -> bool:
+        """Whether payloads on `channel` are looked at."""
+        return channel in _CHECKED
+
+    def judge(self, kind: Hashable, theirs: Mapping[int, float], own: float, entries: int, leeway: float = 1.0) -> None:
+        """Accept shares of one kind by their mean squares: those of peers by rank, and this worker's `own` (0: it has
+        none). entries: how long they are. leeway: how many times more than `ratio` one may be. Refused for the first
+        that cannot be.
+        """
+        accepted = self._accepted[kind]
+        sizes = {rank: math.sqrt(square) if square >= 0 else math.nan for rank, square in theirs.items()}
+        mine = math.sqrt(own) if 0 <= own < math.inf else 0.0
+        median = sorted(accepted)[len(accepted) // 2] if accepted else 0.0
+        usual = max(median, mine)
+        most = self.ratio * leeway * (_WIDE if entries < _FEW else 1.0)
+        for rank, size in sizes.items():
+            if not size < math.inf:
+                self.refused += 1
+                raise Refused(rank, "it is not finite")
+            if usual and size > most * usual:
+                self.refused += 1
+                raise Refused(rank, f"it is {size / usual:.3g} times as large as usual (world.trust_ratio)")
+        accepted.extend(size for size in (mine, *sizes.values()) if size)
+
+
+def squares(part: Tensor) -> Tensor:
+    """Sum of the squares of a contiguous block (b,), as a number on its device: not finite if an entry is not, or if
+    the sum overflows.
+    """
+    return torch.dot(part, part)
+
+
+def mean_square(vector: Tensor) -> float:
+    """The mean of the squares of flat `vector` (n,), 0 for none; read block by block."""
+    return mean_squares([[squares(part) for part in vector.split(BLOCK)]], vector.numel())[0]
+
+
+def mean_squares(sums: Sequence[Sequence[Tensor]], elements: int) -> list[float]:
+    """The same from the blocks' sums of several vectors of `elements` entries each, waited for once."""
+    if not elements or not sums:
+        return [0.0] * len(sums)
+    totals = torch.stack([torch.stack(list(each)) for each in sums]).to(torch.float64).sum(1)
+    return (totals / elements).tolist()
