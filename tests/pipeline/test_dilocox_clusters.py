@@ -129,5 +129,5 @@ def test_the_preset_trains_resumes_and_agrees(tmp_path: Path) -> None:
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     dense = ("rank=0", "window=0", "min_compression_rate=0", "codec=none", "error_feedback=none", "delay=none")
     plain = run(preset(*(f"replicas.{setting}" for setting in dense)), tmp_path / "plain")
-    print("neither", plain["val_loss"])
+    print("neither", plain["val_loss"], plain["channels"], plain["virtual_seconds"])
     assert summary["val_loss"] <= plain["val_loss"] + 0.15

@@ -133,13 +133,13 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
 
 def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Means over the workers of what they counted."""
-    found: dict[str, dict[str, float]] = {}
+    sums: dict[str, dict[str, float]] = {}
     for result in results:
         for name, counts in result["channels"].items():
-            own = found.setdefault(name, dict.fromkeys(counts, 0.0))
+            own = sums.setdefault(name, dict.fromkeys(counts, 0))
             for key, value in counts.items():
-                own[key] += value / len(results)
-    return found
+                own[key] += value
+    return {name: {key: total / len(results) for key, total in counts.items()} for name, counts in sums.items()}
 
 
 def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
