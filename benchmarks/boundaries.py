@@ -177,7 +177,7 @@ RATE = [
     Variant("int8", codec="int8"),
     Variant("last stage alone", layers=1),
 ]
-PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
 
 @dataclass(frozen=True)

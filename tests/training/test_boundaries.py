@@ -74,9 +74,9 @@ def trained(world: Mesh, config: Config) -> tuple[float, str]:
     ("method", "more"),
     [
         ("diloco", ["replicas.codec=int8"]),
-        ("noloco", ["replicas.codec=int8", "pipeline.routing=random"]),
+        pytest.param("noloco", ["replicas.codec=int8", "pipeline.routing=random"], marks=pytest.mark.long),
         ("noloco", ["pipeline.subspace=row-wise"]),
-        ("diloco", ["pipeline.subspace=projected"]),
+        pytest.param("diloco", ["pipeline.subspace=projected"], marks=pytest.mark.long),
     ],
 )
 def test_replicas_stay_in_their_subspace(text: Path, method: str, more: list[str]) -> None:
@@ -92,8 +92,8 @@ def test_replicas_stay_in_their_subspace(text: Path, method: str, more: list[str
     "more",
     [
         ["pipeline.boundary=subspace:4", "pipeline.subspace_update=2", "pipeline.subspace_rate=0.2"],
-        ["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"],
-        ["pipeline.boundary=maxout:4"],
+        pytest.param(["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"], marks=pytest.mark.long),
+        pytest.param(["pipeline.boundary=maxout:4"], marks=pytest.mark.long),
     ],
 )
 def test_a_run_goes_on_to_the_bit(text: Path, tmp_path: Path, more: list[str]) -> None:
@@ -132,7 +132,13 @@ def test_a_worker_that_draws_another_subspace_is_named(text: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "boundary", ["subspace:4", "dct:0.7", "bottleneck:4", "dct:0.7 tied", "subspace:4 turned", "maxout:8"]
+    "boundary",
+    [
+        "dct:0.7 tied",
+        "bottleneck:4",
+        "subspace:4 turned",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("subspace:4", "dct:0.7", "maxout:8")),
+    ],
 )
 def test_the_one_model_is_what_the_stages_computed(text: Path, tmp_path: Path, boundary: str) -> None:
     """Of one replica: its loss in stages, that of the model put together, and that of the run read back."""
