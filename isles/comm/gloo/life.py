@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Life:
-    """What one worker knows of the others' lives. silence: seconds after which somebody counts as lost; None: the default."""
+    """What one worker knows of the others' lives. silence: seconds until somebody counts as lost; None: the default."""
 
     def __init__(self, silence: float | None = None) -> None:
         self._silence = Deadlines().silence if silence is None else silence
