@@ -5,7 +5,7 @@
         a.limit(10e6)                              # bits per second, out of a and into a: a token bucket each
         a.wire()                                   # bytes and packets that its end of the cable has seen so far
         b.firewall("ip saddr", a.address, "tcp dport 32768-60999")     # b drops what comes in
-        c.cut()                                    # the cable is pulled
+        c.cut()                                    # the cable is pulled (nft); c.detach(), c.attach(): without nft
 
 Names carry this process's number, and everything is removed at the end, also of processes that died there. Linux and
 root: `unavailable()` says what is missing. For one namespace alone, without root, see tests/netns.py.
@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from typing import Literal
 
 from benchmarks._wire import Wire, wire_of
 
@@ -95,6 +96,18 @@ class Machine:
             self._run("nft", "add", "chain", "inet", "cut", hook, chain)
             self._run("nft", "add", "rule", "inet", "cut", hook, "meta", "iifname" if hook == "input" else "oifname",
                       CABLE, "drop")  # fmt: skip
+
+    def detach(self) -> None:
+        """Take its cable out of the switch: packets vanish in both directions, nobody is told, the carrier stays."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "nomaster")
+
+    def attach(self) -> None:
+        """Put it back."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "master", "bridge")
+
+    def interface(self, state: Literal["up", "down"]) -> None:
+        """Its own end of the cable."""
+        _run("ip", "-n", self.name, "link", "set", CABLE, state)
 
     def _run(self, *command: str) -> str:
         return _run(*self.enter, *command)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 BEAT = 2.0  # seconds between signs of life
-_STOOD = 2.0  # seconds without a look, after which silence counts from the next one: this side may have stood still
+_STOOD = 2.0  # seconds between two looks that count at most: beyond it this side stood still itself
 
 
 class Silence:
@@ -39,8 +39,7 @@ class Silence:
     def over(self, longer: float = 0.0) -> bool:
         """A look: whether the silence is longer than the limit and `longer`. What has come must be read before."""
         now = time.monotonic()
-        if now - self._looked > _STOOD:
-            self._heard = now
+        self._heard = min(self._heard + max(now - self._looked - _STOOD, 0.0), now)
         self._looked = now
         return now - self._heard > self.limit + longer
 

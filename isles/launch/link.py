@@ -95,7 +95,9 @@ class Link:
         elif lost is not None:
             raise lost
         elif silent and not self._inbox:
-            raise LinkLost(f"no sign of life for {self.silence.limit:g} s")
+            self._lost = LinkLost(f"no sign of life for {self.silence.limit:g} s")
+            loop.call(self._writer.transport.abort)  # nothing that is said from now on would arrive
+            raise self._lost
         return messages
 
     def next(self) -> Any:

@@ -161,7 +161,7 @@ class RemoteWorkers:
                         else:
                             self._pass_on(rank, kind, value)
                     if self._obey(on_command):
-                        patience = 10.0
+                        patience = 10.0 if len(results) == len(self._pool.handles) else patience
                         break
             finally:
                 self._pool.end(patience)

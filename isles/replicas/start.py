@@ -19,7 +19,7 @@ from isles.comm.tags import Channel
 from isles.replicas.flat import FlatParameters
 
 T = TypeVar("T")
-Together = Callable[[Callable[[Group], Any]], Any]
+OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
 
 
 def same_settings(group: Group, settings: str) -> None:
@@ -59,7 +59,7 @@ def settings_of(inner: Optimizer) -> list[Any]:
     return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
 
 
-def replica_std(shares: Sequence[Tensor], together: Together, total: Callable[[Tensor], Tensor]) -> float:
+def replica_std(shares: Sequence[Tensor], together: OverThoseLeft, total: Callable[[Tensor], Tensor]) -> float:
     """sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas * parameters)), on all who are left.
 
     together: has one collective done over them. shares: this worker's part of its replica's parameters. total: adds up

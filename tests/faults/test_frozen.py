@@ -13,6 +13,7 @@ import pytest
 
 from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.transport import Deadlines
+from isles.launch import beats
 from isles.launch import workers as launching
 from isles.launch.workers import LocalWorkers
 from tests.faults import workers
@@ -74,3 +75,25 @@ def test_a_worker_lost_in_the_last_collective_takes_nobody_along(struck_by: sign
             first, last = results[0], results[2]
             assert first == last, results  # to the bit
             assert first[2] == 2
+
+
+def test_who_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z, a closed lid, a busy machine: only the time counts in which one has looked."""
+    clock = [0.0]
+    monkeypatch.setattr(beats.time, "monotonic", lambda: clock[0])
+    silence = beats.Silence(60.0, first=300.0)
+
+    def after(seconds: float, looks: int) -> bool:
+        over = False
+        for _ in range(looks):
+            clock[0] += seconds / looks
+            over = silence.over()
+        return over
+
+    assert not after(299.0, 1000) and after(2.0, 10), "until the first word, five minutes"
+    silence.heard()
+    assert not after(59.0, 200), "still below the limit"
+    silence.heard()
+    assert not after(100_000.0, 1), "this side stood still for a day"
+    assert not after(55.0, 200) and after(5.0, 20)
+    assert not beats.Silence(60.0).over()

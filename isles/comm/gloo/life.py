@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class Life:
-    """What one worker knows of the others' lives. silence: seconds after which somebody counts as lost in this run."""
+    """What one worker knows of the others' lives. silence: seconds until somebody counts as lost; None: the default."""
 
-    def __init__(self, silence: float = Deadlines.silence) -> None:
-        self._silence = silence
+    def __init__(self, silence: float | None = None) -> None:
+        self._silence = Deadlines().silence if silence is None else silence
         self._looking = threading.Lock()
         self._looked = -math.inf
         self._known: dict[int, dict[str, int]] = {}  # by peer: its connections' names and descriptors

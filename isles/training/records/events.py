@@ -49,7 +49,7 @@ class Schema:
         if kind == "done":
             return None if value is None else _result(table(value, "a result"))
         if kind == "held":
-            return integer({"held": value}, "held", 0, self.steps)
+            return integer({"held": value}, "held", 0, self.steps + 1)  # one step on its way
         return value
 
     def event(self, event: dict[str, Any], ranks: Container[int]) -> dict[str, Any]:
