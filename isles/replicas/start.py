@@ -18,6 +18,8 @@ from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.replicas.flat import FlatParameters
 
+_ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
+
 
 def same_settings(group: Group, settings: str) -> None:
     """Diverged, naming the odd worker, unless `settings` is the same text on all."""
@@ -69,11 +71,17 @@ def replica_std(shares: Sequence[Tensor], group: Group, total: Callable[[Tensor]
     flat, sums = FlatParameters(shares), torch.zeros(2, dtype=torch.float64)
     if flat.numel:
         own = flat.read(flat.new())
+        digest = torch.tensor(flat.digest(own)).view(torch.float64)
+        scale = group.size * float(own.square().sum(dtype=torch.float64))
         average = own.clone()
         group.mean(average, codec("none"), channel="eval")
         apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
         square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        squares = torch.cat(group.all_gather(square.reshape(1), channel="eval")).sum()
+        told = torch.stack(group.all_gather(torch.stack((square, digest)), channel="eval"))
+        squares = told[:, 0].sum()
+        alike = bool((told[:, 1].view(torch.int64) == digest.view(torch.int64)).all())
+        if alike and squares < _ROUNDED * scale:
+            squares = torch.zeros((), dtype=torch.float64)  # a mean of equal numbers is rounded
         sums = torch.stack([squares, torch.tensor(group.size * flat.numel, dtype=torch.float64)])
     squares, count = total(sums)
     return float(squares / count) ** 0.5 if count else 0.0
