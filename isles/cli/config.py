@@ -8,7 +8,9 @@ import typer
 
 
 def config(
-    method: Annotated[str | None, typer.Option(help="Whose settings [replicas] shows. Default: noloco.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Whose settings the section replicas shows. Default: noloco.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Print this preset instead, to change it.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:

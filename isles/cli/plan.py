@@ -157,6 +157,9 @@ def _shares(text: str) -> list[float]:
         shares = [float(word) / 100 for word in text.split(",")]
     except ValueError:
         shares = []
+    if any(0 < share < 0.01 for share in shares):
+        percent = ",".join(f"{1e4 * share:g}" for share in shares)
+        raise ValueError(f"--targets {text}: these are percents: write {percent}, or shares above 1 %")
     if not shares or not all(0 < share < 1 for share in shares):
         raise ValueError(f"--targets {text}: write percents between 0 and 100, such as 90 or 90,50,99")
     return shares

@@ -203,7 +203,7 @@ def _network(asked: Asked) -> tuple[Links, str]:
     """The network, and its name in words."""
     from isles.network.links import Links
     from isles.network.named import links as named
-    from isles.network.units import parse_rate, parse_seconds
+    from isles.network.units import parse_latency, parse_rate
 
     if asked.links is not None:
         if asked.probe is not None:
@@ -216,7 +216,7 @@ def _network(asked: Asked) -> tuple[Links, str]:
             raise ValueError("--probe measures bandwidth and latency: leave out --bandwidth and --latency")
         return _measured(asked.probe)
     assert asked.bandwidth is not None
-    seconds = parse_seconds("--latency", asked.latency or 0.0)
+    seconds = parse_latency("--latency", asked.latency or 0.0)
     words = f"{asked.bandwidth} up" + (f", {asked.latency} one way" if asked.latency else "")
     return Links(bandwidth=parse_rate("--bandwidth", asked.bandwidth), latency=seconds), words
 

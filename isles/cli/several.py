@@ -59,10 +59,11 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
     folder = out
     try:
         with Interrupts() as interrupts:
-            for (name, seed), one in configs.items():
+            for number, ((name, seed), one) in enumerate(configs.items(), start=1):
                 interrupts.check()
                 folder = out / run_folder(name, seed)
-                with Progress(f"{name}, seed {seed}:", one.world.workers, one.run.steps) as progress:
+                title = f"{number} of {len(configs)}: {name}, seed {seed}:"
+                with Progress(title, one.world.workers, one.run.steps, plain=f"{title} ") as progress:
                     summaries[name].append(launch(one, folder, progress.line, progress.notice))
                 write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
     except KeyboardInterrupt as stop:

@@ -95,6 +95,7 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
     from isles.training.running.follow import follow
     from isles.training.running.run import Interrupted, launch
 
+    out = None
     try:
         if torchrun.size() is not None:
             return torchrun.run(config, choose, node_spec, resume, _print_summary)
@@ -105,13 +106,28 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
             _print_summary(summary, out)
         else:
             own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
-            with Progress(f"{config.method}, node {node_spec.node}:", own, config.run.steps) as progress:
+            title = f"{config.method}, workers of node {node_spec.node}:"  # and of no other
+            with Progress(title, own, config.run.steps, plain=f"node {node_spec.node}: ") as progress:
                 host = follow(config, out, progress.line, progress.notice, resume, node_spec)
             print(f"done; the model and its report are on node 0 ({host})")
     except Interrupted as stop:
         if torchrun.is_main_process():
             print(f"isles: {stop}", file=sys.stderr)
         raise typer.Exit(130) from None
+    except KeyboardInterrupt:
+        if torchrun.is_main_process():
+            print(f"isles: {_at_once(out, node_spec)}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _at_once(out: Path | None, node_spec: NodeSpec) -> str:
+    """What is left of a run that was ended without waiting for a step."""
+    from isles.training.records.checkpoint import Checkpoints
+
+    steps = [] if out is None else Checkpoints(out).steps()
+    if not steps:
+        return "ended at once; nothing was saved"
+    return f"ended at once; saved after step {steps[-1]}, go on with: isles resume {out}{node_spec.flags}"
 
 
 def _new_directory(method: str) -> Path:

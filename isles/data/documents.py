@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from isles.parsing import parse_json
 
 from .sources import Source, SourceKind
 
 _HEAD_BYTES = 8192
+_GPT2_IDS = 50256
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -32,13 +35,37 @@ def _read_text(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
         if not source.alone and b"\0" in head and not head.startswith(_UTF16_MARKS):
             return
         content = head + file.read()
+    if b"\0" in content:
+        if not source.alone and not content.startswith(_UTF16_MARKS):
+            return
+        raise ValueError(f"data.path: {source.path} has NUL bytes and is no text: {_looks_like(content)}")
     try:
         yield source.document_name(), content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
+        mend = _looks_like(content) if _holds_ids(content) else "convert it with iconv -t utf-8, or take it out"
         raise ValueError(
             f"data.path: {source.path} is not UTF-8 text (byte {content[error.start]:#04x} at offset {error.start}); "
-            "convert it with iconv -t utf-8, or take it out"
+            f"{mend}"
         ) from None
+
+
+def _looks_like(content: bytes) -> str:
+    """What a file that is no text seems to be, and the mend."""
+    if content.startswith(_UTF16_MARKS):
+        return "it looks like UTF-16; convert it with iconv -f utf-16 -t utf-8"
+    if content.isascii() and not any(content[1::2]):
+        return "it looks like numbers of two bytes, such as token ids (nanoGPT's .bin), or UTF-16; give the text itself"
+    if _holds_ids(content):
+        return "it looks like token ids of two bytes (nanoGPT's .bin); give the text that they were made from"
+    return "it looks like a binary file; give text, JSONL or Parquet"
+
+
+def _holds_ids(content: bytes) -> bool:
+    """Whether it may be ids of a vocabulary such as GPT-2's, as 16-bit numbers."""
+    if len(content) % 2:
+        return False
+    ids = np.frombuffer(content, dtype="<u2")
+    return len(ids) > 0 and int(ids.max()) <= _GPT2_IDS and float((ids < 1 << 12).mean()) > 0.05
 
 
 def _read_jsonl(source: Source, text_key: str) -> Iterator[tuple[str, str]]:

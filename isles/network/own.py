@@ -28,7 +28,7 @@ from typing import Any
 
 from isles.network.links import Links, PairRate, Rate
 from isles.network.places import Place, connect
-from isles.network.units import parse_rate, parse_seconds
+from isles.network.units import parse_latency, parse_rate
 from isles.tables import read_toml, typed
 
 Amount = float | str
@@ -68,9 +68,9 @@ def _from_lines(table: Mapping[str, Any]) -> Links:
     return Links(
         bandwidth=_bandwidth(made.bandwidth),
         downlink=None if made.downlink is None else _rates("downlink", made.downlink),
-        latency=[[parse_seconds("latency", cell) for cell in row] for row in latency]
+        latency=[[parse_latency("latency", cell) for cell in row] for row in latency]
         if isinstance(latency, tuple)
-        else parse_seconds("latency", latency),
+        else parse_latency("latency", latency),
         jitter=made.jitter,
         uplinks=made.uplinks,
     )
@@ -96,7 +96,7 @@ def _from_places(table: Mapping[str, Any]) -> Links:
                 latitude=made.latitude,
                 longitude=made.longitude,
                 upload=parse_rate(f"place {number}: upload", made.upload),
-                download=parse_rate(f"place {number}: download", made.download),
+                download=_download(number, made.download),
             )
         )
         workers.append(made.workers)
@@ -115,3 +115,8 @@ def _bandwidth(given: Amount | tuple[Amount, ...] | tuple[tuple[Amount, ...], ..
 
 def _rates(name: str, given: Amount | tuple[Amount, ...]) -> float | list[float]:
     return [parse_rate(name, one) for one in given] if isinstance(given, tuple) else parse_rate(name, given)
+
+
+def _download(number: int, given: float | str) -> float:
+    """`inf`: wide enough for all that arrives, as where nothing is said."""
+    return math.inf if given in (math.inf, "inf") else parse_rate(f"place {number}: download", given)

@@ -1,5 +1,6 @@
 """Amounts as people write them: rates "200Mbit/s", "1.5 Gbps", times "40ms", counts "1.3B", "500k", memory "12GiB",
-"24GB", memory's rates "22GB/s"; plain numbers are bits per second, seconds, pieces, bytes, bytes per second.
+"24GB", memory's rates "22GB/s". Plain numbers are seconds, pieces, bytes, bytes per second; rates and latencies of a
+line want a unit.
 """
 
 from __future__ import annotations
@@ -19,10 +20,25 @@ _BYTE_RATES = {f"{unit}/s": size for unit, size in _BYTES.items()}
 
 
 def parse_rate(name: str, given: float | str) -> float:
-    """Bits per second, above 0; ValueError that begins with `name`. Large and small letters are alike; no bytes."""
+    """Bits per second, above 0 and finite; ValueError that begins with `name`. Large and small letters are alike; a
+    unit is due, and no bytes.
+    """
+    size = _in_bytes(given)
+    if size:
+        raise ValueError(f"{name} = {given!r}: rates of a line are in bits: that is {8 * size / 1e6:g}Mbit/s")
     value = _parse(name, given, _RATES, "200Mbit/s")
-    if not value > 0:
-        raise ValueError(f"{name} = {given}: a rate must be above 0 bits per second, such as 200Mbit/s")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} = {given}: a rate must be above 0 bits per second, such as 200Mbit/s, and finite")
+    if _is_bare(given):
+        raise ValueError(f"{name} = {given}: has no unit: write {value:g}Mbit/s or {value:g}bit/s, whichever is meant")
+    return value
+
+
+def parse_latency(name: str, given: float | str) -> float:
+    """As `parse_seconds`, with a unit for all but 0."""
+    value = parse_seconds(name, given)
+    if value and _is_bare(given):
+        raise ValueError(f"{name} = {given}: has no unit: write {value:g}ms or {value:g}s, whichever is meant")
     return value
 
 
@@ -61,6 +77,19 @@ def parse_byte_rate(name: str, given: float | str) -> float:
 def parse_amount(name: str, given: float | str) -> float:
     """A number with k, M, B or G, T for its thousands; ValueError that begins with `name`."""
     return _parse(name, given, _COUNTS | {"g": 1e9}, "165T")
+
+
+def _is_bare(given: float | str) -> bool:
+    return not isinstance(given, str) or given.strip()[-1:].isdigit() or given.strip()[-1:] == "."
+
+
+def _in_bytes(given: float | str) -> float:
+    """Bytes per second, where that is what was written; else 0."""
+    found = _AMOUNT.fullmatch(given.strip()) if isinstance(given, str) else None
+    try:
+        return float(found[1]) * _BYTE_RATES.get(found[2].lower(), 0.0) if found else 0.0
+    except ValueError:
+        return 0.0
 
 
 def _parse(name: str, given: float | str, units: dict[str, float], example: str) -> float:

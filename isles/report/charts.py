@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from isles.report.panels import Chart, Panel, Polyline
 from isles.report.rundir import Run
-from isles.report.series import Point, average, mean_over, quantile, thin
+from isles.report.series import Point, average, latest_of, mean_over, quantile, thin
 from isles.report.units import compare, format_bytes, format_number, time_unit
 
 # All worker lines together hold about this many points, so 64 workers make no larger a page than one.
@@ -92,8 +92,8 @@ def by_bytes(run: Run) -> CostAxis:
 
 
 def by_clock(run: Run, unit: tuple[float, str] | None = None) -> CostAxis:
-    """Time since the start, in `unit` (default: the one that suits it)."""
-    points = mean_over([_points(log.clock) for log in run.workers.values()])
+    """Time since the start until the last worker was there, in `unit` (default: the one that suits it)."""
+    points = latest_of([_points(log.clock) for log in run.workers.values()])
     seconds, name = unit or time_unit(points[-1][1] if points else 0.0)
     virtual = run.is_simulated
     label = f"{name} of the virtual clock" if virtual else f"{name} since the workers started"

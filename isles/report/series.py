@@ -44,6 +44,15 @@ def mean_over(series: Iterable[Sequence[Point]]) -> list[Point]:
     return [(x, total / count) for x, (total, count) in sorted(sums.items())]
 
 
+def latest_of(series: Iterable[Sequence[Point]]) -> list[Point]:
+    """The largest of several series at every x that any of them has."""
+    found: dict[float, float] = {}
+    for points in series:
+        for x, y in points:
+            found[x] = max(y, found.get(x, y))
+    return sorted(found.items())
+
+
 def quantile(values: Sequence[float], fraction: float) -> float:
     """The value below which `fraction` of `values` lies (nearest rank)."""
     ordered = sorted(values)

@@ -77,7 +77,7 @@ def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
     head, first, *_ = csv.reader(io.StringIO((tmp_path / "plan.csv").read_text()))
     assert dict(zip(head, first, strict=True))["computing %"] == "90.4"
     assert (tmp_path / "plan.html").read_text().count("<polyline") == 8  # as many as there are colours
-    code, out, _ = plan(*RUN, "--bandwidth", "inf", "--json")
+    code, out, _ = plan(*RUN, "--bandwidth", "999Tbit/s", "--json")
     assert code == 0 and json.loads(out)["rows"][0]["method"] == "ddp"
 
 
@@ -160,7 +160,10 @@ def test_list_of_presets(plan):
     [
         ([], "missing: --params, --layers, --step-time, --workers, --links, --bandwidth or --probe"),
         ([*RUN, "--bandwidth", "-3Mbps"], "--bandwidth = -3Mbps: a rate must be above 0"),
-        ([*RUN, "--bandwidth", "3MB/s"], "such as 200Mbit/s"),
+        ([*RUN, "--bandwidth", "62.5MB/s"], "that is 500Mbit/s"),
+        ([*RUN, "--bandwidth", "500"], "--bandwidth = 500: has no unit: write 500Mbit/s or 500bit/s"),
+        ([*RUN, "--bandwidth", "500Mbit/s", "--latency", "60"], "--latency = 60: has no unit: write 60ms or 60s"),
+        ([*RUN, "--bandwidth", "500Mbit/s", "--targets", "0.9"], "--targets 0.9: these are percents: write 90"),
         ([*RUN, "--links", "lam"], "did you mean 'lan'"),
         ([*RUN, "--links", "none.toml"], "links = none.toml: cannot be read"),
         ([*RUN, "--links", "lan", "--latency", "3ms"], "leave out --bandwidth and --latency"),

@@ -264,8 +264,14 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"a.txt": ""}, "a.txt", r"data\.path = .* holds no text"),
         ({"a.bin": b"\0\1"}, "", r"data\.path = .* holds no text"),
         ({"a.txt": b"caf\xe9"}, "a.txt", r"data\.path: .*a\.txt is not UTF-8 text \(byte 0xe9 at offset 3\); convert"),
-        ({"a.txt": "x", "b.txt": "é".encode("utf-16")}, "", r"data\.path: .*b\.txt is not UTF-8 text"),
-        ({"a.bin": b"\0\xff"}, "a.bin", r"data\.path: .*a\.bin is not UTF-8 text"),
+        (
+            {"a.txt": "x", "b.txt": "é".encode("utf-16")},
+            "",
+            r"data\.path: .*b\.txt has NUL bytes and is no text: .*16",
+        ),
+        ({"a.bin": b"\0\xff"}, "a.bin", r"data\.path: .*a\.bin has NUL bytes and is no text: it"),
+        ({"low.bin": b"h\0e\0l\0l\0o\0"}, "low.bin", r"data\.path: .*low\.bin has NUL bytes and is no text: .*nanoGPT"),
+        ({"gpt.bin": b"\xf0\x0f\x02\xc4\x11\x00" * 9}, "gpt.bin", r"data\.path: .*gpt\.bin has NUL bytes .*.*nanoGPT"),
         (
             {"a.jsonl": '{"text": "x"}\n{"body": "y", "id": 1}\n'},
             "",

@@ -7,9 +7,9 @@ from isles.network.places import Place, latency
 from isles.network.units import parse_rate, parse_seconds
 
 LINES = """
-bandwidth = ["40Mbit/s", 1e6]
+bandwidth = ["40Mbit/s", "1Mbit/s"]
 downlink = "0.25 Gbps"
-latency = [[0, "25ms", 0.03], ["25ms", 0, 0.03], [0.03, 0.03, 0]]
+latency = [[0, "25ms", "30ms"], ["25ms", 0, "30ms"], ["30ms", "0.03s", 0]]
 jitter = 0.5
 uplinks = [0, 0, 1]
 """
@@ -25,7 +25,7 @@ workers = 2
 name = "Quito"
 latitude = -0.2
 longitude = -78.5
-upload = 10_000_000
+upload = "10Mbit/s"
 download = "50Mbit/s"
 """
 
@@ -61,22 +61,24 @@ def test_places(written):
     [
         ("bandwidth = -1", "bandwidth = -1"),
         ("bandwidth = 0", "above 0 bits per second, such as 200Mbit/s"),
-        ('bandwidth = "40MB/s"', "write a number and a unit, such as 200Mbit/s"),
+        ('bandwidth = "40MB/s"', "that is 320Mbit/s"),
         ("bandwidth = []", "bandwidth must be above 0"),
+        ("bandwidth = 500", "bandwidth = 500.0: has no unit: write 500Mbit/s or 500bit/s"),
+        ('bandwidth = "1Mbit/s"\nlatency = 60', "latency = 60.0: has no unit: write 60ms or 60s"),
         ("bandwidth = true", "links.bandwidth"),
         ("bandwith = 1e6", "did you mean 'links.bandwidth'"),
         ("latency = 0.1", "links.bandwidth is missing"),
-        ('bandwidth = 1e6\nlatency = "-3ms"', "latency = -3ms"),
-        ('bandwidth = 1e6\nlatency = "3 Mbit/s"', "such as 40ms"),
-        ("bandwidth = 1e6\njitter = -1", "jitter"),
-        ("bandwidth = 1e6\nuplinks = [0.5]", "links.uplinks.0"),
+        ('bandwidth = "1Mbit/s"\nlatency = "-3ms"', "latency = -3ms"),
+        ('bandwidth = "1Mbit/s"\nlatency = "3 Mbit/s"', "such as 40ms"),
+        ("bandwidth = '1Mbit/s'\njitter = -1", "jitter"),
+        ("bandwidth = '1Mbit/s'\nuplinks = [0.5]", "links.uplinks.0"),
         ("bandwidth = ", "not valid TOML"),
         (PLACES.replace("47.4", "147.4"), "latitude = 147.4"),
         (PLACES.replace('"100Mbit/s"', "-5"), "place 1: upload = -5"),
         (PLACES.replace("workers = 2", "workers = 0"), "place 1: workers = 0"),
         (PLACES.replace("latitude", "lattitude"), "did you mean 'place 1.latitude'"),
         (PLACES.replace('name = "Quito"', ""), "place 2.name is missing"),
-        ("latency = 1\n" + PLACES, "links.latency does not go with [[place]]"),
+        ("latency = '1s'\n" + PLACES, "links.latency does not go with [[place]]"),
         (PLACES.replace("0.4", '"much"'), "links.jitter"),
         ("place = 3", "write [[place]]"),
     ],
@@ -100,13 +102,12 @@ def test_amounts():
         "1.5 Gbps": 1.5e9,
         "64kbit/s": 64e3,
         "3bits/s": 3,
-        "1e6": 1e6,
-        "inf": float("inf"),
+        "1e6bit/s": 1e6,
     }.items():
         assert parse_rate("x", text) == value
     for text, value in {"40ms": 0.04, "2 s": 2.0, "150us": 150e-6, "0": 0.0}.items():
         assert parse_seconds("x", text) == pytest.approx(value)
-    for text in ("", "fast", "1..2Mbit/s", "Mbit/s", "nan"):
+    for text in ("", "fast", "1..2Mbit/s", "Mbit/s", "nan", "1e6", "500", "inf", "infMbit/s", 5e8):
         with pytest.raises(ValueError, match=r"^x = "):
             parse_rate("x", text)
 
@@ -114,15 +115,15 @@ def test_amounts():
 def test_a_line_for_each_pair(tmp_path):
     path = tmp_path / "links.toml"
     path.write_text(
-        'bandwidth = [["0", "80Mbit/s", "20Mbit/s"], [8e7, "0", "40Mbit/s"], ["10Mbit/s", "40Mbit/s", "0"]]\n'
+        'bandwidth = [["0", "80Mbit/s", "20Mbit/s"], ["8e7bit/s", "0", "40Mbit/s"], ["10Mbit/s", "40Mbit/s", "0"]]\n'
         'latency = [[0, "40ms", "90ms"], ["40ms", 0, "70ms"], ["90ms", "70ms", 0]]\n'
     )
     made = links(str(path))
     made.check(3)
     assert [made.way_rate(s, t) for s in range(3) for t in range(3) if s != t] == [8e7, 2e7, 8e7, 4e7, 1e7, 4e7]
-    path.write_text('bandwidth = [["0", "80Mbit"], [1e6, 0]]\n')
+    path.write_text('bandwidth = [["0", "80Mbit"], ["1Mbit/s", "0"]]\n')
     with pytest.raises(ValueError, match=r"links = .*: bandwidth = '80Mbit': write a number and a unit"):
         links(str(path))
-    path.write_text("bandwidth = [[0, 1e6], [1e6, 0]]\ndownlink = 1e6\n")
+    path.write_text("bandwidth = [['0', '1Mbit/s'], ['1Mbit/s', '0']]\ndownlink = '1Mbit/s'\n")
     with pytest.raises(ValueError, match="leave uplinks and downlink out"):
         links(str(path))

@@ -4,6 +4,7 @@ and the right ones still come together.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import resource
@@ -17,12 +18,15 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed
 from isles.launch import rendezvous
 from isles.launch.addresses import listen
+from isles.launch.frames import packed
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.proof import TokenRefused
 from isles.version import __version__
@@ -231,3 +235,63 @@ def test_silence_after_the_hello_ends_nothing_for_others(mine: Credentials, monk
             host.hears("node 1 (127.0.0.1) went away: no sign of life for 1 s")
         host.all_meet()
         assert threading.active_count() < 50
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fuzzed
+
+
+KEYS = st.sampled_from(
+    ["isles", "node", "nodes", "echo_port", "ports", "description", "reached", "doctor", "go", "over"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+CHANGED = st.dictionaries(st.sampled_from(sorted(HELLO)), JSON, max_size=3).map(lambda lie: HELLO | {"node": 0} | lie)
+FRAME = st.binary(max_size=200) | (st.dictionaries(KEYS, JSON, max_size=4) | JSON | CHANGED).map(packed)
+
+
+def shout(host: Host, frames: list[bytes], how: str) -> None:
+    """Say it in the clear, inside TLS before the proof, or with the token."""
+    said = b"".join(frames)
+    with contextlib.suppress(OSError):
+        if how == "clear":
+            with call(host.port, said) as line:
+                line.settimeout(0.01)
+                read(line, 100)
+            return
+        with tls(host.port) as line:
+            if how == "token":
+                assert prove(line, host.mine.token)
+            say(line, said)
+            line.settimeout(0.01)
+            read(line, 100)
+
+
+def fuzz(mine: Credentials, examples: int) -> None:
+    """Whatever is said, by strangers and by one with the token who never says a right hello: the right ones meet."""
+    process = psutil.Process()
+    with hosting(mine, seconds=3600.0) as host:
+        before = process.memory_info().rss
+        ways = st.sampled_from(["clear", "clear", "clear", "tls", "token"])
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(FRAME, min_size=1, max_size=4), ways)
+        def said(frames: list[bytes], how: str) -> None:
+            shout(host, frames, how)
+
+        said()
+        assert process.memory_info().rss - before < 50e6
+        assert all(text.isprintable() for text in host.told)
+        host.all_meet()
+
+
+def test_fuzzed_frames_end_no_meeting(mine: Credentials) -> None:
+    fuzz(mine, 40)
+
+
+@pytest.mark.long
+def test_ten_thousand_fuzzed_frames_end_no_meeting(mine: Credentials) -> None:
+    fuzz(mine, 10_000)

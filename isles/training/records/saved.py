@@ -14,6 +14,7 @@ from isles.models import build, limits
 from isles.models.own import next_token_scores
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.records.finite import not_finite
 from isles.training.staged import planned_cut, run_scheme
 
 
@@ -63,6 +64,14 @@ def load_weights(model: nn.Module, weights: Path, of: str) -> None:
     except RuntimeError as error:  # of every tensor that does not fit, on lines of its own
         first = " ".join(str(error).split())[:200]
         raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({first})") from error
+    refuse_broken(model, weights)
+
+
+def refuse_broken(model: nn.Module, weights: Path) -> None:
+    """ValueError where the model's weights are no numbers."""
+    parameters = {name for name, _ in model.named_parameters()}
+    if (broken := not_finite(model.state_dict(), parameters)) is not None:
+        raise ValueError(f"{weights}: {broken} is no number any more: train again, with a lower inner.lr")
 
 
 def start_file(start: str) -> Path:

@@ -21,7 +21,7 @@ from isles.training.config.sections import Config
 from isles.training.records.events import begun, committed, host_heard
 from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.tokens import forget
-from isles.training.records.writer import commit
+from isles.training.records.writer import commit, write_config
 from isles.training.running.agree import met
 from isles.training.running.processes import train_process
 from isles.training.running.run import Interrupted
@@ -58,6 +58,7 @@ def follow(
 def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
     def take(event: Any) -> None:
         if isinstance(event, dict) and "loss" in event:
+            write_config(config, out)
             on_line(event)
 
     def obey(command: Any) -> None:

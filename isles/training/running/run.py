@@ -16,6 +16,9 @@ be used again. With several machines this is what node 0 does; the others: `foll
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -123,7 +126,13 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     def tell(rank: int, error: Exception) -> None:
         on_event({"lost": rank, "notice": f"worker {rank} failed ({_last_line(error)}); the others go on without it"})
 
-    with first_interrupt(pool.stop, config.run.grace):
+    def stop() -> None:
+        pool.stop()
+        said = "isles: stopping: all workers end the step under way and save; Ctrl-C again ends them at once\n"
+        with contextlib.suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
+
+    with first_interrupt(stop, config.run.grace):
         results = pool.join(on_event, tell if config.replicas.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in pool.failures]
     if not (config.replicas.survives and left):
