@@ -145,7 +145,7 @@ def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, floa
     sums: dict[str, dict[str, float]] = {}
     for result in results:
         for name, counts in result["channels"].items():
-            own = sums.setdefault(name, dict.fromkeys(counts, 0))
+            own = sums.setdefault(name, dict.fromkeys(counts, 0.0))
             for key, value in counts.items():
                 own[key] += value
     return {name: {key: total / len(results) for key, total in counts.items()} for name, counts in sums.items()}
