@@ -134,7 +134,8 @@ class InCompany:
     @torch.no_grad()
     def __call__(self) -> None:
         parts, hashed = self.sync.parts, self.sync.agrees
-        answer = Exchange(Sweep(self.fragment, parts, hashed).snapshot(self.payload), None)
+        assert Sweep(self.fragment, parts, hashed).snapshot(self.payload).is_usable
+        answer = Exchange(self.payload, None)
         Sweep(self.fragment, parts, hashed).answered(Flight(self.fragment, 0, answer, None), None)
 
 

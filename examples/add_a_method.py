@@ -91,7 +91,7 @@ def worker(world: isles.Mesh, method: type[isles.ReplicaSync], options: dict[str
     y = x @ truth + 0.5 * torch.randn(20, 1, generator=generator)
     model = torch.nn.Linear(30, 1)
     optimizer = method(model, torch.optim.SGD(model.parameters(), lr=0.02), world.outer, **options)
-    for _ in range(300):
+    for _ in range(120):
         (model(x) - y).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

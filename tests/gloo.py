@@ -22,6 +22,7 @@ from isles.launch.processes import PipeHandle
 from isles.launch.store import join_store, open_store
 from isles.launch.worker import attend
 from isles.launch.workers import Workers, raise_first, worker_specs
+from isles.training.running.server import PRELOAD
 
 _handles: list[PipeHandle] = []
 
@@ -72,7 +73,7 @@ def close() -> None:
 
 def _started(rank: int) -> PipeHandle:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isles.training.running.preload"])
+    context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(target=_live, args=(theirs,), name=f"gloo-{rank}", daemon=True)
     process.start()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 
 import typer
+from typer.main import get_command
 
 from isles.cli import (
     compare,
@@ -74,7 +77,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return _command()(standalone_mode=False) or 0
     except _UsageError as error:
         return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except ValueError as error:
@@ -89,6 +92,12 @@ def _run() -> int:
         if not isinstance(error, CommError):
             raise
         return _fail(_with_notes(error), 1)
+
+
+@cache
+def _command() -> Callable[..., int | None]:
+    """Made once: it takes as long as a short command, and a program may give many."""
+    return get_command(app)
 
 
 def _with_notes(error: Exception) -> str:

@@ -89,8 +89,7 @@ class WorkerProcesses:
         self, worker: Callable[..., Any], worker_specs: Iterable[WorkerSpec], args: Sequence[Any] = ()
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer of a process loads torch._dynamo: a second of CPU time, here once for all workers.
-        context.set_forkserver_preload(["isles.launch.workers", "torch._dynamo"])
+        context.set_forkserver_preload(["isles.launch.workers", "isles.launch.preload"])
         self.handles: list[PipeHandle] = []
         for spec in worker_specs:
             ours, theirs = context.Pipe()

@@ -33,9 +33,17 @@ def averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> bool:
     if group.size == 1 or not (dist.is_available() and dist.is_initialized()):
         return False
     own = set(map(id, parameters))
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and own.intersection(map(id, found.parameters())):
-            ranks = dist.get_process_group_ranks(found.process_group)
-            if len(set(ranks) & set(group.ranks)) > 1:
-                return True
+    for wrapped in _wrapped_by_torch():
+        ranks = dist.get_process_group_ranks(wrapped.process_group)
+        if own.intersection(map(id, wrapped.parameters())) and len(set(ranks) & set(group.ranks)) > 1:
+            return True
     return False
+
+
+def _wrapped_by_torch() -> list[DistributedDataParallel]:
+    """All that are alive. Asking every object whether it is one takes seconds, for the class is an abstract one: so
+    their types are asked, a few thousand.
+    """
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if DistributedDataParallel in type.mro(kind)}
+    return [found for found in objects if type(found) in kinds] if kinds else []

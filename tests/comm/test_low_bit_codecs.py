@@ -42,7 +42,8 @@ def test_int2_takes_the_nearest_of_its_four_levels() -> None:
     assert not through(codec("int2"), torch.zeros(99)).any()
 
 
-@pytest.mark.parametrize("name", [pytest.param("int8:stochastic", marks=pytest.mark.long), "int4:stochastic"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["int8:stochastic", "int4:stochastic"])
 def test_stochastic_rounding_is_unbiased(name: str) -> None:
     """compression.md C5: over 10,000 exchanges the mean error of every entry is within 4 standard errors (a fixed draw;
     of 256 entries one in a hundred runs would have one outside); each is off by less than a step; two workers draw

@@ -163,9 +163,10 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(PLAIN, marks=pytest.mark.long), OWN_GROUP],
+    [PLAIN, OWN_GROUP],
     ids=["plain", "beside the user's process group"],
 )
 def test_torchrun(tmp_path: Path, script: str) -> None:

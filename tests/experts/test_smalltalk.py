@@ -215,6 +215,7 @@ def test_the_assignment_is_all_that_has_to_travel(built: Built, config: Path, tm
     assert losses[0] == losses[1] and not (folder / "routers").exists()
 
 
+@pytest.mark.long
 def test_seeds_at_once_are_those_of_their_own_runs(built: Built, config: Path, tmp_path: Path) -> None:
     words = ["smalltalk.seeds=[0,5]", "smalltalk.dense=['batch']"]
     system = made("smalltalk", config, tmp_path, *words, at_once=2)

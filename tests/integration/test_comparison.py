@@ -73,6 +73,7 @@ def test_a_finished_run_is_not_made_again(out: Path, capsys: pytest.CaptureFixtu
     assert "`ddp` (1 of 2 seeds)" in (out / "comparison.md").read_text()
 
 
+@pytest.mark.long
 def test_the_sweep_runs_every_size_with_every_method(tmp_path: Path) -> None:
     words = ["--quick", "--parts", "scaling", "--sizes", "0.13M,0.5M", "--seeds", "0", "--scaling-steps", "4"]
     assert main([*words, "--out", str(tmp_path / "runs"), "--page", str(tmp_path / "swept.md")]) == 0

@@ -64,7 +64,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return config, folder / "run"
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
 def test_a_worker_killed_at_a_random_moment(whole: tuple[Any, Path], tmp_path: Path, seed: int) -> None:
     """Named within five seconds, no process stays, and the note on the error goes on to the bits of the whole run, or
     says that there was no checkpoint.

@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("blow", "victim"),
     [
         pytest.param(blow, victim, id=f"{blow[0].name}-{victim}", marks=() if chosen else pytest.mark.long)
-        for blow, always in ((KILLED, 3), (STOPPED, 0))
+        for blow in (KILLED, STOPPED)
         for victim in range(4)
-        for chosen in [victim == always]
+        for chosen in [(blow, victim) == (KILLED, 3)]
     ],
 )
 def test_a_worker_hit_in_the_middle_of_a_step_is_named(

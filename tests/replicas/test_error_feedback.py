@@ -48,11 +48,11 @@ def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> Non
     assert float((held - put_in).norm() / put_in.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("form", ["local", "global"])
-@pytest.mark.parametrize(
-    ("name", "bound"), [("topk:40", 0.25), ("int4", 0.002), ("sign", 0.07), ("fp4", 0.004), ("powersgd:2", 0.1)]
-)
-def test_feedback_follows_the_law_of_1_over_t(name: str, bound: float, form: str) -> None:
+BOUNDS = {"topk:40": 0.25, "int4": 0.002, "sign": 0.07, "fp4": 0.004, "powersgd:2": 0.1}
+
+
+@pytest.mark.parametrize(("name", "form"), cover(BOUNDS, ("local", "global"), each=1))
+def test_feedback_follows_the_law_of_1_over_t(name: str, form: str) -> None:
     """A constant outer gradient: the mean of what the anchor got in T rounds comes to it like 1/T, and without feedback
     it does not come nearer at all.
     """
@@ -79,7 +79,7 @@ def test_feedback_follows_the_law_of_1_over_t(name: str, bound: float, form: str
 
     early, late = errors(form)
     without = errors("none")
-    assert late < bound and late < 0.55 * early
+    assert late < BOUNDS[name] and late < 0.55 * early
     assert without[1] > 0.9 * without[0] > 3 * late
 
 

@@ -21,74 +21,89 @@ from tests.replicas.workers import LINKS, adamw, batch
 INSIDE = [Case(name, inside) for inside in ("ddp", "fsdp") for name in RUNS]
 INSIDE += [Case("diloco", inside, max_norm=0.05) for inside in ("ddp", "fsdp")]
 INSIDE += [Case("eager", inside, stop=4) for inside in ("ddp", "fsdp")]
-ALONE = {case: Case(case.name, inner=1, island=2, max_norm=case.max_norm) for case in INSIDE}
+FEW = INSIDE[: len(RUNS) : 2] + INSIDE[len(RUNS) + 1 : 2 * len(RUNS) : 2]  # each run once, in turn with ddp and fsdp
+FEW += [Case("diloco", "fsdp", max_norm=0.05), Case("eager", "ddp"), Case("eager", "ddp", stop=4)]
+FEW = list(dict.fromkeys(FEW))
+
+
+def chosen(cases: list[Case]) -> list[Any]:
+    """As parameters: the others than FEW are long."""
+    return [pytest.param(case, marks=() if case in FEW else pytest.mark.long, id=str(case)) for case in cases]
+
+
+def ran(case: Case) -> tuple[list[Any], list[Any]]:
+    """The results of the case on each of two islands' two real workers, and on two that have an island's batch each."""
+    cases = FEW if case in FEW else INSIDE
+    i = cases.index(case)
+    return [own[i] for own in islands(len(cases))], [own[i] for own in replicas(len(cases))]
 
 
 @cache
-def islands() -> list[Any]:
-    """Two islands of two real workers."""
-    return run_gloo(train_all, 4, args=(INSIDE,))
+def islands(count: int) -> list[Any]:
+    return run_gloo(train_all, 4, args=(_cases(count),))
 
 
 @cache
-def replicas() -> list[Any]:
-    """Two workers, each with the batch of an island."""
-    return isles.run_virtual(train_all, 2, links=LINKS, args=([ALONE[case] for case in INSIDE],))
+def replicas(count: int) -> list[Any]:
+    alone = [Case(case.name, inner=1, island=2, max_norm=case.max_norm) for case in _cases(count)]
+    return isles.run_virtual(train_all, 2, links=LINKS, args=(alone,))
 
 
-@pytest.mark.parametrize("case", INSIDE, ids=str)
+def _cases(count: int) -> list[Case]:
+    return FEW if count == len(FEW) else INSIDE
+
+
+@pytest.mark.parametrize("case", chosen(INSIDE))
 def test_an_island_is_one_replica_with_its_workers_batches(case: Case) -> None:
     """The final model, the judged anchors and the spread; int4 has other blocks in shares than in whole matrices."""
-    i = INSIDE.index(case)
     apart = 2e-2 if "int4" in case.name else 1e-6
-    for rank, own in enumerate(islands()):
-        replica = replicas()[rank // 2][i]
-        torch.testing.assert_close(own[i]["weights"], replica["weights"], rtol=0, atol=apart)
-        assert own[i]["loss"] == pytest.approx(replica["loss"], abs=apart)
-        assert own[i]["std"] == pytest.approx(replica["std"], abs=apart)
-    assert len({own[i]["bits"] for own in islands()}) == 1
+    together, alone = ran(case)
+    for rank, own in enumerate(together):
+        replica = alone[rank // 2]
+        torch.testing.assert_close(own["weights"], replica["weights"], rtol=0, atol=apart)
+        assert own["loss"] == pytest.approx(replica["loss"], abs=apart)
+        assert own["std"] == pytest.approx(replica["std"], abs=apart)
+    assert len({own["bits"] for own in together}) == 1
 
 
-@pytest.mark.parametrize("case", [case for case in INSIDE if case.name in ("diloco", "noloco")], ids=str)
+@pytest.mark.parametrize("case", chosen([case for case in INSIDE if case.name in ("diloco", "noloco")]))
 def test_a_worker_of_an_island_sends_its_share_across(case: Case) -> None:
     """An island's entries cross once, so its two workers together send what the replica did, but for headers."""
-    i, headers = INSIDE.index(case), 3 * 32 * (2 if case.name == "noloco" else 1)
-    for island in (islands()[:2], islands()[2:]):
-        sent = sum(own[i]["sent"]["outer"] for own in island)
-        assert sent == replicas()[0][i]["sent"]["outer"] + headers
+    together, alone = ran(case)
+    headers = 3 * 32 * (2 if case.name == "noloco" else 1)
+    for island in (together[:2], together[2:]):
+        assert sum(own["sent"]["outer"] for own in island) == alone[0]["sent"]["outer"] + headers
 
 
-@pytest.mark.parametrize("case", [case for case in INSIDE if case.stop is None], ids=str)
+@pytest.mark.parametrize("case", chosen([case for case in INSIDE if case.stop is None]))
 def test_the_plan_knows_every_byte(case: Case) -> None:
     """Across, inside and at the start; judging is counted apart."""
-    for own in islands():
-        result = own[INSIDE.index(case)]
+    for result in ran(case)[0]:
         assert result["planned"] == sum(result["sent"][channel] for channel in ("outer", "inner", "control"))
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@pytest.mark.parametrize("inside", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_a_checkpoint_goes_on_with_the_same_bits(inside: str) -> None:
-    stopped, whole = INSIDE.index(Case("eager", inside, stop=4)), INSIDE.index(Case("eager", inside))
-    for own in islands():
-        assert own[stopped]["bits"] == own[whole]["bits"]
+    stopped, whole = (ran(Case("eager", inside, stop=stop))[0] for stop in (4, None))
+    assert [own["bits"] for own in stopped] == [own["bits"] for own in whole]
 
 
 def test_shards_hold_their_rows_only() -> None:
     """Weights and inner state of a worker: with FSDP about half (rows do not divide), with DDP everything."""
     whole = sum(p.numel() for p in Blocks().parameters())
     for inside, least, most in (("ddp", 1.0, 1.04), ("fsdp", 0.45, 0.6)):
-        i = INSIDE.index(Case("diloco", inside))
-        for own in islands():
-            assert least * whole <= own[i]["held"] <= most * whole
-            assert own[i]["state"] <= 2 * most * whole
+        name = next(case.name for case in FEW if case.inside == inside)
+        for own in ran(Case(name, inside))[0]:
+            assert least * whole <= own["held"] <= most * whole
+            assert own["state"] <= 2 * most * whole
 
 
 def test_virtual_and_gloo_are_equal_to_the_bit() -> None:
-    cases = [case for case in INSIDE if case.inside == "ddp" and case.stop is None]
+    cases = [case for case in FEW if case.inside == "ddp" and case.stop is None]
     virtual = isles.run_virtual(train_all, 4, links=LINKS, args=(cases,))
     for rank, own in enumerate(virtual):
         for case, result in zip(cases, own, strict=True):
-            real = islands()[rank][INSIDE.index(case)]
+            real = ran(case)[0][rank]
             assert {key: result[key] for key in ("bits", "loss", "sent", "std")} == {
                 key: real[key] for key in ("bits", "loss", "sent", "std")
             }, str(case)

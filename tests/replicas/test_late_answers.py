@@ -159,7 +159,7 @@ def eager_rounds(world: Mesh, cls: type[EagerDiLoCo], delay: int, momentum: floa
     return {"start": start, "own": own, "end": end, "apart": apart, "drained": anchors(optimizer)}
 
 
-@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("delay", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_eager_telescopes_without_momentum(delay: int) -> None:
     """200 rounds in float64: G_m = G_0 - lr (sum of all means but the last d + (1/M) own shares of the last d), to
     1e-12; drained, all workers are equal.

@@ -466,7 +466,7 @@ def test_schedule_asks_nothing_of_the_run() -> None:
     assert run(worker, 3) == run(plain, 3)
 
 
-@pytest.mark.parametrize("name", share(RUNS, 4, 5, ROOTS))
+@pytest.mark.parametrize("name", share(RUNS, 4, 5))
 def test_evaluation_weights_are_the_anchor_and_are_given_back(name: str) -> None:
     """Inside: the anchors (where there are any). After, also after an error: the live bits. Training feels nothing."""
 
@@ -574,7 +574,7 @@ def test_replicas_of_a_stage_know_nothing_of_other_stages(name: str) -> None:
     assert len({result[1] for _, result in staged}) == 2
 
 
-@pytest.mark.parametrize("name", share(METHODS, 7, 5, ROOTS))
+@pytest.mark.parametrize("name", share(METHODS, 7, 5))
 def test_two_optimizers_in_one_world(name: str) -> None:
     """Two models trained in turns, each with its own optimizer over the same group: the bits of two runs."""
 

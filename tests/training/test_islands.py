@@ -30,7 +30,7 @@ def text(tmp_path: Path) -> Path:
     [
         ("diloco", ["world.inner=2"], 4),
         ("noloco", [REAL, "world.inner=2", "world.inside=fsdp", "model.tie_embeddings=true"], 4),
-        ("fsdp", [REAL, "inner.accumulation=2"], 2),
+        pytest.param("fsdp", [REAL, "inner.accumulation=2"], 2, marks=pytest.mark.long),
     ],
 )
 def test_a_run_is_planned_stopped_and_gone_on_with(
@@ -56,6 +56,7 @@ def test_a_run_is_planned_stopped_and_gone_on_with(
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_ddp_inside_is_fsdp_inside_is_ddp_without_islands(text: Path, tmp_path: Path) -> None:
     """One island of two under an outer method that changes nothing (a mean of one): data parallel training. Weights to
     rounding, losses too.

@@ -64,7 +64,7 @@ def sizes() -> Iterator[Any]:
         yield pytest.param(case, workers, steps, marks=() if few or alone else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("case", "workers", "steps"), sizes())
+@pytest.mark.parametrize(("case", "workers", "steps"), list(sizes()))
 def test_bytes_are_those_that_the_run_counts(text: Path, case: str, workers: int, steps: int) -> None:
     """Worker by worker, headers and the common start included; with a last, shorter round (7) and without."""
     config = of_case(text, case, workers=workers, steps=steps)

@@ -53,7 +53,8 @@ def test_the_papers_presets_have_the_papers_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas", "stages", "tokens"), [("noloco-medium", 8, 2, 2**20), ("noloco-large", 16, 4, 2**21)]
+    ("name", "replicas", "stages", "tokens"),
+    [("noloco-medium", 8, 2, 2**20), pytest.param("noloco-large", 16, 4, 2**21, marks=pytest.mark.long)],
 )
 def test_the_papers_presets_in_stages(name: str, replicas: int, stages: int, tokens: int) -> None:
     """Table 1 and 2 of NoLoCo's paper."""

@@ -179,7 +179,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, 1, marks=() if name in ("none", "ddp", "noloco") else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("name", "workers"), cases())
+@pytest.mark.parametrize(("name", "workers"), list(cases()))
 def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, name: str, workers: int) -> None:
     """summary.json and metrics.jsonl keep design section 4's contract and the arithmetic between their fields."""
     steps = 6  # ends with a round, so `finish` sends nothing

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from isles.comm.codecs import form
 from isles.replicas.checks import one_of
 from isles.replicas.loop.weights import Weights
+from isles.replicas.parts.feedback import Feedback, check_feedback
 from isles.replicas.parts.interfaces import OnBroken
 from isles.replicas.sync import MethodConfig
 
@@ -28,3 +30,22 @@ class WeightedConfig(OuterConfig):
 
     def __post_init__(self) -> None:
         one_of("weights", self.weights, get_args(Weights))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedConfig(WeightedConfig):
+    """What a method takes of which a mean of outer gradients travels, in any form."""
+
+    codec: str = "none"
+    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
+    error_feedback: Feedback = "none"
+    """What the codec loses is added to the next round's: "none", "local" (this worker's own loss) or "global" (what
+    differs from the mean that came back).
+    """
+    feedback_decay: float = 1.0
+    """Factor on it each round, 0..1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        form(self.codec)  # refuses an unknown one
+        check_feedback(self.error_feedback, self.feedback_decay)

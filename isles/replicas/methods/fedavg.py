@@ -18,38 +18,28 @@ from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.replicas.checks import at_least, positive_rate
-from isles.replicas.loop.config import WeightedConfig
+from isles.replicas.loop.config import CompressedConfig
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
+from isles.replicas.parts.feedback import feedback
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(WeightedConfig):
+class FedAvgConfig(CompressedConfig):
     """Settings of `fedavg`."""
 
     sync_every: int = 50
     """Inner steps a round (H)."""
     outer_lr: float = 1.0
     """Outer learning rate (lr); the paper's average is 1."""
-    codec: str = "none"
-    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
-    error_feedback: Feedback = "none"
-    """What the codec loses is added to the next round's: "none", "local" (this worker's own loss) or "global" (what
-    differs from the mean that came back).
-    """
-    feedback_decay: float = 1.0
-    """Factor on it each round, 0..1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
-        form(self.codec)  # refuses an unknown one
-        check_feedback(self.error_feedback, self.feedback_decay)
 
 
 @dataclass(frozen=True, kw_only=True)

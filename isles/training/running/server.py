@@ -10,10 +10,13 @@ import multiprocessing
 import signal
 from multiprocessing import forkserver, resource_tracker
 
+PRELOAD = ["isles.training.running.processes", "isles.launch.preload"]
+"""Modules that it loads, in this order."""
+
 
 def start_server() -> None:
     """Begin, unless it runs already. It ends when this process does, however that ends. Returns at once."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["isles.training.running.preload"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
     # Ctrl-C reaches every process of a terminal. The server and its children inherit the mask and never see it; what it
     # means is the launcher's to say.
