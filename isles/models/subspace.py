@@ -50,6 +50,11 @@ class Subspace:
         return self.basis.shape[1]
 
     @property
+    def nbytes(self) -> int:
+        """Of basis and table."""
+        return self.basis.nbytes + (0 if self.table is None else self.table.nbytes)
+
+    @property
     def checksum(self) -> str:
         """Equal where basis and table are equal to the bit."""
         parts = [self.basis] if self.table is None else [self.basis, self.table]

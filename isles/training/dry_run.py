@@ -29,6 +29,7 @@ from isles.models import autocast, build, choose_device, flops_per_token, limits
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
+from isles.models.subspace import Subspace
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
@@ -208,8 +209,10 @@ def _seat(config: Config, part: nn.Module, place: int) -> tuple[ReplicaSync, lis
 
 
 def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
+    subspace: Subspace | None = getattr(optimizer.model, "subspace", None)
+    drawn = 0 if subspace is None else subspace.nbytes
     return WorkerMemory(
-        weights=sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *optimizer.model.buffers())),
+        weights=drawn + sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *optimizer.model.buffers())),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),

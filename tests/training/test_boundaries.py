@@ -57,6 +57,11 @@ def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
     assert dry_run(config).bytes_sent == tuple(result["bytes_sent"] for result in results)
 
 
+def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
+    plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")).stages[1] for name in ("none", "subspace:4"))
+    assert bounded.memory.weights - plain.memory.weights == 4 * (16 * 4 + 256 * 16)
+
+
 def trained(world: Mesh, config: Config) -> tuple[float, str]:
     """Largest share of a writer outside the subspace in all steps, and the subspace's checksum at the end."""
     trainer = Trainer(config, world.arranged(layout_of(config)))
