@@ -26,10 +26,11 @@ class Silence:
         self.seconds = seconds
         self._first: float | None = seconds if first is None else max(first, seconds)
         self._heard = self._looked = time.monotonic()
+        self._longer = 0.0
 
     def heard(self) -> None:
         """Something came."""
-        self._heard, self._first = time.monotonic(), None
+        self._heard, self._first, self._longer = time.monotonic(), None, 0.0
 
     @property
     def limit(self) -> float:
@@ -37,11 +38,14 @@ class Silence:
         return self.seconds if self._first is None else self._first
 
     def over(self, longer: float = 0.0) -> bool:
-        """A look: whether the silence is longer than the limit and `longer`. What has come must be read before."""
+        """A look: whether the silence is longer than the limit and `longer`: the largest in this silence, and at most the
+        limit once more, for the other side's kernel waits about as long as this one. What has come must be read first.
+        """
         now = time.monotonic()
         self._heard = min(self._heard + max(now - self._looked - _STOOD, 0.0), now)
         self._looked = now
-        return now - self._heard > self.limit + longer
+        self._longer = max(self._longer, min(longer, self.seconds))
+        return now - self._heard > self.limit + self._longer
 
 
 def begin_pulse(

@@ -137,6 +137,7 @@ def test_a_cut_is_ridden_out(
     own[1].attach() if how == "switch" else own[1].interface("up")
     start, before = time.monotonic(), own[1].wire().bytes_received
     while own[1].wire().bytes_received < before + 100_000:
+        assert all(command.process.poll() is None for command in run.commands), run.end()
         time.sleep(0.1)
     print(f"traffic is back {time.monotonic() - start:.1f} s after the mend")
     run.finishes_with_the_bits()
