@@ -55,7 +55,7 @@ def main() -> None:
         middle = {how: statistics.median(own) for how, own in each.items()}
         print(
             f"{kind}: {middle['without']:.3f} s a round without, {middle['with']:.3f} s with; ratio "
-            f"{statistics.median(ratios):.4f} in the median, {min(each['with']) / min(each['without']):.4f} of the least"
+            f"{statistics.median(ratios):.4f}, of the least {min(each['with']) / min(each['without']):.4f}"
         )
 
 
