@@ -22,7 +22,7 @@ from isles.comm.errors import Refused
 
 BLOCK = 1 << 16  # entries that stay in cache between the look and what is done with them next
 _REMEMBERED = 101
-_FEW, _WIDE = 256, 100.0  # shorter shares may be so many times more: a few entries may well be near zero once
+_FEW = 256  # shorter shares need only be finite: a few entries may well be near zero once
 _SOME = 8
 _CHECKED = ("outer", "inner")  # channels; what users average among themselves is theirs
 
@@ -56,7 +56,7 @@ class PeerTrust:
         mine = math.sqrt(own) if 0 <= own < math.inf else 0.0
         median = sorted(accepted)[len(accepted) // 2] if accepted else 0.0
         usual = max(median, mine)
-        most = self.ratio * leeway * (_WIDE if entries < _FEW else 1.0)
+        most = self.ratio * leeway * (math.inf if entries < _FEW else 1.0)
         for rank, size in sizes.items():
             if not size < math.inf:
                 self.refused += 1
