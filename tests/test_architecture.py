@@ -29,9 +29,11 @@ FLOORS = {
     "wrapping": 1,  # isles/wrapping.py: an optimizer around another one; imports nothing of isles
     "errors": -2,  # isles/errors.py: how a user's mistake is worded; imports nothing of isles
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
-    "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors alone
+    "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors and parsing
     "home": -1,  # isles/home.py: the folder of things of the user's own; imports nothing of isles
-    "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors alone
+    "durable": -2,  # isles/durable.py: files that are there whole or not at all; imports nothing of isles
+    "parsing": -2,  # isles/parsing.py: JSON and TOML that somebody else wrote; imports nothing of isles
+    "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors and parsing
     "network": 0,
     "comm": 1,
     "models": 1,

@@ -62,6 +62,7 @@ def train(
     if (probe or json) and not dry_run:
         raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
     from isles.launch.nodes import NodeSpec
+    from isles.launch.room import refuse_too_many
     from isles.schema import backend_of
     from isles.training.config.reading import gather, resolve
     from isles.training.records.tokens import given_token
@@ -78,6 +79,9 @@ def train(
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
     tables = gather(config, flags, set_ or [], trust=trust)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
+        own = tables.get("world", {}).get("workers", 1)
+        if isinstance(own, int):
+            refuse_too_many(-(-own // nodes))
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
     if dry_run:

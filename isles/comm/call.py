@@ -115,6 +115,10 @@ class Call:
         group.traffic.received(self.channel, wire.numel())
         return group.transport.recv(peer, wire, self._tag(peer, phase))
 
+    def own_every(self, kind: int) -> int:
+        """How many-th block of the own share of a kind to look at."""
+        return self.group.ledger.trust.own_every((self.channel, self.fragment, kind))
+
     def accept(self, kind: int, theirs: Mapping[int, float], own: float, entries: int) -> None:
         """Judge shares of so many entries by their mean squares, those of the others by position; see
         `isles.comm.trust`. kind: what is compared with each other, beside channel and fragment. Refused, by name.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from isles.comm.errors import Refused
 
 BLOCK = 1 << 16  # entries that stay in cache between the look and what is done with them next
 _REMEMBERED = 101
-_FEW, _WIDE = 256, 100.0  # shorter shares may be so many times more: a few entries may well be near zero once
+_FEW = 256  # shorter shares need only be finite: a few entries may well be near zero once
+_SOME = 8
 _CHECKED = ("outer", "inner")  # channels; what users average among themselves is theirs
 
 
@@ -39,6 +40,12 @@ class PeerTrust:
         """Whether payloads on `channel` are looked at."""
         return channel in _CHECKED
 
+    def own_every(self, kind: Hashable) -> int:
+        """Of this worker's own share of a kind, so many-th block needs to be looked at: all while it is all that is
+        known, then few, for it only says whether all have grown.
+        """
+        return _SOME if self._accepted[kind] else 1
+
     def judge(self, kind: Hashable, theirs: Mapping[int, float], own: float, entries: int, leeway: float = 1.0) -> None:
         """Accept shares of one kind by their mean squares: those of peers by rank, and this worker's `own` (0: it has
         none). entries: how long they are. leeway: how many times more than `ratio` one may be. Refused for the first
@@ -49,7 +56,7 @@ class PeerTrust:
         mine = math.sqrt(own) if 0 <= own < math.inf else 0.0
         median = sorted(accepted)[len(accepted) // 2] if accepted else 0.0
         usual = max(median, mine)
-        most = self.ratio * leeway * (_WIDE if entries < _FEW else 1.0)
+        most = self.ratio * leeway * (math.inf if entries < _FEW else 1.0)
         for rank, size in sizes.items():
             if not size < math.inf:
                 self.refused += 1
@@ -67,14 +74,32 @@ def squares(part: Tensor) -> Tensor:
     return torch.dot(part, part)
 
 
+class Squares:
+    """The mean square of a vector whose blocks are looked at one by one. every: so many-th of them are, all by
+    default; a look at some is enough for what one knows to be one's own.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every, self._seen, self._entries = every, 0, 0
+        self._sums: list[Tensor] = []
+
+    def take(self, block: Tensor) -> None:
+        """The next block (b,), contiguous."""
+        if self._seen % self._every == 0:
+            self._sums.append(squares(block))
+            self._entries += block.numel()
+        self._seen += 1
+
+    def mean(self) -> float:
+        """0 for nothing."""
+        if not self._entries:
+            return 0.0
+        return float(torch.stack(self._sums).sum(dtype=torch.float64)) / self._entries
+
+
 def mean_square(vector: Tensor) -> float:
     """The mean of the squares of flat `vector` (n,), 0 for none; read block by block."""
-    return mean_squares([[squares(part) for part in vector.split(BLOCK)]], vector.numel())[0]
-
-
-def mean_squares(sums: Sequence[Sequence[Tensor]], elements: int) -> list[float]:
-    """The same from the blocks' sums of several vectors of `elements` entries each, waited for once."""
-    if not elements or not sums:
-        return [0.0] * len(sums)
-    totals = torch.stack([torch.stack(list(each)) for each in sums]).to(torch.float64).sum(1)
-    return (totals / elements).tolist()
+    found = Squares()
+    for block in vector.split(BLOCK):
+        found.take(block)
+    return found.mean()

@@ -194,6 +194,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "outside.toml"], ["steps stands outside a section", "[run]"]),
     (train("--out", "done"), ["--out done: holds a run already (config.toml)", "name another directory"]),
     (train("--out", "text.txt"), ["--out text.txt: cannot be written to", "name another directory"]),
+    (
+        train("world.backend=distributed", "--workers", "100000"),
+        ["world.workers = 100000: more than 8 a core", "virtual"],
+    ),
     (train("--out", "/proc/isles"), ["--out /proc/isles: cannot be written to"]),
     (train("--out", "busy"), ["busy: in use by another run", "wait for its end or stop it"]),
     # isles train: what only a worker finds out

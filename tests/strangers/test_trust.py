@@ -43,7 +43,7 @@ def downloaded(tmp_path: Path) -> tuple[Path, Path]:
     [
         ["eval", "RUN"], ["generate", "RUN", "--prompt", "x"], ["export", "RUN"], ["resume", "RUN"],
         ["resume", "RUN", "--workers", "2"], ["train", "RUN/config.toml", "--dry-run"],
-        ["train", "RUN/config.toml"],
+        ["train", "RUN/config.toml"], ["experts", "forest", "RUN", "--out", "RUN/forest.json"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -63,6 +63,12 @@ def test_a_record_that_was_not_written_here_is_none(downloaded: tuple[Path, Path
     (run / TYPED).write_text(record, encoding="latin-1")
     with pytest.raises(ValueError, match="was not made here"):
         load_run(run)
+
+
+def test_experts_take_the_word_of_all_their_runs(downloaded: tuple[Path, Path]) -> None:
+    run, flag = downloaded
+    CliRunner().invoke(app, ["experts", "forest", str(run), "--out", str(run / "forest.json"), "--trust"])
+    assert flag.exists() and gather(str(run / "config.toml"), {}, [])["model"]["factory"] == "os:system"
 
 
 def test_trust_is_given_once(downloaded: tuple[Path, Path]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.cli.options import Trust
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def evaluate(
     top_experts: Top = None,
     prefix: Prefix = None,
     route: RouteOption = "once",
+    trust: Trust = False,
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts.show import print_forest, print_results
@@ -96,6 +98,8 @@ def evaluate(
     from isles.training.running.starting import warnings_told
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
+    if trust:
+        _take_word(path)
     if path.is_dir():
         if data is not None or joining != Joining():
             raise ValueError(f"options judge one forest: name a file of {path}/seed-N/forests, or leave them out")
@@ -123,6 +127,7 @@ def generate(
     top_experts: Top = None,
     prefix: Prefix = None,
     route: RouteOption = "once",
+    trust: Trust = False,
 ) -> None:
     """Continue prompts: HDEE by the mixed distribution, SMALLTALK by the one expert that a prompt is routed to."""
     import torch
@@ -132,6 +137,8 @@ def generate(
     from isles.models.generate import generate as sample
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
+    if trust:
+        _take_word(forest)
     speaker = Speaker(forest, joining, data)
     for text in prompt:
         voice = speaker.voice(text)
@@ -155,11 +162,14 @@ def generate(
 def forest(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Finished runs with one tokenizer.")],
     out: Annotated[Path, typer.Option(metavar="FOREST.json", help="The file to write.")],
+    trust: Trust = False,
 ) -> None:
     """Put finished runs together as a forest that mixes them, wherever they were trained."""
     from isles.experts.registry import forest_of
     from isles.experts.served import Served
 
+    if trust:
+        _take_word(*runs)
     made = forest_of(runs)
     Served.load(made.experts)  # one tokenizer, and models that can be read
     if out.exists():
@@ -174,6 +184,7 @@ def average(
     out: Annotated[Path, typer.Option(help="New directory: name it in run.start, isles eval or isles generate.")],
     data: Annotated[str | None, typer.Option(help="Text of a new domain: shares are the posterior on it.")] = None,
     shares: Annotated[str | None, typer.Option(help="Shares of the experts, such as 0.2,0.8.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Average the parameters of a forest's experts, to branch a new expert from (BTM)."""
     from dataclasses import replace
@@ -183,6 +194,8 @@ def average(
     from isles.experts.routing.priors import given
     from isles.experts.served import Served
 
+    if trust:
+        _take_word(forest)
     served = Served.load(Forest.load(forest).experts)
     if shares is not None and data is None:
         found = given(shares, len(served)).exp().tolist()
@@ -293,3 +306,15 @@ def _progress() -> Any:
     from isles.cli.experts.show import Shown
 
     return Shown()
+
+
+def _take_word(*paths: Path) -> None:
+    """What the runs of a forest, of a directory of experts, or these runs themselves name is imported from now on."""
+    from isles.experts.registry import Forest
+    from isles.training.config.trust import take_word
+
+    for path in paths:
+        if path.is_dir():
+            take_word(config.parent for config in path.rglob("config.toml"))
+        else:
+            take_word(member.run for member in Forest.load(path).experts)

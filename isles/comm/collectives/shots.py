@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from isles.comm.codecs.base import Codec
 from isles.comm.collectives.verdict import condemned, verdict
 from isles.comm.errors import CommError, Malformed, Refused, sent_by
 from isles.comm.transport import Steps, Work
-from isles.comm.trust import BLOCK, mean_squares, squares
+from isles.comm.trust import BLOCK, Squares
 
 PARTS = 4  # buffers that one round may exchange
 _SECOND = 1 << 20  # kinds of payloads: more than there are phases
@@ -107,35 +107,39 @@ class MeanPart(ABC):
         if not wires:
             out.zero_()
             return
-        sums = self._add_up(wires, usable, out) if self.codec.lossless else self._add_decoded(wires, usable, out)
-        squares = dict(zip(usable, mean_squares(sums, out.numel()), strict=True))
-        self.call.accept(self.phase, squares, squares.pop(self.call.group.rank, 0.0), out.numel())
+        own, looks = self.call.group.rank, {position: Squares() for position in usable}
+        if own in looks:
+            looks[own] = Squares(self.call.own_every(self.phase))
+        if self.codec.lossless:
+            self._add_up(wires, looks, out)
+        else:
+            self._add_decoded(wires, looks, out)
+        means = {position: look.mean() for position, look in looks.items()}
+        self.call.accept(self.phase, means, means.pop(own, 0.0), out.numel())
 
-    def _add_up(self, wires: Sequence[Tensor], usable: Sequence[int], out: Tensor) -> list[list[Tensor]]:
+    def _add_up(self, wires: Sequence[Tensor], looks: Mapping[int, Squares], out: Tensor) -> None:
         """Views: what is received is added up where it lies, and looked at while it is in cache."""
-        parts = [self.decode_of(*each, out.numel()).split(BLOCK) for each in zip(usable, wires, strict=True)]
-        sums: list[list[Tensor]] = [[] for _ in parts]
+        parts = [self.decode_of(*each, out.numel()).split(BLOCK) for each in zip(looks, wires, strict=True)]
         for *blocks, room in zip(*parts, out.split(BLOCK), strict=True):
-            for own, block in zip(sums, blocks, strict=True):
-                own.append(squares(block))
+            for look, block in zip(looks.values(), blocks, strict=True):
+                look.take(block)
             total = blocks[0]
             for other in blocks[1:]:
                 total.add_(other)
             torch.div(total, len(wires), out=room)
-        return sums
 
-    def _add_decoded(self, wires: Sequence[Tensor], usable: Sequence[int], out: Tensor) -> list[list[Tensor]]:
-        sums, room = list[list[Tensor]](), out
-        for position, wire in zip(usable, wires, strict=True):
+    def _add_decoded(self, wires: Sequence[Tensor], looks: Mapping[int, Squares], out: Tensor) -> None:
+        room = out
+        for (position, look), wire in zip(looks.items(), wires, strict=True):
             with sent_by(self.call.group.ranks[position]):
                 self.codec.decode_into(wire, room)
-            sums.append([squares(block) for block in room.split(BLOCK)])
+            for block in room.split(BLOCK):
+                look.take(block)
             if room is not out:
                 out.add_(room)
             elif len(wires) > 1:
                 room = torch.empty_like(out)
         out.div_(len(wires))
-        return sums
 
     def decode_of(self, position: int, wire: Tensor, elements: int) -> Tensor:
         """What came from `position`. Malformed, by name."""
@@ -237,23 +241,23 @@ class TwoShot(MeanPart):
         """
         start, stop = self.shards[position]
         back, wire, place = self.codec.back, self.inbox[position], self.buffer[start:stop]
-        own, theirs = list[Tensor](), list[Tensor]()
-        ranks = self.call.group.ranks
+        kind, ranks = PARTS * position + self.phase + _SECOND, self.call.group.ranks
+        own, theirs = Squares(self.call.own_every(kind)), Squares()
         try:
             with sent_by(ranks[position]):
                 if back.lossless:
-                    for here, there in zip(
-                        place.split(BLOCK), back.decode(wire, stop - start, place.dtype).split(BLOCK), strict=True
-                    ):
-                        own.append(squares(here))
-                        theirs.append(squares(there))
+                    given = back.decode(wire, stop - start, place.dtype)
+                    for here, there in zip(place.split(BLOCK), given.split(BLOCK), strict=True):
+                        own.take(here)
+                        theirs.take(there)
                         here.copy_(there)
                 else:
-                    own += [squares(block) for block in place.split(BLOCK)]
+                    for block in place.split(BLOCK):
+                        own.take(block)
                     back.decode_into(wire, place)
-                    theirs += [squares(block) for block in place.split(BLOCK)]
-            mine, shard = mean_squares([own, theirs], stop - start)
-            self.call.accept(PARTS * position + self.phase + _SECOND, {position: shard}, mine, stop - start)
+                    for block in place.split(BLOCK):
+                        theirs.take(block)
+            self.call.accept(kind, {position: theirs.mean()}, own.mean(), stop - start)
         except (Refused, Malformed):
             culprit = condemned(wire, ranks)
             if culprit is None:

@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from isles.durable import write_text
 from isles.errors import printable
 from isles.home import home
 from isles.parsing import parse_json
+from isles.tables import read_toml
 
 TYPED = "typed.json"
 _OF_A_RUN = (TYPED, "metrics.jsonl", "summary.json", "model.safetensors", "checkpoints")
@@ -56,9 +57,17 @@ def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:
         told = ", ".join(f"{key} = {value!r}" for key, value in names.items())
         raise ValueError(
             f"{path}: would import and run {printable(told, 300)}, and this run was not made here: look at it, and if "
-            "you trust it add --trust (of isles eval, generate, export, resume, train)"
+            "you trust it add --trust (of isles eval, generate, export, resume, train, experts)"
         )
     vouch(run, names)
+
+
+def take_word(runs: Iterable[Path]) -> None:
+    """`--trust` for several runs at once: what their config.toml names is imported from now on."""
+    for run in runs:
+        path = run / "config.toml"
+        if path.is_file():
+            check(path, read_toml(str(path)), trust=True)
 
 
 def vouch(run: Path, names: Mapping[str, Any]) -> None:

@@ -75,6 +75,11 @@ def prepare(
     checkpoints = Checkpoints(run)
     step = _chosen(checkpoints, run, step)
     saved, config = _configs(run, checkpoints.manifest(step), workers, stages, trust=trust)
+    path = run / "config.toml"
+    if missing := _SECTIONS - read_toml(str(path)).keys():
+        raise ValueError(
+            f"{path}: damaged, for it has no [{sorted(missing)[0]}], as every run's own: take it from a copy"
+        )
     seats, after = checkpoints.seats(step), config.world.workers
     before, is_cut = len(seats), max(saved.pipeline.stages, config.pipeline.stages) > 1
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
@@ -120,10 +125,6 @@ def _configs(
 ) -> tuple[Config, Config]:
     """As it was saved, with its cut; and as it goes on. ValueError where config.toml has another cut by itself."""
     path = str(run / "config.toml")
-    if missing := _SECTIONS - read_toml(path).keys():
-        raise ValueError(
-            f"{path}: damaged, for it has no [{sorted(missing)[0]}]; put it there from a copy, a run's own has all"
-        )
     if stages is None:
         config = read_config(path, {} if workers is None else {"world.workers": workers}, [], trust=trust)
         if config.pipeline.stages != manifest.get("stages", config.pipeline.stages):
