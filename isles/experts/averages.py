@@ -20,9 +20,8 @@ from isles.experts.domains import Domain, DomainText
 from isles.experts.registry import ForestMember
 from isles.experts.routing.priors import CACHED_SEQUENCES, cached
 from isles.experts.served import Served
-from isles.training.records.saved import SavedRun
+from isles.training.records.saved import SavedRun, save_model
 from isles.training.records.writer import write_config
-from isles.training.trainer import save_model
 
 WEIGHTS = "model.safetensors"
 

@@ -26,7 +26,6 @@ from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Channel
 from isles.data import Corpus
-from isles.durable import replacing
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
@@ -42,9 +41,9 @@ from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.memory import PlannedMemory
 from isles.training.placement import layout_of
-from isles.training.records.checkpoint import Checkpoints, no_half_file
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import first_nan, not_finite
-from isles.training.records.saved import start_weights
+from isles.training.records.saved import save_model, start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
 from isles.training.staged import (
@@ -369,14 +368,6 @@ class Trainer:
         if self.text is None or not self.judges:
             return None
         return validation_loss(model, self.text.validation(), self.autocast())
-
-
-def save_model(model: nn.Module, path: Path) -> None:
-    """Write the weights as safetensors, all or nothing; tied tensors once."""
-    from safetensors.torch import save_model as save
-
-    with replacing(path) as partial, no_half_file(partial):
-        save(model, str(partial))
 
 
 def draws_seed(seed: int, rank: int) -> int:

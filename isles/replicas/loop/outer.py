@@ -179,8 +179,8 @@ class OuterSync(ReplicaSync):
     @override
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
-        refused = self.group.ledger.trust.refused
-        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
+        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
+        told["refused"] = self.group.ledger.trust.refused
         ratios = (fragment.left_ratio for fragment in self.fragments)
         return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
 

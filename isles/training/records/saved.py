@@ -1,4 +1,4 @@
-"""A finished run read back: its configuration and its one model."""
+"""A finished run read back: its configuration and its one model, which is also written here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from isles.data.tokenizer import Tokenizer, load_tokenizer
+from isles.durable import replacing
 from isles.models import build, limits
 from isles.models.own import next_token_scores
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.records.checkpoint import no_half_file
 from isles.training.records.finite import not_finite
 from isles.training.staged import planned_cut, run_scheme
 
@@ -104,3 +106,11 @@ def load_run(run: Path, *, trust: bool = False, masked: bool = True) -> SavedRun
         model = run_scheme(config, planned_cut(config)).restored(model)
     load_weights(model, weights, str(run / "config.toml"))
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    """Write the weights as safetensors, all or nothing; tied tensors once."""
+    from safetensors.torch import save_model as save
+
+    with replacing(path) as partial, no_half_file(partial):
+        save(model, str(partial))
