@@ -10,8 +10,7 @@ After inner step t, for the fragments that the cadence names:
 A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.loop.sweep`).
 
 `reference` is what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights
-are coarser than float32, so that rounding never looks like progress. A hash of the anchor rides in the next transfer's
-header.
+are coarser than float32: rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
 """
 
 from __future__ import annotations
