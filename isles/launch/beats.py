@@ -38,9 +38,8 @@ class Silence:
         return self.seconds if self._first is None else self._first
 
     def over(self, longer: float = 0.0) -> bool:
-        """A look: whether the silence is longer than the limit and `longer`: the largest in this silence, and at most
-        the limit once more, for the other side's kernel waits about as long as this one. What has come must be read
-        first.
+        """A look: whether the silence exceeds the limit and `longer`: the largest in this silence, and at most the
+        limit once more (the other side's kernel waits about as long as this one). What has come must be read first.
         """
         now = time.monotonic()
         self._heard = min(self._heard + max(now - self._looked - _STOOD, 0.0), now)
