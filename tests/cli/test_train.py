@@ -142,7 +142,7 @@ def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path
     code, out, error = command.end()
     assert (code, out) == (130, "")
     *lines, last = error.splitlines()
-    assert all(line.startswith(("note: ", "step ")) for line in lines), error
+    assert all(line.startswith(("note: ", "step ", "isles: stopping: ")) for line in lines), error
     assert last.startswith("isles: stopped after step ") and last.endswith("isles resume SIGINT")
     assert gone(command.mark)
     assert len(list((folder / "SIGINT" / "checkpoints").glob("step-*/manifest.json"))) == 1

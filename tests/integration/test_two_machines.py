@@ -71,7 +71,7 @@ def test_they_train_together_to_the_same_bits(folder: Path, machines: tuple[Mach
     launch(alone, folder / "alone", lambda line: None, lambda notice: None)
     codes, last = ended(*both)
     assert codes == [0, 0], last
-    assert all(text.startswith("step 8/8") for text in last)
+    assert all("step 8/8" in text for text in last)
     assert lines(folder / "node0") == lines(folder / "alone")
     models = [(folder / run / "model.safetensors").read_bytes() for run in ("node0", "alone")]
     assert models[0] == models[1]

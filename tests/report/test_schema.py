@@ -38,7 +38,9 @@ def test_a_run_writes_these_keys_in_this_order(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         own, shared = ([line for line in lines if ("worker" in line) == has] for has in (True, False))
         metrics = names(Metrics)
-        assert all(set(line) - {"feedback_ratio", "skipped_rounds", "healed"} <= set(metrics) for line in own)
+        assert all(
+            set(line) - {"feedback_ratio", "skipped_rounds", "healed", "refused"} <= set(metrics) for line in own
+        )
         assert all(set(line) | {"val_loss"} >= set(metrics) for line in own)
         assert all(list(line) == names(SpreadMetrics) for line in shared)
 
