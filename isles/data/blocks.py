@@ -13,7 +13,7 @@ BLOCK = 1 << 18  # bytes: a quarter of a millisecond to look at
 
 def block_sums(array: np.ndarray) -> np.ndarray:
     """(blocks,) uint32, CRC-32 of each block of flat contiguous `array`."""
-    data = memoryview(np.ascontiguousarray(array)).cast("B") if len(array) else b""
+    data = np.ascontiguousarray(array).data.cast("B") if len(array) else b""
     return np.array([zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)], dtype=np.uint32)
 
 
@@ -35,6 +35,6 @@ class CheckedBlocks:
             if not self._seen[block]:
                 entries = BLOCK // self._width
                 piece = np.ascontiguousarray(self._data[block * entries : (block + 1) * entries])
-                if zlib.crc32(memoryview(piece).cast("B")) != self._sums[block]:
+                if zlib.crc32(piece.data.cast("B")) != self._sums[block]:
                     raise ValueError(f"{self._where}: damaged in bytes {block * BLOCK} and on; delete its folder")
                 self._seen[block] = True
