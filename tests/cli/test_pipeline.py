@@ -15,8 +15,14 @@ from isles import cli
 from isles.network.routing.plan import read_plan
 
 LINKS = """
-bandwidth = [["0", 8e6, 2e6, 4e6, 8e6, 1e6], [8e6, "0", 4e6, 4e6, 2e6, 8e6], [2e6, 4e6, "0", 8e6, 8e6, 8e6],
-             [4e6, 4e6, 8e6, "0", 4e6, 2e6], [8e6, 2e6, 8e6, 4e6, "0", 4e6], [1e6, 8e6, 8e6, 2e6, 4e6, "0"]]
+bandwidth = [
+  ["0", "8Mbit/s", "2Mbit/s", "4Mbit/s", "8Mbit/s", "1Mbit/s"],
+  ["8Mbit/s", "0", "4Mbit/s", "4Mbit/s", "2Mbit/s", "8Mbit/s"],
+  ["2Mbit/s", "4Mbit/s", "0", "8Mbit/s", "8Mbit/s", "8Mbit/s"],
+  ["4Mbit/s", "4Mbit/s", "8Mbit/s", "0", "4Mbit/s", "2Mbit/s"],
+  ["8Mbit/s", "2Mbit/s", "8Mbit/s", "4Mbit/s", "0", "4Mbit/s"],
+  ["1Mbit/s", "8Mbit/s", "8Mbit/s", "2Mbit/s", "4Mbit/s", "0"],
+]
 latency = "50ms"
 """
 ASKED = ["--stages", "0,1/2,3/4,5", "--path-length", "2", "--forward", "200ms", "--bytes", "100k"]

@@ -153,4 +153,8 @@ def train_all(world: Mesh, configs: list[Config], outs: list[str]) -> list[dict[
 
 def without_clocks(values: dict[str, Any]) -> dict[str, Any]:
     """A line of metrics, or a worker's result, without what a clock measured."""
-    return {key: value for key, value in values.items() if key not in CLOCKS}
+    kept = {key: value for key, value in values.items() if key not in CLOCKS}
+    if "channels" in kept:
+        channels = kept["channels"].items()
+        kept["channels"] = {name: without_clocks(told) for name, told in channels}
+    return kept

@@ -29,9 +29,9 @@ SIZES = (2, 1, 2)
 
 def write_links(folder: Path, problem: Problem) -> Path:
     """A network of lines that take the problem's delays."""
-    rows = ", ".join(f"[{', '.join(map(repr, row))}]" for row in problem.delays)
+    rows = ", ".join(str([f"{seconds!r}s" for seconds in row]) for row in problem.delays)
     path = folder / "links.toml"
-    path.write_text(f"bandwidth = inf\nlatency = [{rows}]\n")
+    path.write_text(f'bandwidth = "1e18Tbit/s"\nlatency = [{rows}]\n')
     return path
 
 

@@ -142,9 +142,10 @@ def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_B
     if len(data) > limit:
         raise ValueError(f"a message of {len(data)} bytes; at most {limit} are read")
     try:
-        return from_plain(parse_json(data), kinds)
-    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError):
+        read = parse_json(data)
+    except ValueError:
         raise ValueError("a message that is not JSON") from None
+    return from_plain(read, kinds)
 
 
 def plain(message: Any) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _changed(manifest: dict[str, Any], config: Config, run: Path) -> list[str]:
     """A word where config.toml is not what the checkpoint was written with."""
     if manifest.get("run", run_name(config)) == run_name(config):
         return []
-    return [f"{run / 'config.toml'} was changed since this checkpoint was written: what follows is another run's"]
+    return [f"note: {run / 'config.toml'} was changed since this checkpoint was written: what follows is another run's"]
 
 
 class _Replicas:
