@@ -63,6 +63,7 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert (code, out, error) == (0, "deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
+@pytest.mark.long
 def test_refused_by_the_workers(folder: Path) -> None:
     """What only the processes find out is one line and 2 as well, and leaves nothing."""
     code, out, error = isles(*short("--set", "replicas.sync_every=7", "--out", "refused"), folder=folder)
@@ -112,13 +113,20 @@ def _train_on(folder: Path, commands: dict[str, Command]) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="module")
 def endless(folder: Path) -> Iterator[dict[str, Command]]:
-    """Runs that have trained their first steps and would go on for hours."""
-    yield from _train_on(folder, {name: _endless(folder, name) for name in ("worker", "SIGINT", "SIGKILL")})
+    """A run that has trained its first steps and would go on for hours."""
+    yield from _train_on(folder, {"SIGINT": _endless(folder, "SIGINT")})
 
 
-def test_a_killed_worker_ends_the_run_with_its_name(endless: dict[str, Command]) -> None:
+@pytest.fixture(scope="module")
+def struck(folder: Path) -> Iterator[dict[str, Command]]:
+    """Two more of them, for the long tests."""
+    yield from _train_on(folder, {name: _endless(folder, name) for name in ("worker", "SIGKILL")})
+
+
+@pytest.mark.long
+def test_a_killed_worker_ends_the_run_with_its_name(struck: dict[str, Command]) -> None:
     """Exit 1, one line, and no process stays."""
-    command = endless["worker"]
+    command = struck["worker"]
     workers = [process for process in command.left() if len(process.parents()) > 2 and _is_worker(process, command)]
     assert len(workers) == 2
     sorted(workers, key=lambda process: (process.create_time(), process.pid))[1].kill()
@@ -149,8 +157,9 @@ def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path
     assert metrics(folder / "SIGINT") and not (folder / "SIGINT" / "summary.json").exists()
 
 
-def test_no_worker_outlives_the_launcher(endless: dict[str, Command]) -> None:
-    check_ended_by(signal.SIGKILL, endless["SIGKILL"], -9)
+@pytest.mark.long
+def test_no_worker_outlives_the_launcher(struck: dict[str, Command]) -> None:
+    check_ended_by(signal.SIGKILL, struck["SIGKILL"], -9)
 
 
 def check_ended_by(number: signal.Signals, command: Command, wanted: int) -> None:

@@ -57,6 +57,7 @@ def test_a_killed_worker_is_named_within_two_seconds() -> None:
         assert seen["survivors"] == [1.0]
 
 
+@pytest.mark.long
 def test_a_stopped_worker_is_named_when_the_deadline_ends() -> None:
     """A paused process keeps its connections: only the deadline tells. Continued, it is a member again, and the calls
     that failed meanwhile have not put the others out of step with it.

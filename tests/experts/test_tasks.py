@@ -84,7 +84,8 @@ def test_experts_at_once_have_the_weights_of_one_after_another(tmp_path: Path) -
         assert weights_sha256(one.out / name) == weights_sha256(two.out / name)
 
 
-@pytest.mark.parametrize("ended_by", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_a_stop_reaches_all_and_the_same_command_goes_on(ended_by: signal.Signals, tmp_path: Path) -> None:
     write_domains(tmp_path)
     long = [*HDEE, *FEW, "hdee.steps=[4000, 4000, 4000]", "run.checkpoint_every=5", "run.log_every=1"]

@@ -72,6 +72,7 @@ def test_add_a_method() -> None:
     assert rows["settled"][0] < 0.5 * rows["none"][0] and rows["settled"][1] == 0
 
 
+@pytest.mark.long
 def test_recommender() -> None:
     """Sparse gradients and streams: less than 0.01 of log-loss, a tenth of the bytes, less time; both have learned."""
     lines = output("examples/recommender.py").splitlines()[1:]

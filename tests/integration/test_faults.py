@@ -112,6 +112,7 @@ class Stalls(isles.NoSync):
 """
 
 
+@pytest.mark.long
 def test_killed_between_a_shard_and_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint before counts, and the run goes on from it."""
     folder = write_folder(tmp_path)
@@ -151,6 +152,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up(whole: tuple[Any, Path], small_disk: Path) -> None:
     """One line that says so, whoever notices first; no process stays."""
     config = replace(whole[0], run=replace(whole[0].run, checkpoint_every=2, keep_checkpoints=0))

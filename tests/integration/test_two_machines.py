@@ -146,7 +146,8 @@ def test_who_does_not_fit_is_told_and_the_right_one_awaited(folder: Path, machin
     assert codes == [0, 0], last
 
 
-@pytest.mark.parametrize("closed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("closed", [0, 1])
 def test_a_firewalled_direction_is_one_line_on_both(
     folder: Path, machines: tuple[Machine, Machine], closed: int
 ) -> None:
@@ -176,7 +177,8 @@ def test_a_port_that_is_lost(folder: Path, machines: tuple[Machine, Machine]) ->
     assert "did not answer on channel 'outer' within 2 s" in last[0], last
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("cut", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "cut"])
 def test_a_machine_that_is_lost_is_named(folder: Path, machines: tuple[Machine, Machine], how: str) -> None:
     """Its launcher is killed, or the cable is pulled: the others say which one, and every process ends."""
     more = ["--method", "own:Slow", "--steps", "1000000", "--set", "run.checkpoint_every=3"]

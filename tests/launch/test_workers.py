@@ -184,7 +184,7 @@ def started(launcher: subprocess.Popen, folder: Path, how: str) -> list[psutil.P
 @pytest.mark.parametrize(
     ("by", "how"),
     [
-        (signal.SIGKILL, "running"),
+        pytest.param(signal.SIGKILL, "running", marks=pytest.mark.long),
         (signal.SIGKILL, "joining"),
         pytest.param(signal.SIGINT, "running", marks=pytest.mark.long),
     ],

@@ -133,6 +133,7 @@ def test_a_budget_that_is_too_small_names_one_that_works(equal: bool) -> None:
         best(made, machine, device_budget=least - 1)
 
 
+@pytest.mark.long
 def test_the_host_is_a_budget_too() -> None:
     made, machine = instance(random.Random(6), 4, equal=True, tight=(0.55, 0.55))
     wide = best(made, machine, disk_budget=0.0)

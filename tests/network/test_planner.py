@@ -109,6 +109,7 @@ def test_order_and_wants():
         assert all(utilisation(JOB, one.way, every, lines) < 0.9 for every in smaller)
 
 
+@pytest.mark.long
 def test_fast_links_want_data_parallel_and_slow_ones_do_not():
     ways = [way("ddp"), way("diloco"), way("eager"), way("noloco"), way("streaming-noloco")]
     assert plan(replace(JOB, links=Links(bandwidth=1e11)), ways=ways)[0].way is way("ddp")
