@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 class Look:
@@ -20,3 +21,11 @@ class Look:
     def is_usable(self) -> bool:
         """Whether all entries are finite, and their sums are: an overflow of a sum counts as not finite."""
         return not self._sums or bool(torch.stack(self._sums).isfinite().all())
+
+
+class NoLook(Look):
+    """At what is finite for sure, or could harm nobody: in a world of one it is the inner optimizer's business."""
+
+    @override
+    def take(self, part: Tensor) -> None:
+        """Nothing is read."""

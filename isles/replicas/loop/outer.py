@@ -33,6 +33,7 @@ from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
+from isles.replicas.loop.look import Look, NoLook
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
@@ -267,7 +268,7 @@ class OuterSync(ReplicaSync):
             self._heal()
             for fragment, payload, usable in leaving:
                 if not usable:
-                    Sweep(fragment, self.parts, self.agrees).snapshot(payload)  # of no progress: finite again
+                    Sweep(fragment, self.parts, self.agrees).snapshot(payload, NoLook())  # of no progress
         for flight in landing:
             self.courier.receive(flight, self._snapshot)
         if sending:
@@ -283,16 +284,15 @@ class OuterSync(ReplicaSync):
             self._land(flight, fresh.get(flight.fragment.index))
 
     def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor, bool]]:
-        """What leaves now, by fragment, and whether it is of use. A round that this worker does alone is done here, and
-        leaves nothing.
-        """
+        """What leaves now, by fragment, and whether it is of use; rounds without anybody else are done here."""
         leaving = []
         for fragment in (self.fragments[index] for index in sending):
             if self.courier.is_alone(fragment):
                 self._alone(fragment)
             else:
                 payload = fragment.staging()
-                look = Sweep(fragment, self.parts, self.agrees).snapshot(payload)
+                look = NoLook() if self.courier.is_only_one else Look()
+                Sweep(fragment, self.parts, self.agrees).snapshot(payload, look)
                 leaving.append((fragment, payload, look.is_usable and self.replica.is_sound()))
         return leaving
 
@@ -344,9 +344,9 @@ class OuterSync(ReplicaSync):
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
         """What this worker has to say of a fragment now."""
         sweep = Sweep(fragment, self.parts, self.agrees)
-        if not sweep.snapshot(out).is_usable:
+        if not sweep.snapshot(out, Look()).is_usable:
             self._heal()
-            sweep.snapshot(out)
+            sweep.snapshot(out, NoLook())
         return out
 
     def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> Flight:

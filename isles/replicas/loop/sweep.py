@@ -35,9 +35,8 @@ class Sweep:
         self.words = self.flat.words(fragment.anchor) if hashed else ()
         self.sums: list[Tensor] = []
 
-    def snapshot(self, out: Tensor) -> Look:
-        """Write what travels into `out` (numel,), and look at it."""
-        look = Look()
+    def snapshot(self, out: Tensor, look: Look) -> Look:
+        """Write what travels into `out` (numel,), and take the look at it."""
         for i, part in enumerate(self.flat.parts(out)):
             self._form(i, part)
             look.take(part)
