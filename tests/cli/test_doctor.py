@@ -77,6 +77,7 @@ def call_only(folder: Path, machine: Machine, peer: str) -> tuple[int, str]:
     return code, out
 
 
+@pytest.mark.long
 def test_between_two_machines(tmp_path: Path) -> None:
     """Both sides say the same, each from its own end; a firewall that drops one direction is named on both, with the
     ports to open; nobody there is told from somebody who does not listen.

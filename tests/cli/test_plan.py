@@ -64,6 +64,7 @@ def test_table_5_as_people_read_it(plan, tmp_path: Path):
     assert all(str(path) in out for path in written.values())
 
 
+@pytest.mark.long
 def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
     """The first line is the one to try; table, JSON and page hold the same."""
     network = ["--links", "home-cable", "--targets", "90,50", "--tokens", "2B", "--step-tokens", "500k"]

@@ -73,6 +73,7 @@ def test_refused_by_the_workers(folder: Path) -> None:
     assert not (folder / "refused").exists()
 
 
+@pytest.mark.long
 def test_a_method_of_ones_own_from_this_folder_that_breaks(folder: Path) -> None:
     """Found in the working directory; its error is one line that names the worker, and the traceback in a file."""
     (folder / "none.toml").write_text((folder / "tiny.toml").read_text().replace("sync_every = 3", ""))

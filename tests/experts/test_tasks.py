@@ -50,6 +50,7 @@ def die(progress: JobProgress) -> None:
     os._exit(7)
 
 
+@pytest.mark.long
 def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) -> None:
     heard = Heard()
     wait = partial(tell, tmp_path)

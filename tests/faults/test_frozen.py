@@ -61,7 +61,9 @@ def test_workers_that_never_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "it has not met the other workers within 2 s: raise world.join_deadline" in str(results[0])
 
 
-@pytest.mark.parametrize("struck_by", [signal.SIGKILL, signal.SIGSTOP], ids=["KILL", "STOP"])
+@pytest.mark.parametrize(
+    "struck_by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["KILL", "STOP"]
+)
 def test_a_worker_lost_in_the_last_collective_takes_nobody_along(struck_by: signal.Signals) -> None:
     """`solo`: the others finish, with one model among them, whichever of the last collectives it was."""
 

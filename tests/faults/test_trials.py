@@ -19,9 +19,11 @@ CHOSEN = [
     Trial(method="diloco", kind="length", moment="round"),
     Trial(method="streaming-diloco", kind="disk", moment="checkpoint", worker=2),
     Trial(method="sparta", kind="TERM", moment="checkpoint"),
+    Trial(method="noloco", kind="TERM", moment="round", worker=2, launcher="two nodes"),
+]
+DEARER = [
     Trial(method="demo", kind="STOP", moment="round", worker=0),
     Trial(method="diloco", kind="KILL", moment="checkpoint", worker=2, launcher="two nodes"),
-    Trial(method="noloco", kind="TERM", moment="round", worker=2, launcher="two nodes"),
 ]
 
 
@@ -32,7 +34,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(tmp_path_factory.mktemp("trials"))
 
 
-@pytest.mark.parametrize("trial", CHOSEN, ids=str)
+@pytest.mark.parametrize(
+    "trial", [*CHOSEN, *(pytest.param(trial, marks=pytest.mark.long) for trial in DEARER)], ids=str
+)
 def test_it_ends_as_promised(bench: Bench, trial: Trial) -> None:
     """In its stated time, no process is left, one line names the cause, it resumes to the same bits; or it finishes."""
     outcome = bench.hold(trial)
