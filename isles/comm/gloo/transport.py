@@ -13,7 +13,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +149,7 @@ class DistributedTransport(OnHostClock):
             work.finished(PeerLost(-1 if peer is None else peer, _first_line(error)))
             return work
 
-        def wait() -> None:
+        def wait() -> Callable[[], None]:
             lost: PeerLost | None = None
             try:
                 message[0].wait()
@@ -158,7 +160,7 @@ class DistributedTransport(OnHostClock):
             # Before anyone hears of it: torch gives up Python's lock to release a message, and a thread that does so
             # while a script comes to its end takes the process down (SIGABRT).
             message.clear()
-            work.finished(lost)
+            return partial(work.finished, lost)
 
         self._waiters.submit(wait)
         return work

@@ -14,18 +14,23 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+Job = Callable[[], Callable[[], None]]
+"""Waits, and returns what then tells of it; neither raises."""
+
 
 class Waiters:
     """A pool that never queues: a job gets an idle thread, or a new one."""
 
     def __init__(self) -> None:
-        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._idle: list[SimpleQueue[Job | None]] = []
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` (which must not raise) on a thread of its own."""
+    def submit(self, job: Job) -> None:
+        """Run `job` on a thread of its own. It is idle again before anybody is told: who then has another job finds it,
+        so there are never more threads than jobs have waited at once.
+        """
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
@@ -47,11 +52,14 @@ class Waiters:
             thread.join(max(ends_at - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+    def _serve(self, inbox: SimpleQueue[Job | None]) -> None:
         while (job := inbox.get()) is not None:
-            job()
-            del job  # an idle thread keeps no message, and so no buffer, alive
+            tell = job()
             with self._lock:
-                if self._closed:
-                    return
-                self._idle.append(inbox)
+                closed = self._closed
+                if not closed:
+                    self._idle.append(inbox)
+            tell()
+            del job, tell  # an idle thread keeps no message, and so no buffer, alive
+            if closed:
+                return
