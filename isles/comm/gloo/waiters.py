@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-Job = Callable[[], Callable[[], None]]
+WaitingJob = Callable[[], Callable[[], None]]
 """Waits, and returns what then tells of it; neither raises."""
 
 
@@ -22,12 +22,12 @@ class Waiters:
     """A pool that never queues: a job gets an idle thread, or a new one."""
 
     def __init__(self) -> None:
-        self._idle: list[SimpleQueue[Job | None]] = []
+        self._idle: list[SimpleQueue[WaitingJob | None]] = []
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: WaitingJob) -> None:
         """Run `job` on a thread of its own. It is idle again before anybody is told: who then has another job finds it,
         so there are never more threads than jobs have waited at once.
         """
@@ -52,7 +52,7 @@ class Waiters:
             thread.join(max(ends_at - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _serve(self, inbox: SimpleQueue[Job | None]) -> None:
+    def _serve(self, inbox: SimpleQueue[WaitingJob | None]) -> None:
         while (job := inbox.get()) is not None:
             tell = job()
             with self._lock:
