@@ -22,9 +22,9 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -99,7 +99,7 @@ class Coded(Boundary):
         self.codec = codec(name)
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _Coded.apply(x_BTD, self.codec), None
+        return _BothWays.apply(x_BTD, partial(_through, form=self.codec)), None
 
     def decode(self, payload: Tensor, side: Tensor | None, tokens: Tensor) -> Tensor:
         return payload
@@ -115,29 +115,20 @@ class Apart(Coded):
         self.kept = kept
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _Apart.apply(x_BTD, self.kept), None
+        return _BothWays.apply(x_BTD, partial(_masked, kept=self.kept)), None
 
 
-class _Coded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, form: Any) -> Tensor:
-        ctx.form = form
-        return _through(x, form)
+class _BothWays(torch.autograd.Function):
+    """The same made of a tensor forward and of its gradient backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _through(gradient, ctx.form), None
-
-
-class _Apart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: int) -> Tensor:
-        ctx.kept = kept
-        return _masked(x, kept)
+    def forward(ctx: Any, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.way = way
+        return way(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _masked(gradient, ctx.kept), None
+        return ctx.way(gradient), None
 
 
 def _through(x: Tensor, form: Any) -> Tensor:

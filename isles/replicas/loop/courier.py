@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import cast
 from warnings import warn
 
 import torch
@@ -20,8 +20,8 @@ from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
+from isles.replicas.start import T
 
-T = TypeVar("T")
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
 MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
