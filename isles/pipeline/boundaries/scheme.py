@@ -9,7 +9,7 @@ behind the blocks where the boundaries were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -182,6 +182,3 @@ def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.
     for number in blocks:
         cast(Any, model).blocks[number].register_forward_hook(across)
     return model
-
-
-__all__: Sequence[str] = ("Crossings", "Scheme", "crossing", "scheme_of")

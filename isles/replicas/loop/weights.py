@@ -53,8 +53,7 @@ def refuse_unweighed(weighed: bool) -> None:
 
 def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
     """N w of this worker among those of `group`, who all ask at once, and how many times the smallest (but 0) the
-    largest is. Bytes sent: 8 to each of the others. ValueError
-    for what is no number of samples.
+    largest is. Bytes sent: 8 to each of the others. ValueError for what is no number of samples.
     """
     if not 0 <= samples < math.inf:
         raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")
