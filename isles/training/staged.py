@@ -32,7 +32,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 
-_LINEAR = ("none", "ddp", "localsgd", "postlocal", "fedavg", "diloco", "noloco", "delayed", "eager", "slowmo")
+_LINEAR = ("none", "ddp", "localsgd", "postlocal-sgd", "fedavg", "diloco", "noloco", "delayed", "eager", "slowmo")
 """Methods that only scale and add rows, so that those in a subspace stay there."""
 
 

@@ -19,6 +19,7 @@ from isles.data import Loader, load_corpus
 from isles.models import Decoder
 from isles.models.subspace import most_outside
 from isles.pipeline.boundaries.scheme import Inside
+from isles.training import staged
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
@@ -245,3 +246,10 @@ def test_stages_stay_where_a_boundary_was_trained(text: Path, tmp_path: Path) ->
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(ValueError, match="resume without --stages"):
         prepare(tmp_path / "run", None, 4)
+
+
+@pytest.mark.parametrize("name", staged._LINEAR)
+def test_methods_that_scale_and_add_rows_are_taken_with_full_size_forms(text: Path, name: str) -> None:
+    """Each is the name of a method; others are refused (see above)."""
+    config = of(text, "pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", method=name)
+    staged.run_scheme(config, staged.planned_cut(config))
