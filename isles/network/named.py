@@ -6,7 +6,7 @@ from isles.errors import unknown_name
 from isles.network.links import Links
 from isles.network.own import read_links
 from isles.network.places import WORLDWIDE
-from isles.network.units import parse_rate, parse_seconds
+from isles.network.units import parse_latency, parse_rate
 
 PRESETS: dict[str, Links] = {
     "lan": Links(bandwidth=1e9, latency=0.2e-3, jitter=0.1),  # a classroom: gigabit Ethernet, one switch
@@ -29,7 +29,7 @@ def links(name: str) -> Links:
     rate, comma, latency = name.partition(",")
     if comma:
         bandwidth = parse_rate("links", rate.strip())
-        return Links(bandwidth=bandwidth, latency=parse_seconds("links", latency.strip()))
+        return Links(bandwidth=bandwidth, latency=parse_latency("links", latency.strip()))
     if name in PRESETS:
         return PRESETS[name]
     if name.endswith(".toml"):

@@ -31,6 +31,7 @@ def test_a_rate_and_a_latency_are_a_network():
         ("fast, 40ms", "links = 'fast'"),
         ("40Mbit/s, soon", "links = 'soon'"),
         ("0bit/s, 1s", "above 0"),
+        ("40Mbit/s, 25", "has no unit"),
     ):
         with pytest.raises(ValueError, match=words):
             links(slip)

@@ -124,6 +124,7 @@ def test_what_a_plan_cannot_be_run_with_is_one_line(folder: Path, change: list[s
     ("change", "told"),
     [
         (lambda text: text[:-40], "not valid JSON"),
+        (lambda text: "[" * 200_000, "not valid JSON: it nests too deep"),
         (
             lambda text: text.replace('"nodes": [0, ', '"nodes": [1, ', 1),
             "begins at node 1: a path begins",

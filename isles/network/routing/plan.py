@@ -146,7 +146,7 @@ def _table(path: File) -> Mapping[str, Any]:
         table = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); name a plan of `isles pipeline plan`") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from error
     if not isinstance(table, dict) or table.get("form") != FORM:
         raise ValueError(f'is no plan: its "form" must be {FORM!r}')
