@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from tests.pipeline.workers import Cell
 STEPS, SETTLED = 300, 60
 
 
-def held() -> tuple[int, int]:
-    """Threads of this process, and its resident KiB."""
+def held() -> tuple[int, int, int]:
+    """Threads of this process that wait for messages, its other ones, and its resident KiB."""
     status = Path("/proc/self/status").read_text()
-    return tuple(int(re.search(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[1]) for key in ("Threads", "VmRSS"))  # type: ignore[index, return-value]
+    threads, kib = (int(re.search(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[1]) for key in ("Threads", "VmRSS"))  # type: ignore[index]
+    waiting = sum(one.name == "isles-waiter" for one in threading.enumerate())
+    return waiting, threads - waiting, kib
 
 
-def soak(world: Any, cell: Cell) -> list[tuple[int, int]]:
+def soak(world: Any, cell: Cell) -> list[tuple[int, int, int]]:
     """`held` after each step."""
     torch.set_num_threads(1)
     run, seen = workers.executor(world, cell), []
@@ -36,9 +39,13 @@ def soak(world: Any, cell: Cell) -> list[tuple[int, int]]:
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_threads_and_memory_stay_as_they_are() -> None:
-    for seen in isles.run_local(soak, 4, args=(Cell(2, 2, 4, "random"),)):
-        settled, end = seen[SETTLED : STEPS // 2], seen[STEPS // 2 :]
-        threads, kibibytes = zip(*settled, strict=True)
-        print(f"threads {min(threads)}-{max(threads)}, {max(kibibytes) / 1024:.1f} MiB; at the end {end[-1]}")
-        assert max(one for one, _ in end) <= max(threads)
-        assert max(kib for _, kib in end) <= max(kibibytes) * 1.01, (kibibytes[0], end[-1])
+    """Each message waits on a thread of a pool that is as large as ever waited at once. A worker has two messages of
+    each microbatch that visits it, and those of a step may all wait together: so many threads, now or later, no more.
+    """
+    cell = Cell(2, 2, 2, "random")
+    for seen in isles.run_local(soak, 4, args=(cell,)):
+        waiting, others, kibibytes = zip(*seen, strict=True)
+        print(f"{min(waiting)}-{max(waiting)} waiting and {max(others)} other threads; {max(kibibytes) / 1024:.1f} MiB")
+        assert max(waiting) <= 2 * cell.microbatches
+        assert set(others) == {others[0]}
+        assert max(kibibytes[STEPS // 2 :]) <= max(kibibytes[SETTLED : STEPS // 2]) * 1.01
