@@ -18,6 +18,8 @@ from isles.cli import (
     evaluate,
     export,
     generate,
+    join,
+    lighthouse,
     memory,
     methods,
     pipeline,
@@ -50,6 +52,8 @@ app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
+app.command("lighthouse")(lighthouse.lighthouse)
+app.command("join")(join.join)
 app.add_typer(commands.app, name="experts")
 app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")

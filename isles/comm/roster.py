@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
@@ -24,6 +25,11 @@ class Roster(Protocol):
         """Who starts together. Its size and this worker's position in it are what a run is planned with."""
         ...
 
+    @property
+    def grows(self) -> bool:
+        """Whether others than the founders may take part in later rounds."""
+        ...
+
     def group(self, round: int) -> Group:
         """The members of `round`, lost ones included: all must draw pairs from the same list. This worker alone where
         it is not a member, or does not know.
@@ -36,6 +42,10 @@ class Roster(Protocol):
 
     def miss(self, seat: int, error: CommError) -> None:
         """An exchange with `seat` (-1: with somebody) has ended in `error`."""
+        ...
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        """The exchange of `round` among `seats` is whole here: whether its answer may be used."""
         ...
 
     def survivors(self, asked: bool) -> Group:
@@ -53,6 +63,8 @@ class Roster(Protocol):
 
 class FixedRoster:
     """`founders` in every round; whose connection breaks is lost for good, and who sent thrice what cannot be."""
+
+    grows = False
 
     def __init__(self, founders: Group) -> None:
         self.founders = founders
@@ -73,6 +85,9 @@ class FixedRoster:
                 self._lost.add(seat)
         if isinstance(error, PeerLost) and seat in self.founders.ranks:
             self._lost.add(seat)
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        return True
 
     def survivors(self, asked: bool) -> Group:
         if not asked:

@@ -97,15 +97,20 @@ class Loader:
             positions = self.consumed + rows * self.workers + self.worker
         else:
             positions = self.consumed // self.workers + rows
+        batch = self.read(positions)
+        self.consumed += self.batch_size * self.workers
+        return batch
+
+    def read(self, positions: np.ndarray) -> torch.Tensor:
+        """The batch at (b,) ascending `positions` p of the order above: (b, context + 1) int64. Moves nothing."""
         epochs, offsets = np.divmod(positions, self.sequences)
-        chosen = np.empty(self.batch_size, dtype=np.int64)
+        chosen = np.empty(len(positions), dtype=np.int64)
         orders = {}
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        for epoch in np.unique(epochs).tolist():
             orders[epoch] = order = self._order(epoch)
             here = epochs == epoch
             chosen[here] = order[offsets[here]]
         self._orders = orders
-        self.consumed += self.batch_size * self.workers
         self._check(self.corpus.train, chosen, self._begin)
         return _batch(self._windows, chosen)
 

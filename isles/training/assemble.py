@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isles.comm.group import Group
+from isles.comm.roster import Roster, as_roster
 from isles.errors import in_section
 from isles.memory.disk import disk_vectors
 from isles.replicas import method
@@ -22,7 +23,7 @@ from isles.training.config.sections import Config
 def wrapped(
     config: Config,
     model: nn.Module,
-    group: Group,
+    group: Group | Roster,
     island: Group | None = None,
     peers: Group | None = None,
     manage: Callable[[nn.Module, Optimizer], Optimizer] = lambda model, inner: inner,
@@ -36,18 +37,21 @@ def wrapped(
     say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
+    replicas = as_roster(group).founders
     try:
         if kind.level == "optimizer" and config.model.autocast == "fp16":
             raise ValueError(
                 f'model.autocast = "fp16" wants a gradient scaler, which {config.method} does not take: choose "bf16"'
             )
         if island is None or island.size == 1:
-            part = kind.local_part(model, group, config.replicas)
+            part = kind.local_part(model, replicas, config.replicas)
             inner = _stepped(config, part, kind, peers, manage)
             if config.pipeline.routing == "skippipe":
                 assert everyone is not None and isinstance(inner, Optimizer)
                 by_stage = config.pipeline.clip == "stage"
-                inner = Plain(part, inner, charged=True) if by_stage else StageCopy(part, inner, everyone, group.size)
+                inner = (
+                    Plain(part, inner, charged=True) if by_stage else StageCopy(part, inner, everyone, replicas.size)
+                )
         else:
             if not kind.spans_islands:
                 raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from isles.comm.mesh import Mesh
@@ -30,6 +31,13 @@ class Text:
             self.corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed
         )
         _check_batch(self.loader)
+        self._positions: Iterator[np.ndarray] | None = None
+
+    def take_from(self, positions: Iterator[np.ndarray]) -> None:
+        """Read the batches at these places of the data's order from now on, (b,) int64 each, instead of this worker's
+        share of every step: where workers come and go.
+        """
+        self._positions = positions
 
     @property
     def judges(self) -> bool:
@@ -38,7 +46,7 @@ class Text:
 
     def batch(self) -> Tensor:
         """The next one (b, T+1)."""
-        return next(self.loader)
+        return next(self.loader) if self._positions is None else self.loader.read(next(self._positions))
 
     def validation(self) -> Iterator[Tensor]:
         """The batches of one validation pass."""

@@ -24,6 +24,7 @@ from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
+from isles.comm.roster import Roster
 from isles.comm.tags import Channel
 from isles.data import Corpus
 from isles.models import autocast, build, limits
@@ -63,9 +64,11 @@ _WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
 
 
 class Trainer:
-    """One worker of a run. corpus: that of `config.data`, where it was loaded already."""
+    """One worker of a run. corpus: that of `config.data`, where it was loaded already. roster: of the replicas, where
+    they come and go.
+    """
 
-    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
+    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
         self.config, self.world = config, world
         world.world.ledger.trust.ratio = config.world.trust_ratio
         self.text = Text(config, world, corpus) if world.place.stage == 0 else None
@@ -78,7 +81,7 @@ class Trainer:
         self.memory = PlannedMemory(config)
         manage = self.memory.manage
         self.optimizer, notices = wrapped(  # or refuses
-            config, model, world.outer, world.inner, world.stage, manage, everyone=world.world
+            config, model, roster or world.outer, world.inner, world.stage, manage, everyone=world.world
         )
         self.model = self.optimizer.model
         if weighs_samples(config):

@@ -14,6 +14,8 @@ from isles.comm.view import View
 class ChangingRoster:
     """See `isles.comm.roster.Roster`. log: (seat, class of the error) of what was missed, in order."""
 
+    grows = True
+
     def __init__(self, world: Group, views: Sequence[View]) -> None:
         self.world, self.views = world, views
         self.seat = world.transport.rank
@@ -35,6 +37,9 @@ class ChangingRoster:
         self.log.append((seat, type(error).__name__))
         if isinstance(error, PeerLost):
             self._lost.add(seat)
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        return True
 
     def survivors(self, asked: bool) -> Group:
         newest = self._answers[max(self._answers)] if self._answers else self.founders

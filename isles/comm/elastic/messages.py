@@ -122,13 +122,59 @@ class Accusation:
 
 
 @dataclass(frozen=True)
+class Hello:
+    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share."""
+
+    version: str
+    corpus: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The answer to `Hello`: a seat, and the key that everything said for that seat must bear."""
+
+    seat: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This worker leaves with the next view."""
+
+
+@dataclass(frozen=True)
+class Reload:
+    """The state that `Load` named did not come: another donor."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """This worker has done the last round, and offers what it came to."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The one model of the run is at the lighthouse: fetch it, and report its validation loss."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run has ended, for the `reason` that is one line for a person; "" where all went well."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Refusal:
     """What was asked is not done; `reason` is one line for a person."""
 
     reason: str
 
 
-Message = View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
+Message = (
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
+    | Hello | Entry | Leave | Reload | Finished | Judge | Over
+)  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
 

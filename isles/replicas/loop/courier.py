@@ -59,7 +59,7 @@ class Courier:
     @property
     def is_only_one(self) -> bool:
         """True if there is nobody else in the world: what this worker does is its inner optimizer's business."""
-        return self.roster.founders.size == 1
+        return self.roster.founders.size == 1 and not self.roster.grows
 
     def survivors(self) -> Group:
         """The workers that are left; where the method goes on without lost ones, they are asked."""
@@ -135,6 +135,7 @@ class Courier:
         else:
             for seat in exchange.seats:
                 self._late.pop(seat, None)
+            exchange.failed = exchange.failed or not self.roster.accepts(exchange.round, exchange.seats)
         return not exchange.failed
 
     def together(self, collective: Callable[[Group], T]) -> T:
@@ -209,7 +210,7 @@ class Courier:
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
         deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
-        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size, seats=group.ranks)
+        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size, seats=group.ranks, round=round)
 
     def _meanwhile(self, step: int) -> float:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""

@@ -41,6 +41,8 @@ class Exchange:
     """Those of `seats` that had nothing of use."""
     is_own_broken: bool = False
     """Known before it arrives: this worker is one of them."""
+    round: int = 0
+    """Of its fragment, where it is under way."""
 
     def wait(self) -> None:
         """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged. May be called again."""

@@ -1,0 +1,115 @@
+"""`isles lighthouse`: the meeting point of a run whose workers come and go."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isles.cli.signals import end_in_order
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
+    from isles.training.elastic.lighthouse import Keeper
+
+
+def lighthouse(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG.toml|RUN]", help="Or the directory of a run that was stopped: it goes on."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Where workers join.")] = 29400,
+    host: Annotated[str, typer.Option(help="This machine's address, as the workers reach it.")] = "127.0.0.1",
+    workers: Annotated[int, typer.Option(help="Workers to start on this machine too.")] = 0,
+    founders: Annotated[
+        int | None, typer.Option(help="Workers that the first round waits for. Default: world.workers.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
+) -> None:
+    """Keep a run that workers join and leave (`isles join`), and show the command that they join with."""
+    from isles.cli.progress import Progress
+    from isles.cli.train import _new_directory, _print_summary
+    from isles.training.running.starting import first_interrupt
+
+    end_in_order()
+    if not 0 < port < 65536:
+        raise ValueError(f"--port {port}: choose 1 to 65535")
+    resolved, out = _resolved(config, founders, set_ or [], out)
+    out = out or _new_directory(resolved.method)
+    address = f"{host}:{port}"
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(resolved.method, resolved.world.workers, resolved.run.steps))
+        started: list[subprocess.Popen[bytes]] = []
+
+        def told(token: str) -> None:
+            progress.notice(f"to join, on a machine that has isles[elastic]: isles join {address} --token {token}")
+            started.extend(_start(address, out / "credentials", out, number) for number in range(workers))
+
+        keeper = _keeper(resolved, out, address, told, progress)
+        stack.callback(_end, started)
+        with first_interrupt(keeper.stopping.set, resolved.run.grace):
+            summary = keeper.run()
+    if summary is None:
+        print(
+            f"isles: stopped; workers that stay go on by themselves and come back to: isles lighthouse {out} "
+            f"--host {host} --port {port}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130)
+    _print_summary(summary, out)
+
+
+def _resolved(
+    config: str | None, founders: int | None, assignments: list[str], out: Path | None
+) -> tuple[Config, Path | None]:
+    """The configuration, and the run directory where it is that of a run that goes on."""
+    from isles.training.config.reading import gather
+    from isles.training.elastic.terms import elastic
+
+    goes_on = config is not None and Path(config).is_dir()
+    if goes_on:
+        if out is not None or assignments or founders is not None:
+            raise ValueError(f"{config}: goes on as it was; leave --out, --set and --founders out")
+        out = Path(str(config))
+        config = str(out / "config.toml")
+        if not Path(config).exists():
+            raise ValueError(f"{out}: holds no run of a lighthouse; name one, or a CONFIG.toml")
+    return elastic(gather(config, {"world.workers": founders}, assignments)), out
+
+
+def _keeper(config: Config, out: Path, address: str, told: Any, progress: Any) -> Keeper:
+    from isles.training.elastic.lighthouse import Keeper
+
+    return Keeper(config, out, address, told, progress.line, progress.notice)
+
+
+def _start(address: str, credentials: Path, out: Path, number: int) -> subprocess.Popen[bytes]:
+    """A worker on this machine, with a log of its own. It reads the token from a file: arguments can be seen."""
+    from isles.comm.credentials import read, write_private
+
+    token = credentials / "token"
+    write_private(token, str(read(credentials).token).encode("ascii"))
+    logs = out / "logs"
+    logs.mkdir(exist_ok=True)
+    with (logs / f"join-{number}.log").open("ab") as log:
+        command = [sys.executable, "-m", "isles", "join", address, "--token", f"@{token}"]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _end(started: list[subprocess.Popen[bytes]]) -> None:
+    """They go by themselves once the run is over; who does not is ended."""
+    until = time.monotonic() + 20.0
+    for process in started:
+        try:
+            process.wait(max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,286 @@
+"""A worker's line to the lighthouse: it beats, promises, hears of views, and lets the training thread ask.
+
+    beats       a thread of its own, each second and at every begin of a round; one at a time
+    told        what the lighthouse pushes, in the session's thread
+    reports     lines of metrics, in their order, kept while the lighthouse is away
+
+The training thread calls the rest. One lock is around the `Member`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
+from isles.comm.elastic.member import Member, Standing
+from isles.comm.elastic.messages import (
+    Ack,
+    BeatReply,
+    Entry,
+    Judge,
+    Leave,
+    Load,
+    Over,
+    Proposal,
+    Refusal,
+    Reload,
+    decode,
+    encode,
+)
+from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.view import View
+
+_LOG = logging.getLogger(__name__)
+_BEAT, _SOON = 1.0, 0.2  # seconds between beats; while this worker waits for its first round
+_PATIENCE = 3.0  # seconds for an answer
+_REPORTS = 4096  # kept while nobody takes them
+_LONGEST_ANSWER = 4 << 20
+
+
+class Company:
+    """This worker, in the seat of `entry`. ended: what the lighthouse said last, where the run ends for this worker."""
+
+    def __init__(self, session: Session, entry: Entry) -> None:
+        self.seat = entry.seat
+        self.member = Member(entry.seat)
+        self.ended: Over | Judge | None = None
+        self._session, self._signature = session, signature(entry.seat, entry.key)
+        self._changed = threading.Condition(threading.RLock())
+        self._load: Load | None = None
+        self._training = False
+        self._poked = self._closed = False
+        self._reports: deque[bytes] = deque(maxlen=_REPORTS)
+        session.serve(f"{TOLD}/{entry.seat}", self._told)
+        self._threads = [
+            threading.Thread(target=work, name=f"isles-{name}", daemon=True)
+            for name, work in (("beats", self._beat_on), ("reports", self._report_on))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What the training thread asks
+
+    def begin(self, round: int) -> View | None:
+        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`."""
+        with self._changed:
+            view = self.member.begin(round)
+            self._training = True
+            self._poke()
+        return view
+
+    def standing(self, round: int) -> Standing:
+        """Who takes part in the exchange of `round`."""
+        with self._changed:
+            return self.member.group(round)
+
+    def lost(self, seat: int) -> bool:
+        """Whether nothing of `seat` is taken any more."""
+        with self._changed:
+            return self.member.lost(seat)
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        """Whether the answer of a whole exchange may be used; those it came from count as seen."""
+        with self._changed:
+            return self.member.accept(round, seats)
+
+    def connection(self, seat: int, *, broken: bool) -> None:
+        """What the network says of `seat`."""
+        with self._changed:
+            self.member.connection(seat, broken=broken)
+            self._changed.notify_all()
+
+    @property
+    def is_called(self) -> bool:
+        """Whether this worker is to begin with another's state, and has not got it yet."""
+        with self._changed:
+            return self.member.call != self.member.ready
+
+    def load(self, seconds: float) -> Load | None:
+        """Whose state to begin with, once the lighthouse says so; None where it does not within `seconds`."""
+        with self._changed:
+            self._training = False
+            self._poke()
+            self._changed.wait_for(lambda: self._is_asked() or self.ended is not None, seconds)
+            return self._load if self._is_asked() else None
+
+    def _is_asked(self) -> bool:
+        return self._load is not None and self._load.call > self.member.ready
+
+    def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
+        """That state, after `round`, is here."""
+        with self._changed:
+            self.member.loaded(load, round, left_out)
+            self._load = None
+            self._poke()
+
+    def reload(self) -> None:
+        """It did not come."""
+        with self._changed:
+            self._load = None
+        self.ask(Reload())
+
+    def first(self, seconds: float) -> int | None:
+        """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
+        is to be loaded first.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.member.first() is not None or self.is_called or self.ended is not None, seconds
+            )
+            return None if self.is_called else self.member.first()
+
+    def until(self) -> int | None:
+        """The first round that goes on without this worker."""
+        with self._changed:
+            return self.member.until()
+
+    def left_out(self) -> dict[int, int]:
+        """For whoever takes this worker's state."""
+        with self._changed:
+            return dict(self.member.left_out)
+
+    def pace(self, seconds: float) -> None:
+        """An inner step takes so long here."""
+        with self._changed:
+            self.member.seconds = seconds
+
+    def leave(self) -> None:
+        """Ask to leave with the next view."""
+        self.ask(Leave())
+
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Have the lighthouse note a line of metrics or a word."""
+        with self._changed:
+            self._reports.append(json.dumps(event).encode("utf-8"))
+            self._changed.notify_all()
+
+    def reported(self, seconds: float) -> None:
+        """Wait until all reports have been taken, `seconds` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reports, seconds)
+
+    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Until `over`, looked at whenever something has changed, or `seconds` have passed; what it says then."""
+        with self._changed:
+            return self._changed.wait_for(over, seconds)
+
+    def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
+        """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
+        said = message if isinstance(message, bytes) else encode(message)
+        done, answers = threading.Event(), list[bytes | None]()
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            answers.append(reply)
+            done.set()
+
+        try:
+            self._session.ask(key, said, answered, attachment=self._signature, seconds=seconds, urgent=True)
+        except OSError:
+            return None
+        if not done.wait(seconds + 1.0) or answers[0] is None:
+            return None
+        try:
+            return decode(answers[0], limit=_LONGEST_ANSWER) if answers[0] else True
+        except ValueError as error:
+            _LOG.warning("the lighthouse: %s", error)
+            return None
+
+    def close(self) -> None:
+        """End the threads. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._poke()
+        for thread in self._threads:
+            thread.join(_PATIENCE + 2.0)
+
+    # Threads
+
+    def _poke(self) -> None:
+        self._poked = True
+        self._changed.notify_all()
+
+    def _beat_on(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                self._poked = False
+                beat = self.member.beat()
+            began = time.monotonic()
+            answer, ack = self.ask(beat), None
+            with self._changed:
+                if isinstance(answer, BeatReply):
+                    ack = self.member.answered(beat, answer)
+                elif isinstance(answer, Refusal):
+                    self.ended = self.ended or Over(answer.reason)
+                self._changed.notify_all()
+            if ack is not None:
+                self.ask(ack)
+            with self._changed:
+                pause = (_BEAT if self._training else _SOON) - (time.monotonic() - began)
+                self._changed.wait_for(lambda: self._poked or self._closed, max(pause, 0.01))
+
+    def _report_on(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._reports or self._closed)
+                if not self._reports:
+                    return
+                event = self._reports[0]
+            taken = self.ask(event, key=REPORTED) is not None
+            with self._changed:
+                if taken and self._reports:
+                    self._reports.popleft()
+                    self._changed.notify_all()
+                elif self._closed:
+                    return
+            if not taken:
+                time.sleep(_SOON)
+
+    def _told(self, query: IncomingQuery) -> None:
+        """In the session's thread: nothing here waits."""
+        if query.attachment != self._signature:
+            query.refuse(b"never")
+            return
+        query.reply()
+        try:
+            message = decode(query.payload, limit=_LONGEST_ANSWER)
+        except ValueError as error:
+            _LOG.warning("the lighthouse: %s", error)
+            return
+        ack = None
+        with self._changed:
+            match message:
+                case Proposal():
+                    ack = self.member.proposed(message)
+                case View():
+                    self.member.told(message)
+                case Load():
+                    self._load = message
+                    self.member.call = max(self.member.call, message.call)
+                case Over() | Judge():
+                    self.ended = message
+                case Refusal(reason=reason):
+                    self.ended = Over(reason)
+            self._poke()
+        if ack is not None:
+            self._acknowledge(ack)
+
+    def _acknowledge(self, ack: Ack) -> None:
+        try:
+            self._session.ask(
+                ASKED,
+                encode(ack),
+                lambda reply, refusal: None,
+                attachment=self._signature,
+                seconds=_PATIENCE,
+                urgent=True,
+            )
+        except OSError:
+            _LOG.debug("the session is closed")

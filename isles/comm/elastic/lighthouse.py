@@ -1,0 +1,225 @@
+"""The meeting point of an elastic run: `Membership` on a router's session, with its journal. No torch.
+
+question of a seat -> Membership -> orders: an entry for the journal, on the disk before anything later leaves; an
+answer; words to other seats, which may be lost, for the next beats say them again
+
+All of it happens in the session's thread, one call after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from isles.comm.elastic.journal import Journal
+from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.membership import Membership
+from isles.comm.elastic.messages import (
+    Accusation,
+    Ack,
+    Admitted,
+    Beat,
+    Done,
+    Entry,
+    Finished,
+    Hello,
+    Leave,
+    Refusal,
+    Reload,
+    decode,
+    encode,
+)
+from isles.comm.elastic.orders import Order, Record, Reply, Rules
+from isles.comm.elastic.session import IncomingQuery, Session
+from isles.parsing import parse_json
+
+_LOG = logging.getLogger(__name__)
+GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
+_TICK = 0.25
+_TOLD = 5.0  # seconds that a word to a seat is tried for
+_LONGEST_REPORT = 1 << 20
+
+
+class Lighthouse:
+    """config: the run's, as text. version: of isles, which all must have. heard(seat, event): what a worker reports,
+    parsed from JSON but unchecked; ValueError refuses it.
+
+    refused: what was not taken, counted by (seat or -1, reason).
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        rules: Rules,
+        journal: Journal,
+        keys: SeatKeys,
+        *,
+        config: str,
+        version: str,
+        heard: Callable[[int, Any], None],
+    ) -> None:
+        self.refused: Counter[tuple[int, str]] = Counter()
+        self.finished: set[int] = set()
+        self.corpus: str | None = None
+        self._session, self._journal, self._keys = session, journal, keys
+        self._config, self._version, self._heard = config.encode("utf-8"), version, heard
+        self.membership = Membership(rules, journal.entries, until=time.monotonic() + GRACE)
+        for entry in journal.entries:
+            if entry.get("event") == "join":
+                self.corpus = str(entry.get("description"))
+        self._closed = threading.Event()
+        self._lock = threading.Condition()
+        session.serve(CONFIG, lambda query: query.reply(self._config))
+        session.serve(HELLO, self._hello)
+        session.serve(ASKED, self._asked)
+        session.serve(REPORTED, self._reported)
+        session.watch("isles/seat/*", self._presence)
+        self._ticker = threading.Thread(target=self._tick_on, name="isles-ticks", daemon=True)
+        self._ticker.start()
+
+    def members(self) -> list[int]:
+        """Seats whose weights count now."""
+        with self._lock:
+            return self.membership.members()
+
+    def all_finished(self) -> bool:
+        """Whether all whose weights count have done the last round."""
+        with self._lock:
+            members = self.membership.members()
+            return bool(members) and set(members) <= self.finished
+
+    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Until `over`, looked at whenever somebody was heard, or `seconds` have passed."""
+        with self._lock:
+            return self._lock.wait_for(over, seconds)
+
+    def tell(self, seats: Sequence[int], message: Any) -> None:
+        """A word to seats."""
+        for seat in seats:
+            self._tell(seat, encode(message))
+
+    def close(self) -> None:
+        """End the thread. The session is whoever's who opened it."""
+        self._closed.set()
+        self._ticker.join(5.0)
+
+    # In the session's thread
+
+    def _hello(self, query: IncomingQuery) -> None:
+        try:
+            hello = decode(query.payload)
+            if not isinstance(hello, Hello):
+                raise ValueError("not a greeting")
+        except ValueError as error:
+            self._refuse(query, -1, str(error))
+            return
+        why = None
+        if hello.version != self._version:
+            why = f"this run is of isles {self._version}, not {hello.version}: install that version"
+        elif self.corpus is not None and hello.corpus != self.corpus:
+            why = (
+                f"data.path: this machine's text is another one (sha256 {hello.corpus[:8]}...) than the run's "
+                f"({self.corpus[:8]}...): put the same files there"
+            )
+        if why is not None:
+            query.reply(encode(Refusal(why)))
+            return
+        self.corpus = hello.corpus
+        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus)), query)
+
+    def _asked(self, query: IncomingQuery) -> None:
+        seat = self._keys.seat(query.attachment)
+        if seat is None:
+            self._refuse(query, -1, "a word without the key of its seat")
+            return
+        try:
+            message = decode(query.payload)
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
+            return
+        if isinstance(message, Finished):
+            with self._lock:
+                self.finished.add(seat)
+                self._lock.notify_all()
+            query.reply()
+            return
+        calls: dict[type, Callable[[Membership, float], list[Order]]] = {
+            Beat: lambda m, now: m.beat(now, seat, message),
+            Ack: lambda m, now: m.ack(now, seat, message),
+            Done: lambda m, now: m.done(now, seat, message),
+            Accusation: lambda m, now: m.accuse(now, seat, message),
+            Leave: lambda m, now: m.leave(now, seat),
+            Reload: lambda m, now: m.reload(now, seat),
+        }
+        call = calls.get(type(message))
+        if call is None:
+            self._refuse(query, seat, "a word that no worker says")
+            return
+        self._carry_out(self._call(call), query)
+
+    def _reported(self, query: IncomingQuery) -> None:
+        seat = self._keys.seat(query.attachment)
+        payload = query.payload
+        if seat is None or len(payload) > _LONGEST_REPORT:
+            self._refuse(query, -1 if seat is None else seat, "a report that cannot be")
+            return
+        query.reply()
+        try:
+            self._heard(seat, parse_json(payload))
+        except ValueError as error:
+            self.refused[seat, str(error)[:100]] += 1
+            _LOG.warning("what worker %d reports is not taken: %s", seat, error)
+
+    def _presence(self, key: str, there: bool) -> None:
+        name = key.rpartition("/")[2]
+        if name.isdecimal() and len(name) <= 9:
+            seat = int(name)
+            self._carry_out(self._call(lambda m, now: m.back(now, seat) if there else m.gone(now, seat)))
+
+    def _tick(self) -> None:
+        self._carry_out(self._call(lambda m, now: m.tick(now)))
+
+    def _call(self, call: Callable[[Membership, float], list[Order]]) -> list[Order]:
+        with self._lock:
+            orders = call(self.membership, time.monotonic())
+            self._lock.notify_all()
+        return orders
+
+    def _carry_out(self, orders: Sequence[Order], query: IncomingQuery | None = None) -> None:
+        answer = b""
+        for order in orders:
+            if isinstance(order, Record):
+                self._journal.append(order.entry)
+                continue
+            self._journal.commit()
+            if isinstance(order, Reply):
+                message: Any = order.message
+                if isinstance(message, Admitted):
+                    message = Entry(message.seat, self._keys.of(message.seat))
+                answer = encode(message)
+            else:
+                self._tell(order.seat, encode(order.message))
+        self._journal.commit()
+        if query is not None:
+            query.reply(answer)
+
+    def _tell(self, seat: int, said: bytes) -> None:
+        word = signature(seat, self._keys.of(seat))
+        try:
+            self._session.ask(
+                f"{TOLD}/{seat}", said, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
+            )
+        except OSError:
+            _LOG.debug("the session is closed")
+
+    def _refuse(self, query: IncomingQuery, seat: int, why: str) -> None:
+        self.refused[seat, why[:100]] += 1
+        query.refuse(b"never")
+
+    def _tick_on(self) -> None:
+        while not self._closed.wait(_TICK):
+            self._session.later(self._tick)

@@ -1,0 +1,27 @@
+"""How a worker takes part in rounds that others have begun: with the state of one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from isles.replicas.loop.courier import Courier
+from isles.replicas.loop.outer import OuterSync
+
+
+def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
+    """Begin with the state of another worker (its `state_dict`), whose weights are here already: what this worker has
+    counted, and its clock, stay its own. ValueError for another method or config.
+    """
+    own = {"traffic": optimizer.group.traffic.state_dict(), "transport": optimizer.group.transport.state_dict()}
+    optimizer.load_state_dict({**state, **own})
+
+
+def enter(optimizer: OuterSync, round: int, steps: int) -> None:
+    """Take part from `round` on, after `steps` inner steps: those before went on without this worker, and what it had
+    under way with its partners of then is nobody's.
+    """
+    optimizer.steps, optimizer.flights = steps, []
+    optimizer.courier = Courier(optimizer.roster, optimizer.parts)
+    for fragment in optimizer.fragments:
+        fragment.rounds, fragment.sent = round - 1, steps
+        fragment.ahead = fragment.latest = None

@@ -1,0 +1,53 @@
+"""The mean of what workers came to, file by file, without torch and one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from isles.durable import replacing
+
+
+def write_mean(models: Sequence[Path], out: Path) -> None:
+    """Write the mean of float tensors, and the first one's other tensors, to `out`. Sums are of float64.
+
+    ValueError, with the file, for one that is damaged, or of other names, shapes or types than the first.
+    """
+    means: dict[str, np.ndarray] = {}
+    files = [(path, _opened(path)) for path in models]
+    (_, first), *others = files
+    for name in sorted(first.keys()):
+        mean = _tensor(models[0], first, name)
+        if np.issubdtype(mean.dtype, np.floating):
+            total = mean.astype(np.float64)
+            for path, file in others:
+                one = _tensor(path, file, name)
+                if one.shape != mean.shape or one.dtype != mean.dtype:
+                    raise ValueError(f"{path}: {name} is of another shape or type")
+                total += one
+            mean = (total / len(files)).astype(mean.dtype)
+        means[name] = mean
+    with replacing(out) as partial:
+        save_file(means, str(partial), metadata=first.metadata())
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(str(path), framework="np")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: no safetensors file ({error})") from None
+
+
+def _tensor(path: Path, file: safe_open, name: str) -> np.ndarray:
+    """ValueError where it is missing, or not finite."""
+    try:
+        found = file.get_tensor(name)
+    except (SafetensorError, TypeError) as error:
+        raise ValueError(f"{path}: {name} cannot be read ({error})") from None
+    if np.issubdtype(found.dtype, np.floating) and not np.isfinite(found).all():
+        raise ValueError(f"{path}: {name} is not finite")
+    return found

@@ -1,0 +1,121 @@
+"""How a worker comes into a run: certificate, session, configuration, text, seat."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isles.comm import credentials
+from isles.comm.credentials import Token
+from isles.comm.elastic.company import Company
+from isles.comm.elastic.keys import CONFIG, HELLO
+from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
+from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.errors import RendezvousFailed
+from isles.data import load_corpus
+from isles.errors import printable
+from isles.launch.addresses import parse_address
+from isles.training.config.reading import resolve
+from isles.training.config.sections import Config
+from isles.training.config.trust import names_in
+from isles.training.elastic.joining import Joined
+from isles.training.elastic.terms import check
+from isles.training.running.starting import first_interrupt
+from isles.version import __version__
+
+_PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
+_ANSWER = 10.0  # seconds
+_LONGEST = 1 << 20  # bytes of a configuration
+
+
+def take_part(address: str, token: Token, *, data: str | None, device: str | None, tell: Callable[[str], None]) -> str:
+    """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
+
+    data, device: of this machine, where they differ from the run's. ValueError, in one line, for what a person can
+    mend; OSError where nobody answers, or the run ends without this worker.
+    """
+    zenoh()  # or what to install, before anything else
+    host, port = parse_address(address, "HOST:PORT")
+    leaving = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="isles-") as name:
+        folder = Path(name)
+        mine = credentials.fetch(host, port, token, folder / "credentials", seconds=_ANSWER)
+        session = open_session("client", mine, connect=address, patience=_PATIENCE)
+        try:
+            config = _configuration(_asked(session, CONFIG, b""), data, device)
+            torch.set_num_threads(config.world.threads)
+            corpus = load_corpus(config.data)
+            company = Company(session, _seat(session, corpus.sha256))
+            worker = Joined(config, session, company, corpus, folder, leaving, tell)
+            try:
+                tell(f"in: seat {company.seat} of {config.method} at {address}")
+                with first_interrupt(leaving.set):
+                    ending = worker.run()
+            finally:
+                worker.close()
+        finally:
+            session.close()
+    if ending == "left":
+        return f"left the run after inner step {worker.optimizer.steps}; the others go on"
+    if isinstance(company.ended, Over) and company.ended.reason:
+        raise OSError(f"the run goes on without this worker: {printable(company.ended.reason, 300)}")
+    return f"the run is over; its model and report are at the lighthouse ({address})"
+
+
+def _asked(session: Session, key: str, said: bytes) -> bytes:
+    """The lighthouse's answer. OSError where there is none."""
+    done, answers = threading.Event(), list[bytes | None]()
+    until = 6  # a fresh session does not know at once who serves what
+    for _ in range(until):
+        done.clear()
+        answers.clear()
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            answers.append(reply)
+            done.set()
+
+        session.ask(key, said, answered, seconds=_ANSWER)
+        if done.wait(_ANSWER + 1.0) and answers and answers[0] is not None:
+            return answers[0]
+        done.wait(0.5) if not done.is_set() else threading.Event().wait(0.5)
+    raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
+
+
+def _configuration(text: bytes, data: str | None, device: str | None) -> Config:
+    """The run's, for this machine. What another machine says is data: names of code are not imported."""
+    if len(text) > _LONGEST:
+        raise ValueError("the lighthouse's configuration is too long to be one")
+    try:
+        tables: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"the lighthouse's configuration is damaged: {printable(str(error), 100)}") from None
+    names = names_in(tables)
+    if names:
+        told = ", ".join(f"{key} = {value!r}" for key, value in names.items())
+        raise ValueError(
+            f"the run would import and run {printable(told, 300)} here: a worker that joins imports nothing"
+        )
+    config = resolve(tables)
+    check(config)
+    if data is not None:
+        config = replace(config, data=replace(config.data, path=data))
+    if device is not None:
+        config = replace(config, model=replace(config.model, device=device))
+    return config
+
+
+def _seat(session: Session, corpus: str) -> Entry:
+    """A seat. ValueError where this worker is refused."""
+    answer = decode(_asked(session, HELLO, encode(Hello(__version__, corpus))))
+    if isinstance(answer, Refusal):
+        raise ValueError(printable(answer.reason, 300))
+    if not isinstance(answer, Entry):
+        raise ValueError("the lighthouse does not speak as this version does: install the same isles on both machines")
+    return answer

@@ -1,0 +1,277 @@
+"""A worker of a run whose workers come and go.
+
+    until the last round:
+        told whose state to begin with       take it (nobody's: as drawn, the same everywhere), say that it is here
+        told of a view with this seat        train round after round: read the round's cell, exchange at its end
+        told to take another's state         what it has is nobody's any more: from the top
+    then: finish, offer what it came to, and wait for the end of the run
+
+A worker that is asked for its state copies it right after a landing, when nothing is under way.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from isles.comm.call import Ledger
+from isles.comm.elastic.company import Company
+from isles.comm.elastic.gifts import Giver, NotGiven, take
+from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.comm.elastic.messages import Finished, Judge, Load, Over
+from isles.comm.elastic.roster import ElasticRoster
+from isles.comm.elastic.session import Session
+from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.group import Group
+from isles.comm.layout import grid_of
+from isles.comm.mesh import Mesh
+from isles.data import Corpus
+from isles.parsing import parse_json
+from isles.replicas.loop.joining import adopt, enter
+from isles.replicas.loop.outer import OuterSync
+from isles.training.config.sections import Config
+from isles.training.elastic.terms import last_round, positions, sync_every
+from isles.training.records.checkpoint import join_state, split_state
+from isles.training.records.finite import first_nan
+from isles.training.records.saved import load_weights
+from isles.training.records.tensors import write_tensors
+from isles.training.running.starting import deadlines
+from isles.training.trainer import Trainer, draws_seed
+
+STATE, MODEL = "state", "model"
+_STRUCTURE = "__structure__"
+_STATE_COPIES = 16  # of the model's bytes, that a state may have at most
+_FRESH = 2  # rounds for which a copied state is given to new takers
+_WAIT = 5.0  # seconds between looks at whether the run has ended
+_SLOW = 60.0  # seconds without a piece of a state after which another donor is asked for
+_SPARE = 1 << 20  # bytes of a state beside its tensors
+
+Ending = Literal["finished", "left", "over", "again"]
+
+
+class Joined:
+    """This worker. folder: for files on their way. leaving: set where it is to leave."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        company: Company,
+        corpus: Corpus,
+        folder: Path,
+        leaving: threading.Event,
+        notice: Callable[[str], None],
+    ) -> None:
+        self.config, self.session, self.company, self.folder = config, session, company, folder
+        self.leaving, self.notice = leaving, notice
+        self.rounds_alone = 0
+        self._asked_to_leave = False
+        self._copied = -_FRESH  # the round of the newest copied state
+        self._spare = 0  # batches read out of turn
+
+        def connected(seat: int) -> None:
+            company.connection(seat, broken=False)
+
+        def broken(seat: int) -> None:
+            company.connection(seat, broken=True)
+
+        self.transport = ElasticTransport(session, company.seat, config.world.workers, gone=broken, back=connected)
+        alone = Group(self.transport, (company.seat,), "outer", deadlines(config), Ledger())
+        world = Mesh(world=alone, layout=grid_of(1), report=self._report)
+        torch.manual_seed(draws_seed(config.run.seed, company.seat))
+        self.trainer = Trainer(config, world, corpus, ElasticRoster(company, alone))
+        assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
+        self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
+        self.giver = Giver(session, str(company.seat))
+
+    def run(self) -> Ending:
+        """Train until the run ends, or this worker has left it."""
+        company, ending = self.company, "again"
+        while ending == "again" and company.ended is None:
+            if self.leaving.is_set() and not self._asked_to_leave:
+                return "left"
+            load = company.load(_WAIT)
+            if load is None or not self._take(load):
+                continue
+            round = None
+            while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+                round = company.first(_WAIT)
+            if round is not None:
+                ending = self._train(round)
+        if ending == "finished":
+            self._conclude()
+        return ending if company.ended is None or ending != "again" else "over"
+
+    def close(self) -> None:
+        """Give back threads; the session is whoever's who opened it."""
+        self.company.close()
+        self.transport.close()
+        self.trainer.memory.close()
+
+    # Rounds
+
+    def _train(self, round: int) -> Ending:
+        every, company = sync_every(self.config), self.company
+        self._enter(round, (round - 1) * every)
+        while round <= last_round(self.config):
+            if company.is_called:
+                return "again"
+            if company.ended is not None:
+                return "over"
+            if self._leaves(round):
+                return "left"
+            self._round(round, every)
+            round += 1
+        return "finished"
+
+    def _enter(self, round: int, steps: int) -> None:
+        enter(self.optimizer, round, steps)
+        self._schedule_at(steps)
+
+    def _schedule_at(self, steps: int) -> None:
+        """The rates of the step after so many."""
+        schedule = self.trainer.schedule
+        schedule.last_epoch = steps
+        for group, base, factor in zip(
+            self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(steps)
+
+    def _round(self, round: int, every: int) -> None:
+        """One round: its steps, of which the last one exchanges."""
+        company, view = self.company, self.company.begin(round)
+        self.text.take_from(positions(self.config, company.member.views, view, company.seat, round, self._spare))
+        place = None if view is None else view.place(company.seat)
+        steps = every if view is None or place is None or not view.steps else view.steps[place]
+        if view is None:
+            self._spare += every
+        self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
+        self._schedule_at(self.optimizer.steps)
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.trainer.step()
+        company.pace((time.perf_counter() - began) / steps)
+        self.trainer.report(self._judged(round, every, first=place == 0))
+        self._copy_state(round)
+
+    def _judged(self, round: int, every: int, *, first: bool) -> float | None:
+        """The first of the view looks at the text kept for validation, where that is due."""
+        due = self.config.run.validate_every
+        passed = due and (round * every) // due > ((round - 1) * every) // due
+        return self.trainer.validate() if passed and first and round < last_round(self.config) else None
+
+    def _leaves(self, round: int) -> bool:
+        """Whether this worker leaves before `round`: the first one of a view without it."""
+        if not self.leaving.is_set():
+            return False
+        if not self._asked_to_leave:
+            self._asked_to_leave = True
+            self._leave_by = time.monotonic() + self.config.run.grace
+            self.company.leave()
+        until = self.company.until()
+        return (until is not None and round >= until) or time.monotonic() > self._leave_by
+
+    # States
+
+    def _copy_state(self, round: int) -> None:
+        """For whoever has asked: a copy of everything, right after the landing of `round`."""
+        if round - self._copied >= _FRESH:
+            self.giver.shut(STATE)
+        if not self.giver.wanted.is_set():
+            return
+        path = self.folder / f"state-{round}.safetensors"
+        structure, tensors = split_state(
+            {"optimizer": self.optimizer.state_dict(), "model": self.optimizer.weights(), "round": round}
+        )
+        text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
+        write_tensors(path, {**tensors, _STRUCTURE: text})
+        left_out = {str(seat): number for seat, number in self.company.left_out().items()}
+        self.giver.offer(STATE, path, {"round": round, "left_out": left_out})
+        self._copied = round
+
+    def _take(self, load: Load) -> bool:
+        """Begin with the state that the lighthouse names; False where it did not come."""
+        giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
+        path = self.folder / "taken.safetensors"
+        weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
+        try:
+            facts = take(self.session, giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
+            round, left_out = self._adopt(path), _left_out(facts.get("left_out"))
+        except NotGiven as why:
+            if load.donor >= 0:
+                self.notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
+                self.company.reload()
+                return False
+            round, left_out = 0, {}  # nobody has one: as drawn, the same everywhere
+        finally:
+            path.unlink(missing_ok=True)
+        self.company.loaded(load, round, left_out)
+        return True
+
+    def _adopt(self, path: Path) -> int:
+        """Take on the state in the file; the round that it is of. NotGiven where it is not one of this run."""
+        try:
+            tensors = load_file(str(path))
+            structure = parse_json(tensors.pop(_STRUCTURE).numpy().tobytes())
+            state: Any = join_state(structure, tensors)
+            if first_nan(state) is not None:
+                raise NotGiven("it holds numbers that are none")
+            round = state["round"]
+            if not isinstance(round, int) or not 0 <= round <= last_round(self.config):
+                raise NotGiven("it is of no round of this run")
+            self.optimizer.load_weights(state["model"])
+            adopt(self.optimizer, state["optimizer"])
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise NotGiven(f"it is not one of this run: {str(error).splitlines()[0][:120]}") from error
+        for fragment in self.optimizer.fragments:
+            if fragment.residual is not None:
+                fragment.residual.zero_()  # what the donor holds back it will still send itself
+        return round
+
+    # The end
+
+    def _conclude(self) -> None:
+        """Offer what this worker came to; judge the one model where it is asked to."""
+        for fragment in self.optimizer.fragments:
+            fragment.ahead = None  # there is no round that it was sent ahead for
+        result = self.trainer.conclude(self.folder)
+        self.giver.offer(MODEL, self.folder / "model.safetensors", {})
+        self.company.report({"result": result})
+        while not isinstance(self.company.ended, Over):
+            if isinstance(self.company.ended, Judge):
+                self._judge()
+                self.company.ended = None
+            self.company.ask(Finished())
+            self.company.wait(lambda: self.company.ended is not None, 1.0)
+        self.company.reported(_WAIT)
+
+    def _judge(self) -> None:
+        path = self.folder / "whole.safetensors"
+        try:
+            take(self.session, LIGHTHOUSE, MODEL, path, most=1 << 62, seconds=_SLOW)
+        except NotGiven as why:
+            self.notice(f"the one model did not come ({why}): it is not judged")
+            return
+        load_weights(self.trainer.model, path, "the lighthouse")
+        self.company.report({"judged": self.trainer._judge()})
+
+    def _report(self, event: Any) -> None:
+        """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""
+        if "notice" in event:
+            self.notice(event["notice"])
+        elif "step" in event and "loss" in event:
+            self.company.report({**event, "worker": self.company.seat})
+
+
+def _left_out(told: Any) -> dict[int, int]:
+    if not isinstance(told, dict) or len(told) > 1 << 16:
+        return {}
+    return {int(seat): number for seat, number in told.items() if seat.isdecimal() and isinstance(number, int)}

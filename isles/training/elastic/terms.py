@@ -1,0 +1,114 @@
+"""What a run must be so that workers may come and go in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from isles.comm.elastic.cells import batches
+from isles.comm.elastic.orders import Rules
+from isles.comm.view import View
+from isles.data.lots import rows, spare_rows
+from isles.replicas import method
+from isles.training.config.reading import Tables, resolve
+from isles.training.config.sections import Config
+
+_TAKEN = "noloco is"
+
+
+def elastic(tables: Tables) -> Config:
+    """The configuration of these tables for workers that come and go: they go on without whoever is lost.
+
+    ValueError, with the key and the mend, where it cannot be one.
+    """
+    replicas = dict(tables.get("replicas", {}))
+    replicas.setdefault("on_peer_failure", "solo")
+    config = resolve({**tables, "replicas": replicas})
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """ValueError where workers of `config` cannot come and go."""
+    name, kind = config.method, method(config.method)
+    if not kind.follows_roster:
+        raise ValueError(
+            f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
+            f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} one)"
+        )
+    if getattr(config.replicas, "on_peer_failure", "raise") != "solo":
+        raise ValueError(
+            'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
+            "it out"
+        )
+    for key in ("delay", "outer_delay", "fragments"):
+        value = getattr(config.replicas, key, None)
+        if value not in (None, 0, 1, "none"):
+            raise ValueError(
+                f"replicas.{key} = {value!r}: a joiner takes a state right after a landing, when nothing is under way, "
+                "and here something always is; take it out, or use isles train --nodes"
+            )
+    if _lands_together(config):
+        raise ValueError(
+            f"replicas.method = {name!r}: all its workers land one mean together, which is not there yet where they "
+            f"come and go: use isles train --nodes, or {_TAKEN.removesuffix(' is')}"
+        )
+    if config.world.inner > 1 or config.pipeline.stages > 1:
+        raise ValueError(
+            "world.inner, pipeline.stages: where workers come and go each is a whole replica; take them out, or use "
+            "isles train --nodes"
+        )
+    if config.world.is_simulated:
+        raise ValueError(
+            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate'
+        )
+    if config.memory.method != "none" or config.model.autocast == "fp16":
+        raise ValueError(
+            '[memory] and model.autocast = "fp16" are not there yet where workers come and go: leave them out'
+        )
+    if config.run.steps % sync_every(config):
+        raise ValueError(
+            f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "
+            f"replicas.sync_every = {sync_every(config)}"
+        )
+
+
+def _lands_together(config: Config) -> bool:
+    """Whether the answer of an exchange is one for all workers. A method of pairs or groups says so by its settings."""
+    return not any(hasattr(config.replicas, key) for key in ("group_size", "groups_of"))
+
+
+def sync_every(config: Config) -> int:
+    """Inner steps a round."""
+    return cast(Any, config.replicas).sync_every
+
+
+def last_round(config: Config) -> int:
+    """The number of the run's last round; the first is 1."""
+    return config.run.steps // sync_every(config)
+
+
+def rules(config: Config) -> Rules:
+    """Of the lighthouse."""
+    return Rules(founders=config.world.workers, sync_every=sync_every(config))
+
+
+def positions(
+    config: Config, views: Mapping[int, View], view: View | None, seat: int, round: int, spare: int
+) -> Iterator[np.ndarray]:
+    """What `seat` reads in `round`: (b,) places of the data's order for each backward pass.
+
+    view: whose cell it reads; None: out of turn, from its own stretch, of which it has read `spare` batches.
+    """
+    size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
+    if view is None:
+        steps = [spare_rows(seat, spare + h, batch_size=size * accumulation) for h in range(sync_every(config))]
+    else:
+        place = view.place(seat)
+        assert place is not None, "its cell is read by a member"
+        cells = batches(views, view, round, place)
+        steps = [rows(*cell, batch_size=size * accumulation) for cell in cells]
+    for step in steps:
+        yield from np.split(step, accumulation)
