@@ -18,8 +18,6 @@ from isles.cli import (
     evaluate,
     export,
     generate,
-    join,
-    lighthouse,
     memory,
     methods,
     pipeline,
@@ -31,6 +29,7 @@ from isles.cli import (
     torchrun,
     train,
 )
+from isles.cli.elastic import join, lighthouse
 from isles.cli.experts import commands
 
 app = typer.Typer(

@@ -23,7 +23,7 @@ from isles.comm.elastic.messages import (
     Ack,
     BeatReply,
     Entry,
-    Judge,
+    Examine,
     Leave,
     Load,
     Over,
@@ -49,7 +49,7 @@ class Company:
     def __init__(self, session: Session, entry: Entry) -> None:
         self.seat = entry.seat
         self.member = Member(entry.seat)
-        self.ended: Over | Judge | None = None
+        self.ended: Over | Examine | None = None
         self._session, self._signature = session, signature(entry.seat, entry.key)
         self._changed = threading.Condition(threading.RLock())
         self._load: Load | None = None
@@ -264,7 +264,7 @@ class Company:
                 case Load():
                     self._load = message
                     self.member.call = max(self.member.call, message.call)
-                case Over() | Judge():
+                case Over() | Examine():
                     self.ended = message
                 case Refusal(reason=reason):
                     self.ended = Over(reason)

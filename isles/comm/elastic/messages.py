@@ -153,7 +153,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Examine:
     """The one model of the run is at the lighthouse: fetch it, and report its validation loss."""
 
 
@@ -173,7 +173,7 @@ class Refusal:
 
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
-    | Hello | Entry | Leave | Reload | Finished | Judge | Over
+    | Hello | Entry | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

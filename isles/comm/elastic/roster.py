@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from isles.comm.elastic.company import Company
 from isles.comm.errors import CommError
 from isles.comm.group import Group
+from isles.comm.transport import Deadlines
+
+_KEPT = 8  # rounds whose answers are remembered
+_SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
+_LEAST = 2.0  # seconds that a partner is waited for at the least
+_SPREADS = 5.0
 
 
 class ElasticRoster:
     """See `isles.comm.roster.Roster`. alone: the group of this worker by itself, which starts alone: its weights are
     drawn as everybody's are, or taken from a member.
+
+    A partner is waited for as long as exchanges usually take, and some more, at most `world.outer_deadline`: one that
+    does not know yet that it has this partner does its round alone, and says nothing.
     """
 
     grows = True
 
     def __init__(self, company: Company, alone: Group) -> None:
         self.company, self.founders = company, alone
+        self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given
+        self._took: deque[float] = deque(maxlen=_SAMPLES)
 
     def group(self, round: int) -> Group:
-        standing = self.company.standing(round)
-        return replace(self.founders, ranks=standing.seats, view=max(standing.view, 0))
+        if round not in self._answers:
+            standing, now = self.company.standing(round), self.founders.transport.now()
+            group = replace(
+                self.founders, ranks=standing.seats, view=max(standing.view, 0), deadlines=self._deadlines()
+            )
+            self._answers = {**{r: a for r, a in self._answers.items() if r > round - _KEPT}, round: (group, now)}
+        return self._answers[round][0]
 
     def lost(self, seat: int) -> bool:
         return self.company.lost(seat)
@@ -32,7 +50,13 @@ class ElasticRoster:
         """Who is gone the network tells; who is only late is met again."""
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        if len(seats) > 1 and round in self._answers:
+            self._took.append(self.founders.transport.now() - self._answers[round][1])
         return self.company.accepts(round, seats)
+
+    def begin_anew(self) -> None:
+        """This worker has another state: answers about its rounds before are not valid any more."""
+        self._answers = {}
 
     def survivors(self, asked: bool) -> Group:
         """Itself: the one model is put together at the lighthouse."""
@@ -44,3 +68,11 @@ class ElasticRoster:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
+
+    def _deadlines(self) -> Deadlines:
+        waits = self.founders.deadlines
+        if len(self._took) < _ENOUGH:
+            return waits
+        usual = median(self._took)
+        spread = median(abs(one - usual) for one in self._took)
+        return replace(waits, outer=min(max(_LEAST, usual + _SPREADS * spread), waits.outer))

@@ -40,6 +40,8 @@ class ElasticTransport(OnHostClock):
     when it is there.
     """
 
+    native = False
+
     def __init__(
         self,
         session: Session,

@@ -24,4 +24,6 @@ def enter(optimizer: OuterSync, round: int, steps: int) -> None:
     optimizer.courier = Courier(optimizer.roster, optimizer.parts)
     for fragment in optimizer.fragments:
         fragment.rounds, fragment.sent = round - 1, steps
-        fragment.ahead = fragment.latest = None
+        fragment.latest = None
+        if optimizer.parts.prefetch_anchors and round > 1:
+            fragment.ahead = optimizer.courier.send_anchor(fragment, round, steps)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from isles.comm import credentials
-from isles.comm.credentials import Token
+from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.keys import CONFIG, HELLO
 from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
@@ -25,7 +26,7 @@ from isles.launch.addresses import parse_address
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
-from isles.training.elastic.joining import Joined
+from isles.training.elastic.joining import Participant
 from isles.training.elastic.terms import check
 from isles.training.running.starting import first_interrupt
 from isles.version import __version__
@@ -46,14 +47,14 @@ def take_part(address: str, token: Token, *, data: str | None, device: str | Non
     leaving = threading.Event()
     with tempfile.TemporaryDirectory(prefix="isles-") as name:
         folder = Path(name)
-        mine = credentials.fetch(host, port, token, folder / "credentials", seconds=_ANSWER)
+        mine = _fetched(host, port, token, folder / "credentials", tell)
         session = open_session("client", mine, connect=address, patience=_PATIENCE)
         try:
             config = _configuration(_asked(session, CONFIG, b""), data, device)
             torch.set_num_threads(config.world.threads)
             corpus = load_corpus(config.data)
             company = Company(session, _seat(session, corpus.sha256))
-            worker = Joined(config, session, company, corpus, folder, leaving, tell)
+            worker = Participant(config, session, company, corpus, folder, leaving, tell)
             try:
                 tell(f"in: seat {company.seat} of {config.method} at {address}")
                 with first_interrupt(leaving.set):
@@ -67,6 +68,26 @@ def take_part(address: str, token: Token, *, data: str | None, device: str | Non
     if isinstance(company.ended, Over) and company.ended.reason:
         raise OSError(f"the run goes on without this worker: {printable(company.ended.reason, 300)}")
     return f"the run is over; its model and report are at the lighthouse ({address})"
+
+
+def _fetched(host: str, port: int, token: Token, folder: Path, tell: Callable[[str], None]) -> Credentials:
+    """The run's certificate, compared with the token. Tried for a while: a lighthouse may be starting again, or busy
+    with strangers. OSError, in one line, where nobody answers.
+    """
+    until, told = time.monotonic() + _PATIENCE, False
+    while True:
+        try:
+            return credentials.fetch(host, port, token, folder, seconds=_ANSWER)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise OSError(
+                    f"nobody answers at {host}:{port} within {_PATIENCE:g} s ({error.strerror or error}); is the "
+                    "lighthouse running, at this address, and is its port open?"
+                ) from None
+            if not told:
+                tell(f"nobody answers at {host}:{port} yet ({error.strerror or error}); trying for {_PATIENCE:g} s")
+            told = True
+            time.sleep(1.0)
 
 
 def _asked(session: Session, key: str, said: bytes) -> bytes:
@@ -107,7 +128,7 @@ def _configuration(text: bytes, data: str | None, device: str | None) -> Config:
     if data is not None:
         config = replace(config, data=replace(config.data, path=data))
     if device is not None:
-        config = replace(config, model=replace(config.model, device=device))
+        config = replace(config, model=replace(config.model, device=cast(Any, device)))
     return config
 
 

@@ -26,7 +26,7 @@ from isles.comm.call import Ledger
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver, NotGiven, take
 from isles.comm.elastic.keys import LIGHTHOUSE
-from isles.comm.elastic.messages import Finished, Judge, Load, Over
+from isles.comm.elastic.messages import Examine, Finished, Load, Over
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.session import Session
 from isles.comm.elastic.transport import ElasticTransport
@@ -57,7 +57,7 @@ _SPARE = 1 << 20  # bytes of a state beside its tensors
 Ending = Literal["finished", "left", "over", "again"]
 
 
-class Joined:
+class Participant:
     """This worker. folder: for files on their way. leaving: set where it is to leave."""
 
     def __init__(
@@ -87,7 +87,8 @@ class Joined:
         alone = Group(self.transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
-        self.trainer = Trainer(config, world, corpus, ElasticRoster(company, alone))
+        self.roster = ElasticRoster(company, alone)
+        self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
         self.giver = Giver(session, str(company.seat))
@@ -133,6 +134,7 @@ class Joined:
         return "finished"
 
     def _enter(self, round: int, steps: int) -> None:
+        self.roster.begin_anew()
         enter(self.optimizer, round, steps)
         self._schedule_at(steps)
 
@@ -246,7 +248,7 @@ class Joined:
         self.giver.offer(MODEL, self.folder / "model.safetensors", {})
         self.company.report({"result": result})
         while not isinstance(self.company.ended, Over):
-            if isinstance(self.company.ended, Judge):
+            if isinstance(self.company.ended, Examine):
                 self._judge()
                 self.company.ended = None
             self.company.ask(Finished())

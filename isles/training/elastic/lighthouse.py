@@ -24,7 +24,7 @@ from isles.comm.elastic.gifts import Giver, NotGiven, take
 from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.messages import Judge, Over
+from isles.comm.elastic.messages import Examine, Over
 from isles.comm.elastic.session import open_session
 from isles.comm.errors import PeerLost
 from isles.durable import settle, write_text
@@ -178,7 +178,7 @@ class Keeper:
         self.giver.offer(MODEL, copy, {})
         for seat in seats:
             if not self.judged:
-                self.lighthouse.tell([seat], Judge())
+                self.lighthouse.tell([seat], Examine())
                 self.lighthouse.wait(lambda: bool(self.judged), self.config.world.eval_deadline)
         copy.unlink(missing_ok=True)
 

@@ -42,8 +42,8 @@ def lighthouse(
     end_in_order()
     if not 0 < port < 65536:
         raise ValueError(f"--port {port}: choose 1 to 65535")
-    resolved, out = _resolved(config, founders, set_ or [], out)
-    out = out or _new_directory(resolved.method)
+    resolved, there = _resolved(config, founders, set_ or [], out)
+    run = there or _new_directory(resolved.method)
     address = f"{host}:{port}"
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(resolved.method, resolved.world.workers, resolved.run.steps))
@@ -51,20 +51,20 @@ def lighthouse(
 
         def told(token: str) -> None:
             progress.notice(f"to join, on a machine that has isles[elastic]: isles join {address} --token {token}")
-            started.extend(_start(address, out / "credentials", out, number) for number in range(workers))
+            started.extend(_start(address, run / "credentials", run, number) for number in range(workers))
 
-        keeper = _keeper(resolved, out, address, told, progress)
+        keeper = _keeper(resolved, run, address, told, progress)
         stack.callback(_end, started)
         with first_interrupt(keeper.stopping.set, resolved.run.grace):
             summary = keeper.run()
     if summary is None:
         print(
-            f"isles: stopped; workers that stay go on by themselves and come back to: isles lighthouse {out} "
+            f"isles: stopped; workers that stay go on by themselves and come back to: isles lighthouse {run} "
             f"--host {host} --port {port}",
             file=sys.stderr,
         )
         raise typer.Exit(130)
-    _print_summary(summary, out)
+    _print_summary(summary, run)
 
 
 def _resolved(

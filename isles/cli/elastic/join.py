@@ -21,7 +21,9 @@ def join(
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine, if not as there.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...: what this machine trains on.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu or cuda: what this machine trains on, if not as there.")
+    ] = None,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.

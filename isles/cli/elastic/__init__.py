@@ -1,0 +1,1 @@
+"""The commands of runs whose workers come and go."""
