@@ -53,7 +53,7 @@ class Company:
         self._session, self._signature = session, signature(entry.seat, entry.key)
         self._changed = threading.Condition(threading.RLock())
         self._load: Load | None = None
-        self._training = False
+        self._training = self._answers = False
         self._poked = self._closed = False
         self._reports: deque[bytes] = deque(maxlen=_REPORTS)
         session.serve(f"{TOLD}/{entry.seat}", self._told)
@@ -67,12 +67,20 @@ class Company:
     # What the training thread asks
 
     def begin(self, round: int) -> View | None:
-        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`."""
+        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
+
+        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
+        """
         with self._changed:
+            if self._answers and not self._changed.wait_for(lambda: self._may_begin(round), _SOON):
+                self._answers = False
             view = self.member.begin(round)
             self._training = True
             self._poke()
         return view
+
+    def _may_begin(self, round: int) -> bool:
+        return self.member.is_known(round) or self.member.call != self.member.ready or self.ended is not None
 
     def standing(self, round: int) -> Standing:
         """Who takes part in the exchange of `round`."""
@@ -216,6 +224,7 @@ class Company:
             answer, ack = self.ask(beat), None
             with self._changed:
                 if isinstance(answer, BeatReply):
+                    self._answers = True
                     ack = self.member.answered(beat, answer)
                 elif isinstance(answer, Refusal):
                     self.ended = self.ended or Over(answer.reason)

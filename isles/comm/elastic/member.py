@@ -136,6 +136,10 @@ class Member:
         since = None if self._cells else self._since()
         return None if since is None or since > self._newest_round else max(since, self._newest_round - 1)
 
+    def is_known(self, round: int) -> bool:
+        """Whether the lighthouse's answers go far enough for this worker to read its own cell of `round`."""
+        return not self._cells or round <= self._answered + 1
+
     def view_of(self, round: int) -> View | None:
         """The newest view known that covers `round`."""
         return max((v for v in self.views.values() if v.since <= round), key=lambda v: v.number, default=None)

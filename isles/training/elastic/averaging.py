@@ -13,7 +13,8 @@ from isles.durable import replacing
 
 
 def write_mean(models: Sequence[Path], out: Path) -> None:
-    """Write the mean of float tensors, and the first one's other tensors, to `out`. Sums are of float64.
+    """Write the mean of float tensors, and the first one's other tensors, to `out`: added in this order and divided, as
+    a fixed world takes it (`isles.comm.collectives.mean`).
 
     ValueError, with the file, for one that is damaged, or of other names, shapes or types than the first.
     """
@@ -23,13 +24,12 @@ def write_mean(models: Sequence[Path], out: Path) -> None:
     for name in sorted(first.keys()):
         mean = _tensor(models[0], first, name)
         if np.issubdtype(mean.dtype, np.floating):
-            total = mean.astype(np.float64)
             for path, file in others:
                 one = _tensor(path, file, name)
                 if one.shape != mean.shape or one.dtype != mean.dtype:
                     raise ValueError(f"{path}: {name} is of another shape or type")
-                total += one
-            mean = (total / len(files)).astype(mean.dtype)
+                mean = mean + one
+            mean = mean / mean.dtype.type(len(files))
         means[name] = mean
     with replacing(out) as partial:
         save_file(means, str(partial), metadata=first.metadata())

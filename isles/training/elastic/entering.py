@@ -6,7 +6,8 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,35 +40,44 @@ _LONGEST = 1 << 20  # bytes of a configuration
 def take_part(address: str, token: Token, *, data: str | None, device: str | None, tell: Callable[[str], None]) -> str:
     """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
 
+    Arguments and errors as `in_run`; OSError also where the run goes on without this worker.
+    """
+    with in_run(address, token, data=data, device=device, tell=tell) as worker:
+        tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
+        with first_interrupt(worker.leaving.set):
+            ending = worker.run()
+    if ending == "left":
+        return f"left the run after inner step {worker.optimizer.steps}; the others go on"
+    ended = worker.company.ended
+    if isinstance(ended, Over) and ended.reason:
+        raise OSError(f"the run goes on without this worker: {printable(ended.reason, 300)}")
+    return f"the run is over; its model and report are at the lighthouse ({address})"
+
+
+@contextmanager
+def in_run(
+    address: str, token: Token, *, data: str | None, device: str | None, tell: Callable[[str], None]
+) -> Iterator[Participant]:
+    """A worker of the run at `address`, in a seat of it until the block ends.
+
     data, device: of this machine, where they differ from the run's. ValueError, in one line, for what a person can
-    mend; OSError where nobody answers, or the run ends without this worker.
+    mend; OSError where nobody answers.
     """
     zenoh()  # or what to install, before anything else
     host, port = parse_address(address, "HOST:PORT")
-    leaving = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="isles-") as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
         mine = _fetched(host, port, token, folder / "credentials", tell)
         session = open_session("client", mine, connect=address, patience=_PATIENCE)
-        try:
-            config = _configuration(_asked(session, CONFIG, b""), data, device)
-            torch.set_num_threads(config.world.threads)
-            corpus = load_corpus(config.data)
-            company = Company(session, _seat(session, corpus.sha256))
-            worker = Participant(config, session, company, corpus, folder, leaving, tell)
-            try:
-                tell(f"in: seat {company.seat} of {config.method} at {address}")
-                with first_interrupt(leaving.set):
-                    ending = worker.run()
-            finally:
-                worker.close()
-        finally:
-            session.close()
-    if ending == "left":
-        return f"left the run after inner step {worker.optimizer.steps}; the others go on"
-    if isinstance(company.ended, Over) and company.ended.reason:
-        raise OSError(f"the run goes on without this worker: {printable(company.ended.reason, 300)}")
-    return f"the run is over; its model and report are at the lighthouse ({address})"
+        stack.callback(session.close)
+        config = _configuration(_asked(session, CONFIG, b""), data, device)
+        torch.set_num_threads(config.world.threads)
+        corpus = load_corpus(config.data)
+        company = Company(session, _seat(session, corpus.sha256))
+        stack.callback(company.close)
+        worker = Participant(config, session, company, corpus, folder, tell)
+        stack.callback(worker.close)
+        yield worker
 
 
 def _fetched(host: str, port: int, token: Token, folder: Path, tell: Callable[[str], None]) -> Credentials:

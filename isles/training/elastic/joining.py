@@ -58,7 +58,7 @@ Ending = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
-    """This worker. folder: for files on their way. leaving: set where it is to leave."""
+    """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way."""
 
     def __init__(
         self,
@@ -67,12 +67,10 @@ class Participant:
         company: Company,
         corpus: Corpus,
         folder: Path,
-        leaving: threading.Event,
         notice: Callable[[str], None],
     ) -> None:
         self.config, self.session, self.company, self.folder = config, session, company, folder
-        self.leaving, self.notice = leaving, notice
-        self.rounds_alone = 0
+        self.leaving, self.notice = threading.Event(), notice
         self._asked_to_leave = False
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
@@ -112,8 +110,7 @@ class Participant:
         return ending if company.ended is None or ending != "again" else "over"
 
     def close(self) -> None:
-        """Give back threads; the session is whoever's who opened it."""
-        self.company.close()
+        """Give back threads; company and session are whoever's who made them."""
         self.transport.close()
         self.trainer.memory.close()
 

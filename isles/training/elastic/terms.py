@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -23,9 +24,9 @@ def elastic(tables: Tables) -> Config:
 
     ValueError, with the key and the mend, where it cannot be one.
     """
-    replicas = dict(tables.get("replicas", {}))
-    replicas.setdefault("on_peer_failure", "solo")
-    config = resolve({**tables, "replicas": replicas})
+    config, key = resolve(tables), "on_peer_failure"
+    if hasattr(config.replicas, key) and key not in tables.get("replicas", {}):
+        config = replace(config, replicas=replace(config.replicas, **{key: "solo"}))
     check(config)
     return config
 
@@ -38,11 +39,6 @@ def check(config: Config) -> None:
             f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
             f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} one)"
         )
-    if getattr(config.replicas, "on_peer_failure", "raise") != "solo":
-        raise ValueError(
-            'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
-            "it out"
-        )
     for key in ("delay", "outer_delay", "fragments"):
         value = getattr(config.replicas, key, None)
         if value not in (None, 0, 1, "none"):
@@ -54,6 +50,11 @@ def check(config: Config) -> None:
         raise ValueError(
             f"replicas.method = {name!r}: all its workers land one mean together, which is not there yet where they "
             f"come and go: use isles train --nodes, or {_TAKEN.removesuffix(' is')}"
+        )
+    if getattr(config.replicas, "on_peer_failure", "raise") != "solo":
+        raise ValueError(
+            'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
+            "it out"
         )
     if config.world.inner > 1 or config.pipeline.stages > 1:
         raise ValueError(

@@ -1,0 +1,146 @@
+"""Workers join, leave and are lost in a real run: a lighthouse and workers in threads, over the engine on loopback."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from isles.training.config.reading import gather
+from isles.training.config.sections import Config
+from isles.training.elastic.joining import Participant
+from isles.training.elastic.terms import elastic
+from tests.training.elastic.runs import Run
+from tests.training.runs import TINY, metrics, run, write_text
+
+pytest.importorskip("zenoh")
+EVERY = 5
+
+
+def small(folder: Path, steps: int, founders: int, *more: str) -> Config:
+    settings = [one for one in TINY if not one.startswith("world.backend")]
+    settings += [f"data.path={write_text(folder / 'text.txt')}", f"run.steps={steps}", f"world.workers={founders}"]
+    settings += ["replicas.method=noloco", f"replicas.sync_every={EVERY}", "run.validate_every=0", *more]
+    return elastic(gather(None, {}, settings))
+
+
+def fixed(config: Config) -> Config:
+    return replace(config, world=replace(config.world, backend="virtual"), run=replace(config.run, log_every=EVERY))
+
+
+def lines_of(records: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """By step and worker: loss, rate, tokens."""
+    return {(one["step"], one["worker"]): (one["loss"], one["lr"], one["tokens"]) for one in records if "loss" in one}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int) -> None:
+    """The same lines, bytes of exchanges and bits of the one model as on the virtual clock."""
+    config = small(tmp_path, 30, workers)
+    whole = run(fixed(config), tmp_path / "fixed")
+    world = Run(config, tmp_path / "elastic")
+    for _ in range(workers):
+        world.join()
+    summary = world.end()
+    ours, theirs = lines_of(metrics(tmp_path / "elastic")), lines_of(metrics(tmp_path / "fixed"))
+    assert ours == theirs
+    sent, should = (one["channels"].get("outer", {"bytes_sent": 0})["bytes_sent"] for one in (summary, whole))
+    assert sent == should
+    mine, other = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("elastic", "fixed"))
+    assert mine.keys() == other.keys() and all(mine[name].equal(other[name]) for name in mine)
+    assert summary["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-12)
+
+
+def events(out: Path, kind: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (out / "members.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if entry["event"] == kind]
+
+
+@pytest.fixture
+def leisurely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 50 ms, which leave the machine to the others."""
+    one_round = Participant._round
+
+    def slowly(worker: Participant, *place: int) -> None:
+        time.sleep(0.05)
+        one_round(worker, *place)
+
+    monkeypatch.setattr(Participant, "_round", slowly)
+
+
+@pytest.mark.usefixtures("leisurely")
+def test_workers_come_and_go(tmp_path: Path) -> None:
+    """One vanishes, one comes in its place, one leaves; then the lighthouse is put out and lit again."""
+    config = small(tmp_path, 6000, 3, "run.checkpoint_every=50")
+    world = Run(config, tmp_path / "run")
+    first, second, third = (world.join() for _ in range(3))
+    world.until(lambda: min(world.step(number) for number in (first, second, third)) >= 4 * EVERY)
+    world.vanish(third)
+    gone = world.workers[third].company.seat
+    world.until(lambda: any(gone not in view["view"]["seats"] for view in events(world.out, "view")))
+    fourth = world.join()
+    world.until(lambda: world.step(fourth) > 0)
+    # It begins where the others are, with their weights, and not at the start of the run.
+    assert world.step(fourth) > 4 * EVERY
+    world.workers[second].leaving.set()
+    world.until(lambda: second in world.endings)
+    assert world.endings[second] == "left"
+    world.until(lambda: (world.out / "state.safetensors").exists())
+    world.stop()
+    assert world.summary is None  # stopped, not over
+    before = world.step(first)
+    world.until(lambda: world.step(first) >= before + 2 * EVERY)  # training does not wait for it
+    world.keep()
+    fifth = world.join()
+    world.until(lambda: world.step(fifth) > 0)
+    seats = {world.workers[number].company.seat for number in (first, fourth, fifth)}
+    world.until(lambda: any(set(view["view"]["seats"]) == seats for view in events(world.out, "view")))
+    for number in (first, fourth, fifth):
+        world.workers[number].leaving.set()
+    world.until(lambda: {first, fourth, fifth} <= world.endings.keys())
+    world.stop()
+    views = [view["view"] for view in events(world.out, "view")]
+    assert len({worker.company.seat for worker in world.workers.values()}) == 5  # seats are never used twice
+    assert [view["number"] for view in views] == sorted({view["number"] for view in views})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("leisurely")
+def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its third round on its distance from the mean of the others is at most twice the largest of theirs."""
+    anchors: dict[int, dict[int, Tensor]] = {}
+
+    def noted(worker: Participant, round: int) -> None:
+        anchors.setdefault(round, {})[worker.company.seat] = worker.optimizer.fragments[0].anchor.clone()
+        copy_state(worker, round)
+
+    copy_state = Participant._copy_state
+    monkeypatch.setattr(Participant, "_copy_state", noted)
+    world = Run(small(tmp_path, 6000, 3, "inner.lr=0.002"), tmp_path / "run")
+    founders = [world.join() for _ in range(3)]
+    world.until(lambda: min(map(world.step, founders)) >= 10 * EVERY)
+    joiner = world.join()
+    world.until(lambda: world.step(joiner) > 0)
+    begun = world.step(joiner) // EVERY
+    world.until(lambda: world.step(joiner) >= (begun + 6) * EVERY)
+    seat = world.workers[joiner].company.seat
+    for number in range(4):
+        world.workers[number].leaving.set()
+    world.until(lambda: len(world.endings) == 4)
+    world.stop()
+    looked = 0
+    for round in range(begun + 3, begun + 6):
+        there = anchors[round]
+        if seat in there and len(there) == 4:
+            others = [anchor for other, anchor in there.items() if other != seat]
+            mean = torch.stack(others).mean(0)
+            assert (there[seat] - mean).norm() <= 2 * max(float((anchor - mean).norm()) for anchor in others)
+            looked += 1
+    assert looked > 0
