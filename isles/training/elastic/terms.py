@@ -41,7 +41,7 @@ def check(config: Config) -> None:
         )
     for key in ("delay", "outer_delay", "fragments"):
         value = getattr(config.replicas, key, None)
-        if value not in (None, 0, 1, "none"):
+        if value not in (None, 0, 1, "none", "whole"):
             raise ValueError(
                 f"replicas.{key} = {value!r}: a joiner takes a state right after a landing, when nothing is under way, "
                 "and here something always is; take it out, or use isles train --nodes"

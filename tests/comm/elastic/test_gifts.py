@@ -1,0 +1,50 @@
+"""Files from one member to another, over real sessions."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from isles.comm.elastic.gifts import Giver, NotGiven, take
+from isles.comm.elastic.keys import SeatKeys, signature
+from isles.comm.elastic.session import open_session
+from tests.comm.elastic.sessions import router
+
+pytest.importorskip("zenoh")
+
+
+def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
+    with router(tmp_path) as (mine, address, host):
+        guest = open_session("client", mine, connect=address)
+        try:
+            giver = Giver(host, "3")
+            first = tmp_path / "first"
+            first.write_bytes(bytes(range(256)) * 12_000)  # three pieces
+            waiting = threading.Timer(0.3, lambda: giver.offer("state", first, {"round": 5}))
+            waiting.start()  # who asks before it is there waits, and the giver is told
+            facts = take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+            assert facts["round"] == 5 and (tmp_path / "taken").read_bytes() == first.read_bytes()
+            with pytest.raises(NotGiven, match="more than"):
+                take(guest, "3", "state", tmp_path / "taken", most=1000, seconds=20.0)
+            first.write_bytes(b"\1" * first.stat().st_size)  # it is not what was offered any more
+            with pytest.raises(NotGiven, match="checksum"):
+                take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+            giver.shut("state")
+            with pytest.raises(NotGiven, match="within"):
+                take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=1.0)
+            assert giver.wanted.is_set()
+            Giver(host, "4", patient=False)
+            with pytest.raises(NotGiven, match="there is none"):
+                take(guest, "4", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+        finally:
+            guest.close()
+
+
+def test_a_seat_s_word_bears_its_key(tmp_path: Path) -> None:
+    keys = SeatKeys(tmp_path)
+    assert keys.seat(signature(7, keys.of(7))) == 7
+    assert SeatKeys(tmp_path).of(7) == keys.of(7)  # a lighthouse that is started again knows it
+    for forged in (signature(8, keys.of(7)), b"7", b"7:", b"", b"-1:" + keys.of(1).encode(), b"\xff" * 200):
+        assert keys.seat(forged) is None

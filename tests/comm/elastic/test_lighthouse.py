@@ -1,0 +1,100 @@
+"""The lighthouse among strangers and members that say what they must not, over real sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.comm.elastic.journal import Journal
+from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, SeatKeys, signature
+from isles.comm.elastic.lighthouse import Lighthouse
+from isles.comm.elastic.messages import Beat, BeatReply, Entry, Hello, Refusal, Word, decode, encode
+from isles.comm.elastic.orders import Rules
+from isles.comm.elastic.session import Session, open_session
+from tests.comm.elastic.sessions import router
+
+pytest.importorskip("zenoh")
+Answer = tuple[bytes | None, bytes | None]
+
+
+def heard(seat: int, event: Any) -> None:
+    if event != {"fine": seat}:
+        raise ValueError("not fine")
+
+
+@contextmanager
+def lit(folder: Path) -> Iterator[tuple[Lighthouse, Session]]:
+    """A lighthouse, and a session of somebody with the token."""
+    with router(folder) as (mine, address, session):
+        journal = Journal(folder)
+        rules = Rules(founders=2, sync_every=5)
+        keys = SeatKeys(folder)
+        lighthouse = Lighthouse(session, rules, journal, keys, config="[run]\n", version="1.0", heard=heard)
+        guest = open_session("client", mine, connect=address)
+        try:
+            yield lighthouse, guest
+        finally:
+            guest.close()
+            lighthouse.close()
+            journal.close()
+
+
+def ask(session: Session, key: str, said: bytes, word: bytes | None = None) -> Answer:
+    """The answer; asked again while nobody takes it yet."""
+    for _ in range(50):
+        done, answers = threading.Event(), list[Answer]()
+
+        def answered(reply: bytes | None, refusal: bytes | None, answers: Any = answers, done: Any = done) -> None:
+            answers.append((reply, refusal))
+            done.set()
+
+        session.ask(key, said, answered, attachment=word, seconds=5.0)
+        assert done.wait(10.0)
+        if answers[0] != (None, None):
+            return answers[0]
+        threading.Event().wait(0.05)
+    return None, None
+
+
+def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
+    with lit(tmp_path) as (lighthouse, guest):
+        assert ask(guest, CONFIG, b"") == (b"[run]\n", None)
+
+        def hello(version: str, corpus: str) -> Any:
+            return decode(ask(guest, HELLO, encode(Hello(version, corpus)))[0] or b"")
+
+        entry = hello("1.0", "abc")
+        assert isinstance(entry, Entry) and entry.seat == 0
+        other, text = hello("0.9", "abc"), hello("1.0", "another")
+        assert isinstance(other, Refusal) and "install" in other.reason
+        assert isinstance(text, Refusal) and "data.path" in text.reason
+        second = hello("1.0", "abc")
+        word = signature(entry.seat, entry.key)
+        assert isinstance(decode(ask(guest, ASKED, encode(Beat()), word)[0] or b""), BeatReply)
+        never = (None, b"never")
+        forged = [None, b"", signature(1, entry.key), signature(99, "0" * 32), b"\xff" * 100]
+        assert all(ask(guest, ASKED, encode(Beat()), wrong) == never for wrong in forged)
+        junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"beat"}', encode(Word(1, "land", 0, (0,)))]
+        assert all(ask(guest, ASKED, wrong, word) == never for wrong in junk)
+        assert ask(guest, HELLO, b"{}") == never
+        assert ask(guest, REPORTED, b'{"fine": 0}', word) == (b"", None)
+        assert ask(guest, REPORTED, b"x", signature(1, entry.key)) == never
+        assert ask(guest, REPORTED, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
+        assert lighthouse.refused[0, "not fine"] == 1
+        assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 3
+        # All the while it works: the second seat is another one, with a key of its own.
+        assert (second.seat, second.key == entry.key) == (1, False)
+
+
+def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
+    with lit(tmp_path) as (_, guest):
+        entry = decode(ask(guest, HELLO, encode(Hello("1.0", "abc")))[0] or b"")
+    journal = Journal(tmp_path)
+    journal.close()
+    assert [one["event"] for one in journal.entries][:1] == ["join"]
+    assert SeatKeys(tmp_path).of(entry.seat) == entry.key

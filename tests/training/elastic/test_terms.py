@@ -1,0 +1,89 @@
+"""What can be a run whose workers come and go, and what is said where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isles.comm.view import View
+from isles.training.config.reading import gather
+from isles.training.elastic.averaging import write_mean
+from isles.training.elastic.entering import _configuration
+from isles.training.elastic.terms import elastic, last_round, positions, rules
+from tests.training.runs import TINY
+
+
+def config(*more: str) -> Any:
+    settings = [one for one in TINY if "backend" not in one]
+    return elastic(gather(None, {}, [*settings, "replicas.method=noloco", "replicas.sync_every=5", *more]))
+
+
+def test_lost_workers_end_nobody() -> None:
+    made = config("run.steps=20", "world.workers=3")
+    assert made.replicas.on_peer_failure == "solo"
+    assert (last_round(made), rules(made).founders, rules(made).sync_every) == (4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["replicas.method=ddp"], "replicas.method"),
+        (["replicas.method=demo"], "replicas.method"),
+        (["replicas.method=ist"], "replicas.method"),
+        (["replicas.method=diloco"], "land one mean together"),
+        (["replicas.method=eager"], "land one mean together"),
+        (["replicas.method=streaming-noloco"], "replicas."),
+        (["replicas.on_peer_failure=raise"], "on_peer_failure"),
+        (["world.workers=4", "world.inner=2"], "world.inner"),
+        (["world.backend=virtual"], "world.backend"),
+        (["run.steps=21"], "replicas.sync_every = 5"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> None:
+    given = [one for one in settings if one.startswith("replicas.method")]
+    every = [] if given else ["replicas.sync_every=5"]
+    tiny = [one for one in TINY if "backend" not in one]
+    method = given or ["replicas.method=noloco"]
+    with pytest.raises(ValueError, match=key) as told:
+        elastic(gather(None, {}, [*tiny, *method, *every, "run.steps=20", *[o for o in settings if o not in given]]))
+    assert "\n" not in str(told.value)
+
+
+def test_a_lighthouse_names_no_code() -> None:
+    """What comes from another machine imports nothing here."""
+    with pytest.raises(ValueError, match="os:system"):
+        _configuration(b'[model]\nfactory = "os:system"\n', None, None)
+    with pytest.raises(ValueError, match="damaged"):
+        _configuration(b"\xff\xfe", None, None)
+
+
+def test_cells_are_read_in_passes() -> None:
+    """With accumulation a worker reads what it would have read in a batch of that size; together all of it, once."""
+    made = config("run.steps=20", "world.workers=3", "inner.accumulation=2")
+    view = View(0, 1, (4, 7, 9), (5, 5, 5))
+    read = [np.concatenate(list(positions(made, {0: view}, view, seat, 1, 0))) for seat in view.seats]
+    assert all(len(list(positions(made, {0: view}, view, seat, 1, 0))) == 10 for seat in view.seats)
+    assert sorted(np.concatenate(read).tolist()) == list(range(3 * 5 * 2 * 2))
+    out_of_turn = np.concatenate(list(positions(made, {}, None, 7, 1, 0)))
+    assert out_of_turn.min() > 1 << 50 and len(set(out_of_turn.tolist())) == 20
+
+
+def test_the_mean_of_models(tmp_path: Path) -> None:
+    for number in range(3):
+        save_file({"w": torch.full((2,), float(number)), "n": torch.tensor([7])}, tmp_path / f"{number}")
+    write_mean([tmp_path / str(number) for number in range(3)], tmp_path / "mean")
+    found = load_file(tmp_path / "mean")
+    assert found["w"].tolist() == [1.0, 1.0] and found["n"].tolist() == [7]
+    save_file({"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor([7])}, tmp_path / "bad")
+    save_file({"w": torch.zeros(3), "n": torch.tensor([7])}, tmp_path / "other")
+    for wrong, why in (("bad", "not finite"), ("other", "another shape")):
+        with pytest.raises(ValueError, match=why):
+            write_mean([tmp_path / "0", tmp_path / wrong], tmp_path / "mean")
+    (tmp_path / "damaged").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="no safetensors"):
+        write_mean([tmp_path / "damaged"], tmp_path / "mean")
