@@ -26,6 +26,7 @@ from isles.comm.elastic.messages import (
     Done,
     Load,
     Message,
+    Over,
     Proposal,
     Refusal,
     from_plain,
@@ -117,9 +118,15 @@ class Membership:
         return self._orders(now)
 
     def leave(self, now: float, seat: int) -> list[Order]:
-        """A worker leaves at the next view; it goes on until then, and then its connection ends."""
+        """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave they
+        may go at once.
+        """
         if seat in self.workers and self.workers[seat].here and self.workers[seat].state != "leaving":
             self._record("leave", seat=seat)
+            leaving = [worker.seat for worker in self.workers.values() if worker.here and worker.state == "leaving"]
+            if set(leaving) == set(self.members()):  # nobody is left for whom another view would be
+                for each in leaving:
+                    self._tell(each, Over())
         return self._orders(now)
 
     def reload(self, now: float, seat: int) -> list[Order]:

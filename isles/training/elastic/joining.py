@@ -123,7 +123,7 @@ class Participant:
             if company.is_called:
                 return "again"
             if company.ended is not None:
-                return "over"
+                return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
                 return "left"
             self._round(round, every)

@@ -77,8 +77,8 @@ def leisurely(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("leisurely")
 def test_workers_come_and_go(tmp_path: Path) -> None:
-    """One vanishes, one comes in its place, one leaves; then the lighthouse is put out and lit again."""
-    config = small(tmp_path, 6000, 3, "run.checkpoint_every=50")
+    """One vanishes, one comes in its place, one leaves; then all do."""
+    config = small(tmp_path, 6000, 3)
     world = Run(config, tmp_path / "run")
     first, second, third = (world.join() for _ in range(3))
     world.until(lambda: min(world.step(number) for number in (first, second, third)) >= 4 * EVERY)
@@ -92,23 +92,42 @@ def test_workers_come_and_go(tmp_path: Path) -> None:
     world.workers[second].leaving.set()
     world.until(lambda: second in world.endings)
     assert world.endings[second] == "left"
+    assert len({worker.company.seat for worker in world.workers.values()}) == 4  # seats are never used twice
+    for number in (first, fourth):
+        world.workers[number].leaving.set()
+    world.until(lambda: {first, fourth} <= world.endings.keys())
+    assert world.endings[first] == world.endings[fourth] == "left"
+    world.stop()
+    views = [view["view"] for view in events(world.out, "view")]
+    assert [view["number"] for view in views] == sorted({view["number"] for view in views})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("leisurely")
+def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
+    """Training goes on meanwhile; then all are back in one view, a newcomer too. Once all have gone, a new worker
+    begins with the state on the lighthouse's disk.
+    """
+    world = Run(small(tmp_path, 60_000, 2, "run.checkpoint_every=50"), tmp_path / "run")
+    first, second = world.join(), world.join()
     world.until(lambda: (world.out / "state.safetensors").exists())
     world.stop()
     assert world.summary is None  # stopped, not over
     before = world.step(first)
     world.until(lambda: world.step(first) >= before + 2 * EVERY)  # training does not wait for it
     world.keep()
-    fifth = world.join()
-    world.until(lambda: world.step(fifth) > 0)
-    seats = {world.workers[number].company.seat for number in (first, fourth, fifth)}
+    third = world.join()
+    world.until(lambda: world.step(third) > 0)
+    seats = {world.workers[number].company.seat for number in (first, second, third)}
     world.until(lambda: any(set(view["view"]["seats"]) == seats for view in events(world.out, "view")))
-    for number in (first, fourth, fifth):
-        world.workers[number].leaving.set()
-    world.until(lambda: {first, fourth, fifth} <= world.endings.keys())
+    for number in (first, second, third):
+        world.vanish(number)
+    fourth = world.join()
+    world.until(lambda: world.step(fourth) > 0)
+    assert world.step(fourth) >= 50
+    world.workers[fourth].leaving.set()
+    world.until(lambda: fourth in world.endings)
     world.stop()
-    views = [view["view"] for view in events(world.out, "view")]
-    assert len({worker.company.seat for worker in world.workers.values()}) == 5  # seats are never used twice
-    assert [view["number"] for view in views] == sorted({view["number"] for view in views})
 
 
 @pytest.mark.long
