@@ -15,7 +15,7 @@ from isles.comm.transport import Deadlines
 
 _KEPT = 8  # rounds whose answers are remembered
 _SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
-_LEAST = 2.0  # seconds that a partner is waited for at the least
+_LEAST, _FIRST = 2.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
 _SPREADS = 5.0
 
 
@@ -72,7 +72,7 @@ class ElasticRoster:
     def _deadlines(self) -> Deadlines:
         waits = self.founders.deadlines
         if len(self._took) < _ENOUGH:
-            return waits
+            return replace(waits, outer=min(_FIRST, waits.outer))
         usual = median(self._took)
         spread = median(abs(one - usual) for one in self._took)
         return replace(waits, outer=min(max(_LEAST, usual + _SPREADS * spread), waits.outer))

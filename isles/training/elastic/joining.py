@@ -74,6 +74,7 @@ class Participant:
         self._asked_to_leave = False
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
+        self._has = 0  # the round of the state that it began with
 
         def connected(seat: int) -> None:
             company.connection(seat, broken=False)
@@ -104,7 +105,8 @@ class Participant:
             while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
                 round = company.first(_WAIT)
             if round is not None:
-                ending = self._train(round)
+                self._catch_up(load, round)
+                ending = self._train(company.first(0.0) or round)
         if ending == "finished":
             self._conclude()
         return ending if company.ended is None or ending != "again" else "over"
@@ -198,22 +200,37 @@ class Participant:
 
     def _take(self, load: Load) -> bool:
         """Begin with the state that the lighthouse names; False where it did not come."""
-        giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
-        path = self.folder / "taken.safetensors"
-        weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
         try:
-            facts = take(self.session, giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
-            round, left_out = self._adopt(path), _left_out(facts.get("left_out"))
+            self._has, left_out = self._fetch(load)
         except NotGiven as why:
             if load.donor >= 0:
                 self.notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
                 self.company.reload()
                 return False
-            round, left_out = 0, {}  # nobody has one: as drawn, the same everywhere
+            self._has, left_out = 0, {}  # nobody has one: as drawn, the same everywhere
+        self.company.loaded(load, self._has, left_out)
+        return True
+
+    def _catch_up(self, load: Load, round: int) -> None:
+        """The others went on while this worker waited for its first round: it takes the donor's newest state, for an
+        old one would draw them back.
+        """
+        if load.donor >= 0 and round - self._has > _FRESH:
+            try:
+                self._has, _ = self._fetch(load)
+            except NotGiven as why:
+                self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+
+    def _fetch(self, load: Load) -> tuple[int, dict[int, int]]:
+        """Take on the state of the donor: the round that it is of, and whom it was told to be left out."""
+        giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
+        path = self.folder / "taken.safetensors"
+        weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
+        try:
+            facts = take(self.session, giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
+            return self._adopt(path), _left_out(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)
-        self.company.loaded(load, round, left_out)
-        return True
 
     def _adopt(self, path: Path) -> int:
         """Take on the state in the file; the round that it is of. NotGiven where it is not one of this run."""
