@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from isles.training.config import sections
-from tests.faults.harness import Bench, Trial, drawn, table
+from tests.faults.harness import Bench, table
+from tests.faults.trials import Trial, drawn
 
 CHOSEN = [
     Trial(method="ddp", kind="KILL", moment="join", worker=0),

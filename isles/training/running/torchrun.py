@@ -123,6 +123,10 @@ def _lead(
     thread.start()
     if (start := begun.get()) is not None:
         pool, step, node_group = start
+        # Where a worker dies torchrun ends the others at once, by SIGTERM, and by force after half a minute: this
+        # process has yet to say what happened.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _nothing)
         _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
     if isinstance(ended[0], BaseException):
@@ -175,6 +179,10 @@ def _attend(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _one_machine() -> bool:
