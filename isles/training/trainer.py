@@ -39,6 +39,7 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
+from isles.training.expected import expectation
 from isles.training.memory import PlannedMemory
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
@@ -87,7 +88,9 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
-        for notice in [*notices, *self.memory.notices]:
+        line = world.transport.line()
+        expected = [] if line is None else [expectation(self.optimizer, config, line)]
+        for notice in [*notices, *self.memory.notices, *expected]:
             if world.rank == 0:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"
