@@ -103,6 +103,8 @@ def _torchrun(trial: Trial, config: Config, out: Path, resume: int | None) -> No
     if code == 0:
         return
     told = [line.removeprefix("isles: ") for line in said.splitlines() if line.startswith("isles: ")]
+    if trial.method == "solo" and told and "the run is complete" in told[-1]:
+        return  # an error only so that torchrun ends what is left of the lost worker
     if told and told[-1].startswith("stopped after step"):
         raise Interrupted(out, SINGLE_NODE)
     raise WorkerFailed(0, told[0] if told else said)
