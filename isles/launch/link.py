@@ -49,6 +49,7 @@ class Link:
         self._lost: LinkLost | None = None
         self.silence = Silence(SILENCE)
         self._socket = _socket(writer)
+        self._tries_soon = False
         self._awake, self._wakes = socket.socketpair()
         self._awake.setblocking(False)
         self._wakes.setblocking(False)
@@ -71,7 +72,7 @@ class Link:
         """From now on the other side counts as lost after `silence` seconds without a sign of life."""
         self.silence = Silence(silence)
         if self._socket is not None:
-            try_soon(self._socket, silence)
+            self._tries_soon = try_soon(self._socket, silence)
 
     def send(self, message: Any) -> None:
         """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
@@ -175,8 +176,8 @@ class Link:
         return b"".join(pieces)
 
     def _again(self) -> float:
-        """Seconds until the kernel tries once more, where the other side does not acknowledge; else 0."""
-        look = None if self._socket is None else seen(self._socket)
+        """Seconds until the kernel tries once more, where the other side does not acknowledge; 0 where that is soon."""
+        look = None if self._socket is None or self._tries_soon else seen(self._socket)
         return 0.0 if look is None else look.again
 
     def _keep(self, message: Any, length: int) -> None:
