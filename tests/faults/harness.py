@@ -146,15 +146,17 @@ def _names(trial: Trial, words: str) -> bool:
 
 
 def table(outcomes: Sequence[tuple[Trial, Outcome]]) -> str:
-    """Markdown: a row a kind of fault, a column a moment; how trials ended, and the longest time to know it."""
-    cells: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    """Markdown: a row a kind of fault, a column a moment; how trials ended, and the longest time to know it, but for
+    torchrun's own waiting.
+    """
+    cells: defaultdict[tuple[str, str], list[tuple[Trial, Outcome]]] = defaultdict(list)
     for trial, outcome in outcomes:
-        cells[trial.kind, trial.moment].append(outcome)
+        cells[trial.kind, trial.moment].append((trial, outcome))
 
     def cell(kind: str, moment: str) -> str:
         own = cells.get((kind, moment), [])
-        ends = [f"{sum(one.end == end for one in own)} {end}" for end in ("finished", "failed", "stopped")]
-        known = [one.seconds for one in own if one.end != "finished"]
+        ends = [f"{sum(one.end == end for _, one in own)} {end}" for end in ("finished", "failed", "stopped")]
+        known = [one.seconds for trial, one in own if one.end != "finished" and trial.launcher != "torchrun"]
         longest = f"; {max(known):.1f} s" if known else ""
         return ", ".join(end for end in ends if not end.startswith("0 ")) + longest or "-"
 

@@ -85,7 +85,7 @@ class Nodes:
 
     def moved(self) -> int:
         """Bytes that have come to node 1, while all go on."""
-        assert all(command.process.poll() is None for command in self.commands), self.commands[0].end()
+        assert all(command.process.poll() is None for command in self.commands), self.end()
         return self.machines[1].wire().bytes_received
 
     def until_in_transfer(self) -> None:
