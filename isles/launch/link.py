@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from isles.comm.errors import CommError
-from isles.comm.tcp import seen, try_soon
+from isles.comm.tcp import keep_trying, seen, try_soon
 from isles.launch import loop
 from isles.launch.beats import BEAT, Silence
 from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, BadFrame, length_of, message_of, packed
@@ -177,8 +177,13 @@ class Link:
 
     def _again(self) -> float:
         """Seconds until the kernel tries once more, where the other side does not acknowledge; 0 where that is soon."""
-        look = None if self._socket is None or self._tries_soon else seen(self._socket)
-        return 0.0 if look is None else look.again
+        look = None if self._socket is None else seen(self._socket)
+        if look is None or self._socket is None:
+            return 0.0
+        if self._tries_soon:
+            keep_trying(self._socket, look, self.silence.seconds)
+            return 0.0
+        return look.again
 
     def _keep(self, message: Any, length: int) -> None:
         with self._changing:

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from isles.comm.tcp import Seen, is_far, seen, try_soon
+from isles.comm.tcp import Seen, is_far, keep_trying, seen, try_soon
 from isles.comm.transport import Deadlines, Line
 
 GLANCE = 0.1  # seconds between looks
@@ -87,7 +87,9 @@ class Life:
         try:
             self._looked = now
             for peer, known in list(self._known.items()):
-                self._note(peer, [look for name, fd in known.items() if (look := _look(fd, name)) is not None], now)
+                silence = self._silence if self._tries_soon else None
+                looks = [look for name, fd in known.items() if (look := _look(fd, name, silence)) is not None]
+                self._note(peer, looks, now)
         finally:
             self._looking.release()
 
@@ -152,11 +154,13 @@ def connections() -> dict[str, int]:
     return {look.name: fd for fd, look in looks.items() if look.is_established}
 
 
-def _look(fd: int, name: str) -> Seen | None:
-    """Of the connection `name` behind a descriptor; None where it is no more."""
+def _look(fd: int, name: str, silence: float | None = None) -> Seen | None:
+    """Of the connection `name` behind a descriptor; None where it is no more. silence: have it tried on for so long."""
     for end in _opened(fd):
         look = seen(end)
         if look is not None and look.name == name:
+            if silence is not None:
+                keep_trying(end, look, silence)
             return look
     return None
 
