@@ -68,7 +68,8 @@ class Heard:
     lost = False
 
     def __init__(self, rank: int, is_alive: bool) -> None:
-        self.ranks, self.is_alive = (rank,), is_alive
+        self.ranks: tuple[int, ...] = (rank,)
+        self.is_alive = is_alive
         self._ours, self._theirs = socket.socketpair()
 
     def fileno(self) -> int:
