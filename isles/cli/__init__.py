@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -69,6 +71,7 @@ def _isles(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, a failed run one line and 1."""
+    atexit.register(gc.freeze)  # at its end Python would walk through all of torch: half a second of CPU time
     sys.path.append(os.getcwd())  # where package.module:Class of one's own is looked for last, as under python -m
     try:
         code = _run()

@@ -50,6 +50,7 @@ def run(
 ) -> None:
     """This process's part of the run; rank 0 shows progress and the result. choose: names the run directory."""
     from isles.cli.progress import Progress
+    from isles.comm.errors import WorkerFailed
     from isles.training.running.torchrun import take_part
 
     if node_spec.nodes > 1:
@@ -60,5 +61,11 @@ def run(
     with progress if is_main_process() else nullcontext():
         ended = take_part(config, choose, progress.line, progress.notice, resume)
     if ended is not None:
-        out, summary = ended
+        out, summary, lost = ended
         show(summary, out)
+        if lost:  # torchrun waits for each of its processes, and for ever for one that is stopped
+            raise WorkerFailed(
+                lost[0],
+                "the others have finished without it, and the run is complete; this error has torchrun end what is "
+                "left of it",
+            )

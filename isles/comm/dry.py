@@ -52,6 +52,9 @@ class DryTransport:
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
         self._refuse()
 
+    def line(self) -> None:
+        """No machine, no line."""
+
     def now(self) -> float:
         """No time passes."""
         return 0.0

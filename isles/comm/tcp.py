@@ -3,6 +3,9 @@
 On a full slow line TCP's time until the next try is seconds and doubles with each, so that traffic comes back up to one
 cut's length after the mend. `TCP_RTO_MAX_MS` (Linux 6.15) keeps it at two seconds; then the number of tries that Linux
 makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the first without the second.
+
+Where nothing can even be sent, for the own interface is down, Linux probes instead, and gives up after fifteen of these
+however long it was told to go on: `keep_trying` spreads them, and has what waits sent as soon as it can be.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from typing import NamedTuple
 _TCP_INFO, _USER_TIMEOUT, _RTO_MAX = 11, 18, 44  # of linux/tcp.h
 _AGAIN = 2000  # milliseconds until the next try, at most
 _PATIENCE = 600.0  # seconds for which it is tried, at least
+_PROBES = 6.0  # of those that are left last for at least a silence
 _CUTS = 10.0  # times the silence after which somebody counts as lost
-# state, retransmits, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1); notsent_bytes (4.6)
-_INFO = struct.Struct("=B1xB5xI12xI92xQQ8xI")
+# state, retransmits, probes, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1);
+# notsent_bytes (4.6); busy_time (us, 4.10)
+_INFO = struct.Struct("=B1xBB4xI12xI92xQQ8xI20xQ")
+_LEAST = 148  # bytes of what a kernel must tell
+_TELLING = 1 << 16  # bytes after which a rate is one
 _ESTABLISHED = 1
 
 
@@ -34,6 +41,10 @@ class Seen(NamedTuple):
     """Seconds until the kernel tries once more, where nothing was acknowledged at the last try; else 0."""
     is_idle: bool
     """Whether all that was to be sent has arrived."""
+    probes: int
+    """That were not answered, while nothing is under way."""
+    rate: float | None
+    """Bits per second at which what was sent was acknowledged, while there was any; None: not enough yet."""
 
 
 def endpoint(address: tuple[object, ...]) -> str:
@@ -48,14 +59,22 @@ def seen(connection: socket.socket) -> Seen | None:
     with contextlib.suppress(OSError):
         if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
             info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
-            if len(info) < _INFO.size:
+            if len(info) < _LEAST:
                 return None
-            state, tries, rto, unacked, acked, received, unsent = _INFO.unpack_from(info)
+            told = _INFO.unpack_from(info.ljust(_INFO.size, b"\0"))
+            state, tries, probes, rto, unacked, acked, received, unsent, busy = told
             established = state == _ESTABLISHED
             name = f"{endpoint(connection.getsockname())} {endpoint(connection.getpeername())}" if established else ""
             again = rto / 1e6 if tries and established else 0.0
-            return Seen(name, established, acked + received, again, not (unacked or unsent))
+            rate = 8e6 * acked / busy if busy and acked > _TELLING else None
+            return Seen(name, established, acked + received, again, not (unacked or unsent), probes, rate)
     return None
+
+
+def is_far(name: str) -> bool:
+    """Whether a connection leads to another machine, by its name."""
+    here, there = (end.partition("|")[0] for end in name.split(" "))
+    return here != there and not there.startswith("127.")
 
 
 def try_soon(connection: socket.socket, silence: float) -> bool:
@@ -69,3 +88,13 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
     patience = int(1000 * max(_PATIENCE, _CUTS * silence))
     connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, patience)
     return True
+
+
+def keep_trying(connection: socket.socket, look: Seen, silence: float) -> None:
+    """At every look at a connection for which `try_soon` was true: see above."""
+    with contextlib.suppress(OSError):
+        longest = int(1000 * max(silence / _PROBES, _AGAIN / 1000)) if look.probes else _AGAIN
+        if connection.getsockopt(socket.IPPROTO_TCP, _RTO_MAX) != longest:
+            connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, longest)
+        if look.probes:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which sends what waits

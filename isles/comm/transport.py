@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -104,6 +104,16 @@ class Deadlines:
         return max(getattr(self, channel), 5 * 8 * nbytes / self.slowest_link)
 
 
+class Line(NamedTuple):
+    """The slowest line from this worker to another machine, as far as it has shown itself.
+
+    rate: bits per second; None: not known yet. tries_soon: whether the kernel was made to try again soon after a cut.
+    """
+
+    rate: float | None
+    tries_soon: bool
+
+
 class Transport(Protocol):
     """One worker's end of a backend. Buffers are flat contiguous uint8 CPU tensors (views are welcome)."""
 
@@ -149,6 +159,10 @@ class Transport(Protocol):
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
         """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
+        ...
+
+    def line(self) -> Line | None:
+        """The slowest line to another machine; None where there is none, or nobody knows."""
         ...
 
     def now(self) -> float:

@@ -48,6 +48,11 @@ class Silence:
         return now - self._heard > self.limit + self._longer
 
 
+def no_sign_of_life(seconds: float) -> str:
+    """What a worker is said to have failed of that was silent for so long."""
+    return f"no sign of life for {seconds:g} s: its process is stopped or its machine frozen"
+
+
 def begin_pulse(
     send: Callable[[tuple[str, Any]], None], closing: threading.Event, moved: Callable[[], int], asked: threading.Event
 ) -> None:

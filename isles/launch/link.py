@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from isles.comm.errors import CommError
-from isles.comm.tcp import seen, try_soon
+from isles.comm.tcp import keep_trying, seen, try_soon
 from isles.launch import loop
 from isles.launch.beats import BEAT, Silence
 from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, BadFrame, length_of, message_of, packed
@@ -49,6 +49,7 @@ class Link:
         self._lost: LinkLost | None = None
         self.silence = Silence(SILENCE)
         self._socket = _socket(writer)
+        self._tries_soon = False
         self._awake, self._wakes = socket.socketpair()
         self._awake.setblocking(False)
         self._wakes.setblocking(False)
@@ -71,7 +72,7 @@ class Link:
         """From now on the other side counts as lost after `silence` seconds without a sign of life."""
         self.silence = Silence(silence)
         if self._socket is not None:
-            try_soon(self._socket, silence)
+            self._tries_soon = try_soon(self._socket, silence)
 
     def send(self, message: Any) -> None:
         """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
@@ -175,9 +176,14 @@ class Link:
         return b"".join(pieces)
 
     def _again(self) -> float:
-        """Seconds until the kernel tries once more, where the other side does not acknowledge; else 0."""
+        """Seconds until the kernel tries once more, where the other side does not acknowledge; 0 where that is soon."""
         look = None if self._socket is None else seen(self._socket)
-        return 0.0 if look is None else look.again
+        if look is None or self._socket is None:
+            return 0.0
+        if self._tries_soon:
+            keep_trying(self._socket, look, self.silence.seconds)
+            return 0.0
+        return look.again
 
     def _keep(self, message: Any, length: int) -> None:
         with self._changing:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
 from isles.comm.transport import Deadlines
-from isles.launch.beats import Silence
+from isles.launch.beats import Silence, no_sign_of_life
 from isles.launch.worker import WorkerSpec, serve
 
 WorkerMessage = tuple[int, str, Any]
@@ -91,9 +91,8 @@ class PipeHandle:
         self.lost = True
         if self.process is not None:
             self.process.kill()  # also ends one that is stopped
-        why = f"no sign of life for {self._silence.limit:g} s: its process is stopped or its machine frozen"
         (rank,) = self.ranks
-        return [(rank, "error", WorkerFailed(rank, why))]
+        return [(rank, "error", WorkerFailed(rank, no_sign_of_life(self._silence.limit)))]
 
     def _how_it_ended(self) -> str:
         if self.process is None:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed, is_cause
 from isles.comm.transport import Deadlines
-from isles.launch.beats import BEAT
+from isles.launch.beats import BEAT, no_sign_of_life
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerHandle, WorkerMessage, WorkerProcesses
 from isles.launch.relay import MessageCheck, NodeHandle, ProcessHandle, anything
@@ -79,6 +79,7 @@ class Workers:
         self._results: list[Any] = [None] * workers
         self._waiting = set(range(workers))
         self._joining = set(range(workers))
+        self._unheard = set(range(workers))  # who has given no sign of life yet
         self._join = (deadlines or Deadlines()).join
         self._meet_by = time.monotonic() + self._join
         self._moved = [0] * workers  # by rank, the bytes that each says to have moved
@@ -139,6 +140,7 @@ class Workers:
         return self._results
 
     def _heard(self, rank: int, kind: str, value: Any) -> None:
+        self._unheard.discard(rank)
         if kind == "interrupt":
             self._stop_wanted = True
         elif kind == "held" and self._bounds is not None:
@@ -166,10 +168,13 @@ class Workers:
         """Those who are alive but have not met the others in time."""
         if not self._joining or time.monotonic() < self._meet_by:
             return []
+        silent = sorted(self._joining & self._unheard)
         why = f"it has not met the other workers within {self._join:g} s: raise world.join_deadline"
-        if self.failures:
-            why = f"it has not met the other workers, for worker {self.failures[0]} is lost"
-        return [(rank, "error", WorkerFailed(rank, why)) for rank in sorted(self._joining)]
+        if lost := [*self.failures, *silent]:
+            why = f"it has not met the other workers, for worker {lost[0]} is lost"
+        ends = dict.fromkeys(silent, no_sign_of_life(self._join))
+        ends |= dict.fromkeys(sorted(self._joining.difference(silent)), why)
+        return [(rank, "error", WorkerFailed(rank, why)) for rank, why in ends.items()]
 
     def _pass_on_counts(self) -> None:
         """So that who waits for a worker that itself waits for another sees that the other's line moves."""

@@ -7,7 +7,6 @@ at the end: finish, judge the replicas, consolidate, judge the one model, save i
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,9 @@ from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
+from isles.training.draws import draws_state, restore_draws, seed_draws
 from isles.training.evaluation import validation_loss
+from isles.training.expected import expectation
 from isles.training.memory import PlannedMemory
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
@@ -90,7 +91,9 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
-        for notice in [*notices, *self.memory.notices]:
+        line = world.transport.line()
+        expected = [] if line is None else [expectation(self.optimizer, config, line)]
+        for notice in [*notices, *self.memory.notices, *expected]:
             if world.rank == 0:
                 world.report({"notice": notice})
         fp16 = config.model.autocast == "fp16"
@@ -178,7 +181,7 @@ class Trainer:
             "training_seconds": self.training_seconds,
             "clock_seconds": self.clock(),
             "host_seconds": time.perf_counter() - self.started,
-            "random": torch.get_rng_state(),
+            **draws_state(self.device),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ class Trainer:
         self.clock_before = state["clock_seconds"] - self.world.transport.now()
         self.timeline = Timeline(self.world.rank, resumed=True)
         self.started = time.perf_counter() - state["host_seconds"]
-        torch.set_rng_state(state["random"])
+        restore_draws(state, self.device)
 
     def clock(self) -> float:
         """Seconds of the run, those before it was resumed included."""
@@ -373,18 +376,13 @@ class Trainer:
         return validation_loss(model, self.text.validation(), self.autocast())
 
 
-def draws_seed(seed: int, rank: int) -> int:
-    """Of a worker's dropout and the like: every worker has draws of its own, the same on every backend."""
-    return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
-
-
 def train_worker(
     world: Mesh, config: Config, out: Path | None = None, resume: int | None = None, corpus: Corpus | None = None
 ) -> dict[str, Any] | None:
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
     from. corpus: see `Trainer`.
     """
-    torch.manual_seed(draws_seed(config.run.seed, world.rank))
+    seed_draws(config.run.seed, world.rank)
     world = world.arranged(layout_of(config))
     trainer = Trainer(config, world, corpus)
     if resume is not None:

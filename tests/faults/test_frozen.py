@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -59,6 +60,36 @@ def test_workers_that_never_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     results = pool.join()
     assert [type(result) for result in results] == [WorkerFailed, WorkerFailed]
     assert "it has not met the other workers within 2 s: raise world.join_deadline" in str(results[0])
+
+
+class Heard:
+    """A handle to a worker that has not met the others; it has given signs of life, or none."""
+
+    lost = False
+
+    def __init__(self, rank: int, is_alive: bool) -> None:
+        self.ranks: tuple[int, ...] = (rank,)
+        self.is_alive = is_alive
+        self._ours, self._theirs = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def read(self) -> list[Any]:
+        return [(self.ranks[0], "beat", 0)] if self.is_alive else []
+
+    def tell(self, command: Any) -> None:
+        pass
+
+
+def test_who_never_gave_a_sign_is_the_cause() -> None:
+    """Not those who wait for it, though all come to the end of join_deadline in one moment."""
+    handles = [Heard(0, True), Heard(1, True), Heard(2, False)]
+    pool = launching.Workers(3, handles, lambda patience: None, replace(WAITS, join=0.3))
+    results = pool.join()
+    assert str(results[2]) == "worker 2 failed: no sign of life for 0.3 s: its process is stopped or its machine frozen"
+    assert all("for worker 2 is lost" in str(results[rank]) for rank in (0, 1)), results
+    assert pool.failures[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from isles.training.config import sections
-from tests.faults.harness import Bench, Trial, drawn, table
+from tests.faults.harness import Bench, table
+from tests.faults.trials import Trial, drawn
 
 CHOSEN = [
     Trial(method="ddp", kind="KILL", moment="join", worker=0),
@@ -20,10 +21,14 @@ CHOSEN = [
     Trial(method="streaming-diloco", kind="disk", moment="checkpoint", worker=2),
     Trial(method="sparta", kind="TERM", moment="checkpoint"),
     Trial(method="noloco", kind="TERM", moment="round", worker=2, launcher="two nodes"),
+    Trial(method="diloco", kind="KILL", moment="round", worker=0, launcher="run_local"),
 ]
 DEARER = [
     Trial(method="demo", kind="STOP", moment="round", worker=0),
     Trial(method="diloco", kind="KILL", moment="checkpoint", worker=2, launcher="two nodes"),
+    Trial(method="solo", kind="STOP", moment="join", worker=2, launcher="run_local"),
+    Trial(method="ddp", kind="KILL", moment="checkpoint", launcher="torchrun"),
+    Trial(method="solo", kind="STOP", moment="validation", launcher="torchrun"),
 ]
 
 

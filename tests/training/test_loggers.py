@@ -75,15 +75,52 @@ def test_wandb_writes_an_offline_run(text: Path, tmp_path: Path, monkeypatch: py
     run(config, out)
     (file,) = out.glob("wandb/offline-run-*/*.wandb")
     assert file.stem == f"run-{(out / 'wandb' / 'id.txt').read_text()}"
-    # W&B has no reader for Python; the log holds names and values as they are, each as its JSON.
-    held = file.read_bytes()
+    rows = wandb_rows(file)
     for worker in (0, 1):
-        assert held.count(f"worker-{worker}/loss".encode()) >= 3
-        assert all(json.dumps(value).encode() in held for _, value in written(out, worker)["loss"])
+        shown = [(row["step"], row[f"worker-{worker}/loss"]) for row in rows if f"worker-{worker}/loss" in row]
+        assert shown == written(out, worker)["loss"]
+    assert not [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+
+
+def test_wandb_goes_on_where_it_was(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one id, with rows numbered on, for W&B drops those of a number that it has passed; steps are the run's."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isles[wandb]'")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    out = tmp_path / "run"
+    config = tiny(text, 'run.loggers=["wandb"]', "run.checkpoint_every=4", steps=6)
+    run(config, out)
     (out / "summary.json").unlink()
     launch(config, out, Told().lines.append, Told().notices.append, resume=4)
-    assert {path.name for path in out.glob("wandb/offline-run-*/*.wandb")} == {file.name}
-    assert not [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+    files = sorted(out.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
+    assert len({file.name for file in files}) == 1
+    # Of two sessions in one second W&B makes one folder, and the later file.
+    rows = [row for file in files for row in wandb_rows(file)]
+    numbers = [row["_step"] for row in rows]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == int((out / "wandb" / "rows.txt").read_text()) - 1
+    assert numbers[-1] > len(rows) - 1 or len(files) == 2
+    again = [row["step"] for row in wandb_rows(files[-1]) if "worker-0/loss" in row]
+    assert again == [6]
+
+
+def wandb_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a W&B file, a log of records in blocks of 32 kB as LevelDB has them, behind seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record, rows = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        left = (1 << 15) - at % (1 << 15)
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            held, record = Record.FromString(record), b""
+            items = held.history.item
+            if items:
+                rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+    return rows
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

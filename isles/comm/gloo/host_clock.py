@@ -9,7 +9,7 @@ from isles.comm.gloo.life import Life
 from isles.comm.gloo.transfers import BackgroundTransfer, Driver
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps
+from isles.comm.transport import Line, Steps
 
 
 class OnHostClock:
@@ -27,6 +27,10 @@ class OnHostClock:
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
         """Drive `protocol` in the background; the transfer fails `deadline` seconds after the last sign of life."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
+
+    def line(self) -> Line | None:
+        """By the kernel's counters."""
+        return self.life.line()
 
     def now(self) -> float:
         """Seconds since this transport was made, host clock."""

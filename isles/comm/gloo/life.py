@@ -26,8 +26,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from isles.comm.tcp import Seen, seen, try_soon
-from isles.comm.transport import Deadlines
+from isles.comm.tcp import Seen, is_far, keep_trying, seen, try_soon
+from isles.comm.transport import Deadlines, Line
 
 GLANCE = 0.1  # seconds between looks
 _CLOSED = 1.0  # seconds that gloo has to read what came before a connection was closed
@@ -50,6 +50,7 @@ class Life:
         self._others: dict[int, tuple[int, float]] = {}  # by worker: bytes moved by its own word, and when that changed
         self._closed: dict[int, float] = {}  # by peer: when its connections were first seen closed
         self._gone: dict[int, str] = {}
+        self._tries_soon = True
 
     def meet(self, make: Callable[[], T], rank: int, ranks: Sequence[int], store: Callable[[], dist.Store]) -> T:
         """What `make` returns: it joins the workers `ranks`; the connections that it makes are known from then on.
@@ -62,7 +63,7 @@ class Life:
         shared.set(str(rank), json.dumps(sorted(mine)))
         for fd in mine.values():
             for end in _opened(fd):
-                try_soon(end, self._silence)
+                self._tries_soon &= try_soon(end, self._silence)
         for peer in ranks:
             if peer != rank:
                 theirs = {" ".join(reversed(name.split(" "))) for name in json.loads(shared.get(str(peer)))}
@@ -86,7 +87,9 @@ class Life:
         try:
             self._looked = now
             for peer, known in list(self._known.items()):
-                self._note(peer, [look for name, fd in known.items() if (look := _look(fd, name)) is not None], now)
+                silence = self._silence if self._tries_soon else None
+                looks = [look for name, fd in known.items() if (look := _look(fd, name, silence)) is not None]
+                self._note(peer, looks, now)
         finally:
             self._looking.release()
 
@@ -94,6 +97,12 @@ class Life:
         """Bytes that this worker's connections have carried so far, as of the last look."""
         self.look()
         return sum(list(self._moved.values()))
+
+    def line(self) -> Line | None:
+        """The slowest one to another machine; None where no connection is known that leads to one."""
+        known = [(name, fd) for own in self._known.values() for name, fd in own.items() if is_far(name)]
+        rates = [look.rate for name, fd in known if (look := _look(fd, name)) is not None and look.rate is not None]
+        return Line(min(rates, default=None), self._tries_soon) if known else None
 
     def tell(self, counts: Sequence[int]) -> None:
         """A launcher's word: by rank, the bytes that each worker says to have moved."""
@@ -145,11 +154,13 @@ def connections() -> dict[str, int]:
     return {look.name: fd for fd, look in looks.items() if look.is_established}
 
 
-def _look(fd: int, name: str) -> Seen | None:
-    """Of the connection `name` behind a descriptor; None where it is no more."""
+def _look(fd: int, name: str, silence: float | None = None) -> Seen | None:
+    """Of the connection `name` behind a descriptor; None where it is no more. silence: have it tried on for so long."""
     for end in _opened(fd):
         look = seen(end)
         if look is not None and look.name == name:
+            if silence is not None:
+                keep_trying(end, look, silence)
             return look
     return None
 

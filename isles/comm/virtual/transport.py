@@ -85,6 +85,9 @@ class VirtualTransport:
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
 
+    def line(self) -> None:
+        """All workers are in this process."""
+
     def now(self) -> float:
         """Seconds of virtual time; inside a protocol: that of the event that steps it."""
         if self._scheduler.stepper == get_ident():

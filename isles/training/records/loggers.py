@@ -74,7 +74,8 @@ class WandB:
 
     A worker's numbers are named worker-0/loss and so on, against the metric `step`. To upload them:
     `wandb sync RUN/wandb/offline-run-*`. A resumed run goes on under the same id (RUN/wandb/id.txt); steps beyond the
-    checkpoint, trained twice, are there twice.
+    checkpoint, trained twice, are there twice. W&B numbers rows by itself, from 0 in each process, and drops those of a
+    number that it has passed: RUN/wandb/rows.txt says how many there are.
     """
 
     def __init__(self, config: Config, out: Path, resume: int | None) -> None:
@@ -95,13 +96,18 @@ class WandB:
             config=asdict(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._counted = folder / "rows.txt"
+        before = int(self._counted.read_text(encoding="utf-8") or 0) if self._counted.exists() else 0
+        self._rows = max(before, self._run.step)  # online W&B knows, too
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def line(self, record: MetricsRecord) -> None:
         prefix = f"worker-{record['worker']}/" if "worker" in record else ""
         numbers = {f"{prefix}{key}": value for key, value in record.items() if key not in ("step", "worker")}
-        self._run.log({"step": record["step"], **numbers})
+        self._run.log({"step": record["step"], **numbers}, step=self._rows)
+        self._rows += 1
+        self._counted.write_text(str(self._rows), encoding="utf-8")
 
     def summary(self, summary: MetricsRecord) -> None:
         """The numbers of summary.json as the run's summary."""

@@ -30,12 +30,12 @@ from isles.replicas import method
 from isles.tables import read_toml
 from isles.training.config.reading import read_config, run_name, to_toml
 from isles.training.config.sections import Config
+from isles.training.draws import carried_draws, new_draws
 from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
 from isles.training.records.lock import locked
 from isles.training.records.recut import cut_at, cut_facts, first_blocks, holdings, recut, whole_holding, with_stages
 from isles.training.records.totals import latest_clock, total_traffic
-from isles.training.trainer import draws_seed
 from isles.version import __version__
 
 _SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
@@ -189,7 +189,7 @@ class _Replicas:
             parts = recut([state], self._whole, self._after, method(self._config.method))
             for stage, part in enumerate(parts):
                 rank = number * len(self._after) + stage
-                yield part | ({"random": _draws(self._config, rank)} if stage else {})
+                yield part | (new_draws(self._config.run.seed, rank) if stage else {})
 
 
 def _carried_on(state: State, config: Config) -> State:
@@ -200,10 +200,6 @@ def _carried_on(state: State, config: Config) -> State:
 def _loader(state: dict[str, Any], config: Config) -> dict[str, Any]:
     replicas = config.replicas_in_all
     return resharded(state, workers=replicas, batch_size=config.data.batch_size_per_worker(replicas))
-
-
-def _draws(config: Config, rank: int) -> Tensor:
-    return torch.Generator().manual_seed(draws_seed(config.run.seed, rank)).get_state()
 
 
 def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
@@ -273,9 +269,10 @@ def _large(shard: State) -> State:
 
 
 def _small(shard: State) -> State:
-    kept = ("tokens", "losses", "training_seconds", "clock_seconds", "host_seconds", "random")
+    kept = ("tokens", "losses", "training_seconds", "clock_seconds", "host_seconds")
     optimizer = shard["optimizer"]
-    return {key: shard[key] for key in kept} | {key: optimizer[key] for key in ("traffic", "transport")}
+    own = {key: shard[key] for key in kept} | carried_draws(shard)
+    return own | {key: optimizer[key] for key in ("traffic", "transport")}
 
 
 def _shard(common: _Common, worker: int, config: Config) -> State:
@@ -296,7 +293,7 @@ def _shard(common: _Common, worker: int, config: Config) -> State:
         "training_seconds": sum(state["training_seconds"] for state in inherited),
         "clock_seconds": max(state["clock_seconds"] for state in common.own),
         "host_seconds": max(state["host_seconds"] for state in common.own),
-        "random": nearest["random"] if worker < old else _draws(config, worker),
+        **(carried_draws(nearest) if worker < old else new_draws(config.run.seed, worker)),
     }
 
 

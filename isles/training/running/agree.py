@@ -67,9 +67,8 @@ def met(
         link.patience(world.silence)
     try:
         if node_spec.node == 0:
-            node_group.facts.update(
-                resume=None if resume is None else _common_step(description, node_group.descriptions)
-            )
+            others = {} if node_spec.shared_directory else node_group.descriptions
+            node_group.facts.update(resume=None if resume is None else _common_step(description, others))
         yield node_group
     except KeyboardInterrupt as error:
         together = getattr(error, "late", 0.0) is None  # all have stopped after a common step

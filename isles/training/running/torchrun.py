@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,8 +50,9 @@ def take_part(
     on_line: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
-) -> tuple[Path, SummaryTable] | None:
-    """Work as the worker that torchrun's environment says; on rank 0 the run directory and the summary in the end.
+) -> tuple[Path, SummaryTable, tuple[int, ...]] | None:
+    """Work as the worker that torchrun's environment says; on rank 0 in the end the run directory, the summary, and the
+    workers that were lost on the way.
 
     out: names the run directory; asked on rank 0 alone. on_line, on_notice: told on rank 0. Errors as in `launch`, on
     every rank.
@@ -98,7 +99,7 @@ def _lead(
     resume: int | None,
     node_spec: NodeSpec,
     store: dist.Store,
-) -> tuple[Path, SummaryTable]:
+) -> tuple[Path, SummaryTable, tuple[int, ...]]:
     begun: SimpleQueue[tuple[Workers, int | None, NodeGroup] | None] = SimpleQueue()
     ours, theirs = Pipe()
     ended: list[SummaryTable | BaseException] = []
@@ -121,13 +122,19 @@ def _lead(
 
     thread = threading.Thread(target=work, name="isles-launcher", daemon=True)
     thread.start()
+    lost: Sequence[int] = ()
     if (start := begun.get()) is not None:
         pool, step, node_group = start
+        lost = pool.failures  # filled while the run goes on
+        # Where a worker dies torchrun ends the others at once, by SIGTERM, and by force after half a minute: this
+        # process has yet to say what happened.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _nothing)
         _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
     if isinstance(ended[0], BaseException):
         raise ended[0]
-    return out, ended[0]
+    return out, ended[0], tuple(lost)
 
 
 def _follow(
@@ -175,6 +182,10 @@ def _attend(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _one_machine() -> bool:

@@ -1,0 +1,25 @@
+"""What is said at the start of a run on several machines: what a round takes, and from when silence is a loss."""
+
+from __future__ import annotations
+
+from isles.comm.transport import Line
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.sections import Config
+
+
+def expectation(optimizer: ReplicaSync, config: Config, line: Line) -> str:
+    """One line. A round is what the method plans to exchange at a time; seconds are those of its bytes alone, at the
+    rate that `line` has shown so far, or where it has shown none at world.slowest_link.
+    """
+    world, planned = config.world, optimizer.outline(config.run.steps)
+    nbytes = (max(planned.sent) - planned.inside) / max(planned.rounds, 1)
+    rate = world.slowest_link if line.rate is None else line.rate
+    source = "world.slowest_link" if line.rate is None else "the slowest line of worker 0 so far"
+    every = "step" if planned.every == 1 else f"{planned.every} steps"
+    said = [
+        f"a round, every {every}: {nbytes / 1e6:.3g} MB from a worker, about {8 * nbytes / rate:.2g} s at "
+        f"{rate / 1e6:.3g} Mbit/s ({source})"
+    ]
+    cut = "" if line.tries_soon else f", or {2 * world.silence:g} s while a line is cut"
+    said.append(f"who gives no sign of life for {world.silence:g} s{cut} counts as lost (world.silence)")
+    return "; ".join(said if nbytes else said[1:])
