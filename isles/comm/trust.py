@@ -20,10 +20,10 @@ from torch import Tensor
 
 from isles.comm.errors import Refused
 
-BLOCK = 1 << 16  # entries that stay in cache between the look and what is done with them next
+BLOCK = 1 << 17  # entries that stay in cache between the look and what is done with them next
 _REMEMBERED = 101
 _FEW = 256  # shorter shares need only be finite: a few entries may well be near zero once
-_SOME = 8
+_SOME = 16
 _CHECKED = ("outer", "inner")  # channels; what users average among themselves is theirs
 
 

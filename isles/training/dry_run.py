@@ -30,6 +30,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
 from isles.models.subspace import Subspace
+from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
@@ -41,7 +42,6 @@ from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.dry_stages import (
     StagePlan,
-    WorkerMemory,
     compared_workers,
     form,
     most_forwards,
@@ -174,6 +174,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         gradients=memory.gradients,
         inner=memory.inner,
         held=memory.held,
+        tables=memory.tables,
         outline=outline,
         stages=stages,
         bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines), between, strict=True)),
@@ -212,7 +213,8 @@ def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
     subspace: Subspace | None = getattr(optimizer.model, "subspace", None)
     drawn = 0 if subspace is None else subspace.nbytes
     return WorkerMemory(
-        weights=drawn + sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *optimizer.model.buffers())),
+        weights=sum(parameter.nbytes for parameter in optimizer.model.parameters()),
+        tables=drawn + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.comm.group import Group
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
@@ -40,7 +41,7 @@ from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unwe
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.legal import warnings
-from isles.replicas.schedule import Held, landings, opening_exchanges, outer_memory, planned_rounds
+from isles.replicas.schedule import landings, opening_exchanges, outer_memory, planned_rounds
 from isles.replicas.start import T
 from isles.replicas.sync import ReplicaSync
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.comm.group import Group
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, Swap, by_size
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.replica import Replica
-from isles.replicas.schedule import Held, Outline, everyone, opening_exchanges, outline
+from isles.replicas.schedule import Outline, everyone, opening_exchanges, outline
 from isles.replicas.start import bytes_by_format, same_settings
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
