@@ -91,7 +91,8 @@ class StagesJob:
 class SplitPlan:
     """A split with seconds of an inner step and of what a worker does in it: computes, waits for its pipeline, waits
     for other replicas and inside its stage. bytes_a_step: that a worker sends to other stages in a step, and to other
-    replicas on average. memory: bytes of the fullest worker.
+    replicas on average. memory: bytes of the fullest worker; on_device: those
+    where it computes.
     """
 
     split: WorkerSplit
@@ -102,6 +103,7 @@ class SplitPlan:
     stage_bytes: float
     outer_bytes: float
     memory: float
+    on_device: float
 
 
 def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
@@ -137,6 +139,7 @@ def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
         outer = asked.way.payloads(split.replicas, form) * form.bits / 8 * model / rounds
     sent = staged.sent()
     share = max(_held(job, piece) for piece in made)
+    on_device, memory = _memory(asked, split, share)
     return SplitPlan(
         split=split,
         step=(account.computing + account.waiting) / rounds,
@@ -145,7 +148,8 @@ def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
         waiting=(account.waiting - account.for_stages) / rounds,
         stage_bytes=sum(sent) / len(sent),
         outer_bytes=outer,
-        memory=_memory(asked, split, share),
+        memory=memory,
+        on_device=on_device,
     )
 
 
@@ -259,14 +263,14 @@ def _opening(asked: StagesJob, split: WorkerSplit) -> list[PlannedExchange]:
     return [one for place in found for one in place]
 
 
-def _memory(asked: StagesJob, split: WorkerSplit, parameters: float) -> float:
-    """Bytes of a worker that holds so many, at its fullest; of what the method keeps it has its share of the island's."""
+def _memory(asked: StagesJob, split: WorkerSplit, parameters: float) -> tuple[float, float]:
+    """Bytes of a worker that holds so many, where it computes and in all at its fullest; the workers of a stage share what the method keeps."""
     if split.replicas == 1:
         alone = next(way for way in WAYS if way.method == "ddp").memory(replace(asked.job, parameters=parameters))
-        return float(alone.computing)
+        return alone.computing, alone.computing
     own = replace(asked.job, parameters=parameters, workers=split.replicas, matrices=None)
     memory = asked.way.memory(own)
-    return memory.computing + (memory.peak - memory.computing) / split.inner
+    return memory.computing, memory.computing + (memory.peak - memory.computing) / split.inner
 
 
 def _pieces(asked: StagesJob, stages: int) -> list[Piece]:

@@ -80,10 +80,14 @@ def _vector(job: Job) -> int:
 
 def _means(form: PlannedForm, entries: float, size: int, lossless: bool) -> float:
     """What averaging a vector takes. Low rank: the factors, and what is not compressed beside them."""
-    parts = [*form.phases, form.beside] if len(form.phases) > 1 else [form.bits]
-    if len(parts) == 1:
+    if not form.entries:
         return planned_working_bytes(entries, size, form.bits, form.back, lossless=lossless)
-    return sum(entries * bits / 8 for bits in parts)
+    parts = zip(form.entries, (*form.phases, form.beside), strict=True)
+    return sum(
+        4 * entries * share + planned_working_bytes(entries * share, size, bits / share, 1, lossless=bits == 32 * share)
+        for share, bits in parts
+        if share
+    )
 
 
 def compared(job: Job) -> Held:

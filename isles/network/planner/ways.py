@@ -19,8 +19,8 @@ class Way:
     """A method with its settings ("key = value, ..."). codec: in what form it sends, see `forms.form_of`. kind: 0
     gradients every step, 1 answers of the same round, 2 a round late or of some entries, 3 a part of the model at each
     worker. holds: the share of the model that a worker holds and computes. moments: the inner optimizer's, vectors of
-    that. kept: what it keeps beside. exchanges: see `isles.network.planner.closed`. payloads: whole models, in its form, that a
-    worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from
+    that. kept: what it keeps beside. exchanges: see `isles.network.planner.closed`. payloads: whole models, in its
+    form, that a worker sends a round. why: what speaks for it. every: the H that it is made for; None: any from
     `least` on. rounds: whether it has a `sync_every` to set.
     """
 
@@ -121,7 +121,7 @@ WAYS: tuple[Way, ...] = (
         payloads=_one_payload,
     ),
     _noloco(codec="int8", settings=_BOTH_INT8, kept=kept.outer(_swapped_lossy, members=2)),
-    _streaming_noloco(kept=kept.outer(_swapped, members=2)),
+    _streaming_noloco(kept=kept.outer(_swapped, streams=True, members=2)),
     _streaming_noloco(codec="int8", settings=_BOTH_INT8, kept=kept.outer(_swapped_lossy, streams=True, members=2)),
     _part(
         method="sparseloco",
