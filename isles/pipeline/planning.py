@@ -264,7 +264,9 @@ def _opening(asked: StagesJob, split: WorkerSplit) -> list[PlannedExchange]:
 
 
 def _memory(asked: StagesJob, split: WorkerSplit, parameters: float) -> tuple[float, float]:
-    """Bytes of a worker that holds so many, where it computes and in all at its fullest; the workers of a stage share what the method keeps."""
+    """Bytes of a worker that holds so many, where it computes, and in all at its fullest. The workers of a stage share
+    what the method keeps.
+    """
     if split.replicas == 1:
         alone = next(way for way in WAYS if way.method == "ddp").memory(replace(asked.job, parameters=parameters))
         return alone.computing, alone.computing

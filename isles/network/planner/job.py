@@ -16,8 +16,8 @@ Matrices = tuple[tuple[float, float, int], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is to be trained. layers: of the decoder. step_seconds: of one inner step of computing. tokens: of the whole
-    run, and of one step of all workers; None: not asked for. matrices: of the model; None: `usual_matrices`. device_bytes: memory of
-    a worker's GPU; None: not known.
+    run, and of one step of all workers; None: not asked for. matrices: of the model; None: `usual_matrices`.
+    device_bytes: memory of a worker's GPU; None: not known.
     """
 
     parameters: float

@@ -27,9 +27,6 @@ from isles.network.planner.planned import MessagePattern, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
 
-JUMPS = 100.0
-"""How many times more than `world.trust_ratio` a gradient may be: those of single steps jump, on one bad batch."""
-
 
 class Reduction(ABC):
     """Of one bucket, whose gradients lie flat in the order of `layout`."""
