@@ -113,12 +113,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
             'pipeline.routing = "skippipe": its plan says what a step takes (`isles pipeline check PLAN`); a dry run '
             "knows fixed and random routes"
         )
-    context, vocab = limits(config.model)
-    check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
-    list_sources(config.data.path)
-    refusals(config)
-    if config.run.start:
-        start_file(config.run.start)
+    context = _refuse_files(config)
     world, run = config.world, config.run
     readers = world.workers // config.pipeline.stages
     sequences = config.data.batch_size_per_worker(readers) * config.inner.accumulation
@@ -127,8 +122,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
         pieces, staged, scheme = _pieces(config, model)
-        places = range(len(pieces) * world.inner)  # of one replica; all replicas are alike
-        seats = [_seat(config, pieces[place // world.inner], place) for place in places]
+        seats = _seats(config, pieces)
         optimizer, notices = seats[0]
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
@@ -185,6 +179,36 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
+
+
+def refuse(config: Config) -> None:
+    """ValueError for the settings that a dry run refuses, so that a run can be refused before its processes start.
+    Models of the user's own and of Hugging Face are not made for that: workers do, and refuse there.
+    """
+    if config.pipeline.routing == "skippipe":
+        return
+    _refuse_files(config)
+    if config.model.factory is None and config.model.hf is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run says it again
+            _seats(config, _pieces(config, sketch(config.model))[0])
+
+
+def _refuse_files(config: Config) -> int:
+    """Tokens of a sequence. ValueError for files that cannot be read, and what does not go with the model's limits."""
+    context, vocab = limits(config.model)
+    check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
+    list_sources(config.data.path)
+    refusals(config)
+    if config.run.start:
+        start_file(config.run.start)
+    return context
+
+
+def _seats(config: Config, pieces: Sequence[nn.Module]) -> list[tuple[ReplicaSync, list[str]]]:
+    """The optimizers of one replica's workers; all replicas are alike."""
+    places = range(len(pieces) * config.world.inner)
+    return [_seat(config, pieces[place // config.world.inner], place) for place in places]
 
 
 def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None, Scheme | None]:
