@@ -102,7 +102,7 @@ def besieged_run(folder: Path, look: Callable[[], object] = lambda: None) -> int
     models = [(folder / run / "model.safetensors").read_bytes() for run in ("node0", "quiet0", "alone")]
     assert models[0] == models[1] == models[2]
     assert not (folder / "node0" / "credentials").exists() and not (folder / "node1" / "credentials").exists()
-    assert found.peak - quiet.peak < 50e6
+    assert found.peak - quiet.peak < 50e6, (found.peak, quiet.peak)
     return found.peak - quiet.peak
 
 

@@ -34,7 +34,7 @@ from isles.comm.collectives.shots import PARTS, AllGather, Alone, MeanPart, TwoS
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, native_collectives
 from isles.network.planner import memory
-from isles.network.planner.memory import MOST_SEGMENTS, Piece
+from isles.network.planner.memory import MOST_SEGMENTS, Working
 from isles.network.planner.memory import SEGMENT as _SEGMENT
 from isles.network.planner.planned import Mean, Segment
 
@@ -85,7 +85,7 @@ def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) ->
         there, back = (form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
         gathered = size > 1 and gathers(stop - start, dtype, codec, size)
         whole = codec.wire_bytes(stop - start, dtype)
-        pieces.append(Piece(whole, there, back, (stop - start) * dtype.itemsize, gathered))
+        pieces.append(Working(whole, there, back, (stop - start) * dtype.itemsize, gathered))
     return int(memory.working_bytes(pieces, size, lossless=codec.lossless))
 
 

@@ -12,11 +12,11 @@ from isles.network.planner.forms import PlannedForm
 from isles.network.planner.job import Job
 from isles.network.planner.memory import BLOCK, COMPARED, UNDER_WAY, Held, OuterVectors, planned_working_bytes
 
-Kept = Callable[[Job, PlannedForm, bool], list[Held]]
+KeptVectors = Callable[[Job, PlannedForm, bool], list[Held]]
 """job, form, whether it is lossless -> what is held."""
 
 
-def outer(vectors: OuterVectors, *, streams: bool = False, members: int | None = None) -> Kept:
+def outer(vectors: OuterVectors, *, streams: bool = False, members: int | None = None) -> KeptVectors:
     """A method with an outer loop. streams: in fragments. members: of a group; None: all workers."""
     return partial(_outer, vectors, streams, members)
 

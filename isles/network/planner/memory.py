@@ -98,8 +98,8 @@ class OuterVectors:
         return [*held, Held(UNDER_WAY, under_way, "exchange")]
 
 
-class Piece(NamedTuple):
-    """A segment of a mean: its entries and those of its largest shard, in bytes as they travel, there and back; and as
+class Working(NamedTuple):
+    """What a segment of a mean takes: its entries and those of its largest shard, in bytes as they travel, there and back; and as
     they are decoded. gathers: whether everyone sends it whole to everyone.
     """
 
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
     gathers: bool
 
 
-def working_bytes(pieces: Sequence[Piece], size: int, *, lossless: bool) -> float:
+def working_bytes(pieces: Sequence[Working], size: int, *, lossless: bool) -> float:
     """Memory beyond the vector that a mean of these segments in a group of `size` takes at its peak: what two of them
     receive, and where the codec is no mere view, what it encodes and decodes.
     """
@@ -127,5 +127,5 @@ def planned_working_bytes(entries: float, size: int, bits: float, back: float, *
     """
     count = min(max(math.ceil(entries / SEGMENT), 1), MOST_SEGMENTS)
     each, codes = entries / count, bits / 8
-    piece = Piece(each * codes, each / size * codes, each / size * codes * back, 4 * each, size <= 1 + back)
+    piece = Working(each * codes, each / size * codes, each / size * codes * back, 4 * each, size <= 1 + back)
     return working_bytes([piece] * min(count, 2), size, lossless=lossless)

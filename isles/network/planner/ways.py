@@ -28,7 +28,7 @@ class Way:
     codec: str = "none"
     settings: str = ""
     kind: int
-    kept: kept.Kept
+    kept: kept.KeptVectors
     moments: int = 2
     exchanges: Closed
     payloads: Callable[[int, PlannedForm], float]

@@ -352,8 +352,7 @@ class OuterSync(ReplicaSync):
 
     def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> Flight:
         resting = self._resting(fragment)
-        fragment.rounds += 1
-        fragment.sent = self.steps
+        fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
         anchors, fragment.ahead = fragment.ahead, None
         if anchors is None and self.parts.rule.shares_anchors:
             anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
