@@ -99,8 +99,8 @@ class OuterVectors:
 
 
 class Working(NamedTuple):
-    """What a segment of a mean takes: its entries and those of its largest shard, in bytes as they travel, there and back; and as
-    they are decoded. gathers: whether everyone sends it whole to everyone.
+    """Bytes that a segment of a mean takes: its entries and those of its largest shard as they travel, there and back,
+    and as they are decoded. gathers: whether everyone sends it whole to everyone.
     """
 
     whole: float
