@@ -314,6 +314,7 @@ def sharded(world: Mesh, change: str) -> Any:
     return stepped(world, model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["nan", "far"])
 def test_rows_of_fsdp_too(change: str) -> None:
     results = run_gloo(sharded, 2, args=(change,), deadlines=SHORT)

@@ -119,6 +119,14 @@ def test_a_crowd_costs_little(mine: Credentials) -> None:
 
 
 @pytest.mark.long
+def test_four_nodes_meet_within_two_seconds(mine: Credentials) -> None:
+    began = time.monotonic()
+    with hosting(mine, nodes=4) as host:
+        host.all_meet()
+        assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.long
 def test_two_thousand_that_say_nothing(mine: Credentials) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, hard), hard))  # for the callers: they are of this process
