@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import typer
 from typer.main import get_command
@@ -83,7 +86,8 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        return _command()(standalone_mode=False) or 0
+        with _warnings_in_a_line():
+            return _command()(standalone_mode=False) or 0
     except _UsageError as error:
         return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except ValueError as error:
@@ -98,6 +102,22 @@ def _run() -> int:
         if not isinstance(error, CommError):
             raise
         return _fail(_with_notes(error), 1)
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """What Python warns of is a note for the user, each once, without the path and line of whoever said it."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in told and torchrun.is_main_process():
+            print(f"note: {text}", file=sys.stderr, flush=True)
+        told.add(text)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 @cache

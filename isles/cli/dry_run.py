@@ -67,7 +67,12 @@ def _head(config: Config, plan: DryRun) -> list[str]:
 def _memory(plan: DryRun) -> list[str]:
     from isles.report.units import format_bytes
 
-    own = [("weights", plan.weights), ("gradients", plan.gradients), ("inner optimizer", plan.inner)]
+    own = (
+        [("weights", plan.weights), ("tables of the model", plan.tables)]
+        if plan.tables
+        else [("weights", plan.weights)]
+    )
+    own += [("gradients", plan.gradients), ("inner optimizer", plan.inner)]
     when = {"always": "", "exchange": "from the first exchange on", "end": "when validating, and at the end"}
     rows = [(what, nbytes, f"on {plan.device}") for what, nbytes in own]
     rows += [(held.what, held.nbytes, ", ".join(filter(None, ("host", when[held.when])))) for held in plan.held]

@@ -82,6 +82,8 @@ def job_of(asked: Asked) -> tuple[Job, str]:
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}; or give --preset NAME (isles plan --presets lists them)")
     network, name = _network(asked)
+    from isles.network.planner.hardware import gpu_bytes
+
     tokens = None if asked.tokens is None else parse_count("--tokens", asked.tokens)
     if tokens is not None and "--step-tokens" not in known:
         raise ValueError("--tokens: give --step-tokens too, the tokens of a step of all workers, for hours")
@@ -94,6 +96,7 @@ def job_of(asked: Asked) -> tuple[Job, str]:
         tokens=tokens,
         matrices=None if shape is None else matrices(shape),
         step_tokens=None if tokens is None else known["--step-tokens"],
+        device_bytes=None if asked.gpu is None else gpu_bytes(asked.gpu),
     )
     return job, name
 

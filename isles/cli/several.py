@@ -44,14 +44,20 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
     and the summaries by method. typer.Exit(130) where that is interrupted. ValueError: `out` is in use.
     """
     from isles.cli.progress import Progress
+    from isles.launch.room import refuse_too_many
     from isles.report import write_picture, write_report
     from isles.report.comparison import INDEX, run_folder
+    from isles.training.dry_run import refuse
     from isles.training.running.run import Interrupted, launch
     from isles.training.running.starting import Interrupts
     from isles.training.staged import refuse_stages
 
     for one in configs.values():
         refuse_stages(one)
+        if one.world.backend != "virtual":
+            refuse_too_many(one.world.workers)
+    for one in {name: one for (name, _), one in configs.items()}.values():  # seeds change nothing of it
+        refuse(one)
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")

@@ -89,6 +89,10 @@ def train(
 
         show(resolved, probe=probe, as_json=json)
         return
+    if torchrun.size() is None:
+        from isles.training.dry_run import refuse
+
+        refuse(resolved)
     run(resolved, lambda: out or _new_directory(resolved.method), node_spec)
 
 

@@ -20,11 +20,17 @@ from torch import Tensor
 
 from isles.comm.errors import Refused
 
-BLOCK = 1 << 16  # entries that stay in cache between the look and what is done with them next
+BLOCK = 1 << 17  # entries that stay in cache between the look and what is done with them next
 _REMEMBERED = 101
 _FEW = 256  # shorter shares need only be finite: a few entries may well be near zero once
-_SOME = 8
-_CHECKED = ("outer", "inner")  # channels; what users average among themselves is theirs
+_SOME = 16
+_CHECKED = ("outer", "inner", "pipeline")  # channels; what users average among themselves is theirs
+
+
+JUMPS = 100.0
+"""How many times more than `world.trust_ratio` a gradient may be, and what travels between stages: those of single
+steps jump, on one bad batch.
+"""
 
 
 class PeerTrust:
@@ -98,8 +104,12 @@ class Squares:
 
 
 def mean_square(vector: Tensor) -> float:
-    """The mean of the squares of flat `vector` (n,), 0 for none; read block by block."""
+    """The mean of the squares of flat `vector` (n,), 0 for none; read block by block. Half-precise ones are looked at
+    in float32.
+    """
     found = Squares()
     for block in vector.split(BLOCK):
+        if block.dtype in (torch.float16, torch.bfloat16):
+            block = block.float()
         found.take(block)
     return found.mean()

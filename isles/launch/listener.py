@@ -3,12 +3,18 @@
 Each connection is heard by a task of its own in the loop's thread, which has `seconds` from its beginning to its end.
 At most `most` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
 that one machine that opens thousands only cuts off itself.
+
+Streams and their transports refer to each other, and asyncio gives each that speaks TLS a buffer of 256 kB. Python
+looks for such cycles ever more seldom the more objects a process has, and one with torch has a million: thousands of
+strangers took hundreds of MB. So what was there before is set aside while a listener is there, and what is left of
+strangers is collected after every few of them, which then takes a millisecond.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
 import time
@@ -23,6 +29,7 @@ from isles.launch.link import LinkLost, plain, reason
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
 _BACKLOG = 128
+_LITTER = 32  # connections that came to an end until what is left of them is collected
 
 Hear = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Hears a new connection, to the end or until it is let in; who returns has closed it or keeps it. What is raised ends
@@ -49,6 +56,8 @@ class Listener:
         self._listening, self._hear, self._refused = listening, hear, refused
         self._seconds, self._tls, self._most = seconds, tls, most
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
+        self._gone = 0
+        gc.freeze()
         listening.setblocking(False)
         listening.listen(_BACKLOG)
 
@@ -66,6 +75,7 @@ class Listener:
         with contextlib.suppress(TimeoutError, RuntimeError):
             loop.run(self._end(), 2.0)
         self._listening.close()
+        gc.unfreeze()
 
     async def _accept(self) -> None:
         own = asyncio.get_running_loop()
@@ -79,7 +89,13 @@ class Listener:
                 self._make_room()
             task = own.create_task(self._attend(connection, plain(address[0])))
             self._heard[task] = plain(address[0])
-            task.add_done_callback(lambda done: self._heard.pop(done, None))
+            task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._heard.pop(task, None)
+        self._gone += 1
+        if self._gone % _LITTER == 0:
+            gc.collect()
 
     def _make_room(self) -> None:
         ((address, _),) = Counter(self._heard.values()).most_common(1)

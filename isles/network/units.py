@@ -86,10 +86,13 @@ def _is_bare(given: float | str) -> bool:
 def _in_bytes(given: float | str) -> float:
     """Bytes per second, where that is what was written; else 0."""
     found = _AMOUNT.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is None or found[2].lower() not in _BYTE_RATES:
+        return 0.0
     try:
-        return float(found[1]) * _BYTE_RATES.get(found[2].lower(), 0.0) if found else 0.0
+        size = float(found[1]) * _BYTE_RATES[found[2].lower()]
     except ValueError:
         return 0.0
+    return size if math.isfinite(size) else 0.0
 
 
 def _parse(name: str, given: float | str, units: dict[str, float], example: str) -> float:

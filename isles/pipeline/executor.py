@@ -6,7 +6,8 @@
 
 Guarantee. With `order = "plan"` the gradients are the same bits on any network and any backend: tasks run in the order
 of one list that all workers compute from the routes alone. A peer that is lost or late raises PeerLost or
-DeadlinePassed with its name out of `step`; the step's gradients are then worthless and nothing else has happened.
+DeadlinePassed with its name out of `step`; one that sends what cannot be a payload or its gradient raises Refused with
+its name (`isles.comm.trust`). The step's gradients are then worthless and nothing else has happened.
 Between steps nothing is in flight.
 """
 
@@ -23,8 +24,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from isles.comm.collectives.basic import all_done
+from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.transport import Work
+from isles.comm.trust import JUMPS, mean_square
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
@@ -32,7 +35,7 @@ from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
 from isles.pipeline.routers.base import Router
-from isles.pipeline.wire import StageForm, phase
+from isles.pipeline.wire import StageForm, phase, sender
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -203,6 +206,7 @@ class _Share:
         self._charge(task)
         following = route.following(task)
         assert following is not None
+        self._refuse_own("its activations", payload)
         self._send(following, self.form.pack(payload, side, tokens if following.kind == "F" else None))
         _give_up_numbers(payload)
 
@@ -225,6 +229,7 @@ class _Share:
             held.left.backward()
         else:
             gradient, loss = self.form.unpack_back(self._message(task), self.executor.device)
+            self._judge(task, gradient)
             self.losses[task.microbatch] = loss
             held.left.backward(gradient)
         self._charge(task)
@@ -251,6 +256,7 @@ class _Share:
     def _arrived(self, task: Task) -> tuple[Tensor, Tensor]:
         """The payload that `task` begins with as a leaf, and the stream that it stands for."""
         payload, side, tokens = self.form.unpack(self._message(task), self.executor.device)
+        self._judge(task, payload)
         if tokens is not None:
             self.tokens[task.microbatch] = tokens
         leaf = payload.requires_grad_()
@@ -264,10 +270,24 @@ class _Share:
         self.began = self.group.transport.now()
         return wire
 
+    def _judge(self, task: Task, vector: Tensor) -> None:
+        """Refused, by name, where what `task` begins with came from another worker and cannot be what it should be."""
+        source = sender(self.routes[task.microbatch], task)
+        if source is not None:
+            call = self.group.call("pipeline", leeway=JUMPS)
+            call.accept(phase(task), {source: mean_square(vector.detach().view(-1))}, 0.0, vector.numel())
+
+    def _refuse_own(self, what: str, vector: Tensor) -> None:
+        """WorkerFailed where what this worker is about to send is not finite, so that nobody else says so."""
+        if not vector.detach().sum().isfinite():
+            reason = f"{what} are not finite: lower the learning rate (inner.lr)"
+            raise WorkerFailed(self.group.transport.rank, reason)
+
     def _send_back(self, task: Task, leaf: Tensor | None) -> None:
         """The gradient of what `task` began with, to whoever sent that."""
         following = self.routes[task.microbatch].following(task)
         assert following is not None and leaf is not None and leaf.grad is not None
+        self._refuse_own("its gradients", leaf.grad)
         self._send(following, self.form.pack_back(leaf.grad, self.losses[task.microbatch]))
 
     def _send(self, following: Task, wire: Tensor) -> None:

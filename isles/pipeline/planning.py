@@ -31,7 +31,7 @@ from isles.pipeline.shares import task_shares
 
 MESSAGES = 8_000
 """That are played of a split."""
-_FLOAT, _ID, _ADAMW = 4, 4, 16
+_FLOAT, _ID = 4, 4
 _INSIDE, _FEWEST = 24_000, 4  # messages that are played where workers share stages, and steps of a round
 _ISLANDS = 8  # workers that share a stage, at most
 
@@ -91,7 +91,8 @@ class StagesJob:
 class SplitPlan:
     """A split with seconds of an inner step and of what a worker does in it: computes, waits for its pipeline, waits
     for other replicas and inside its stage. bytes_a_step: that a worker sends to other stages in a step, and to other
-    replicas on average. memory: bytes of the fullest worker.
+    replicas on average. memory: bytes of the fullest worker; on_device: those
+    where it computes.
     """
 
     split: WorkerSplit
@@ -102,6 +103,7 @@ class SplitPlan:
     stage_bytes: float
     outer_bytes: float
     memory: float
+    on_device: float
 
 
 def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
@@ -137,7 +139,7 @@ def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
         outer = asked.way.payloads(split.replicas, form) * form.bits / 8 * model / rounds
     sent = staged.sent()
     share = max(_held(job, piece) for piece in made)
-    vectors = asked.way.vectors * _FLOAT / split.inner if split.replicas > 1 else 0
+    on_device, memory = _memory(asked, split, share)
     return SplitPlan(
         split=split,
         step=(account.computing + account.waiting) / rounds,
@@ -146,7 +148,8 @@ def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
         waiting=(account.waiting - account.for_stages) / rounds,
         stage_bytes=sum(sent) / len(sent),
         outer_bytes=outer,
-        memory=(_ADAMW + vectors) * share,
+        memory=memory,
+        on_device=on_device,
     )
 
 
@@ -258,6 +261,18 @@ def _opening(asked: StagesJob, split: WorkerSplit) -> list[PlannedExchange]:
     own = replace(job, parameters=job.parameters / island, workers=split.replicas, matrices=None)
     found = [among(range(place, job.workers, island), opening(own), numbers) for place in range(island)]
     return [one for place in found for one in place]
+
+
+def _memory(asked: StagesJob, split: WorkerSplit, parameters: float) -> tuple[float, float]:
+    """Bytes of a worker that holds so many, where it computes, and in all at its fullest. The workers of a stage share
+    what the method keeps.
+    """
+    if split.replicas == 1:
+        alone = next(way for way in WAYS if way.method == "ddp").memory(replace(asked.job, parameters=parameters))
+        return alone.computing, alone.computing
+    own = replace(asked.job, parameters=parameters, workers=split.replicas, matrices=None)
+    memory = asked.way.memory(own)
+    return memory.computing, memory.computing + (memory.peak - memory.computing) / split.inner
 
 
 def _pieces(asked: StagesJob, stages: int) -> list[Piece]:

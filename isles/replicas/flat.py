@@ -15,8 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 17  # entries; 512 KB of float32
-
+from isles.network.planner.memory import BLOCK
 
 FlatNames = Mapping[str, torch.Size]
 """What a flat vector is of: shapes by the parameters' names, in its order."""

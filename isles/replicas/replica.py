@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.comm.tags import Channel
+from isles.network.planner.memory import Held
 from isles.replicas.island.sharded import own_rows
-from isles.replicas.schedule import Held
 from isles.replicas.start import same_settings
 from isles.wrapping import Deferred, fresh_state, innermost
 
-COMPARED = "weights and their mean"
 """The memory of a comparison of replicas; workers of one replica are not compared."""
 
 PeerQuestion = Literal["norm", "largest"]

@@ -7,27 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Literal, NamedTuple
 
 from isles.comm.collectives.averaging import Averaging
+from isles.network.planner.memory import Held, OuterVectors
 from isles.network.planner.planned import BySize, Groups, PlannedExchange, Tree, by_size, gathered
 from isles.network.planner.rounds import Rounds
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.parts.interfaces import Composition, Mixing
 
 FIRST = 8  # exchanges that an outline shows
-
-
-class Held(NamedTuple):
-    """Memory that a method takes beside weights, gradients and the inner optimizer's state, on the host.
-
-    when: "always"; "exchange": from the first round on, while one is under way and kept for the next; "end": for
-    validation and what follows the last step.
-    """
-
-    what: str
-    nbytes: int
-    when: Literal["always", "exchange", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,25 +132,31 @@ def groups_of(mixing: Mixing, round: int, size: int) -> Groups:
 
 def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[Held]:
     """What the outer loop holds of a method composed of `parts` among `size` workers."""
-    vector = sum(fragment.anchor.nbytes for fragment in fragments)
-    late = parts.cadence.rounds_late
-    in_flight = max(late, 1)  # with overlap by inner steps some fragments rest meanwhile: then this is the most
     means = [fragment.averaging for fragment in fragments]
-    held = [Held(what, vector, "always") for what in ("anchor", *parts.rule.vectors)]
-    held += [] if parts.feedback is None else [Held("error feedback", vector, "always")]
-    held += [Held("own entries that stay", vector, "always")] if parts.rule.keeps_left else []
-    held += [Held("reference", vector, "always")] if parts.landing.moves_reference else []
-    held.append(Held("scratch", sum(fragment.scratch.nbytes for fragment in fragments), "always"))
-    bases = sum(each.held_bytes for each in means)
-    held += [Held("bases of the factors", bases, "always")] if bases else []
-    if size > 1 or not parts.own_answer:
-        held.append(Held("payload", vector * (in_flight + (late > 0)), "exchange"))
-    if parts.reading.needs_own or (parts.on_peer_failure == "solo" and late):
-        held.append(Held("own payload as sent", vector * (in_flight + 1), "exchange"))
-    if parts.rule.shares_anchors and parts.anchor_codec is not None:
-        held.append(Held("anchors of the group", vector, "exchange"))
-        held += [Held("own anchor as sent", vector, "exchange")] if late or not parts.anchor_codec.lossless else []
+    anchors = parts.rule.shares_anchors and parts.anchor_codec is not None
+    if anchors:
         means += [fragment.anchor_averaging for fragment in fragments if fragment.anchor_averaging is not None]
     members = max(map(len, groups_of(parts.mixing, 1, size)))
-    under_way = sum(each.working_bytes(members) for each in means)
-    return [*held, Held("messages under way", under_way, "exchange")]
+    return outer_vectors(parts, size).held(
+        sum(fragment.anchor.nbytes for fragment in fragments),
+        scratch=sum(fragment.scratch.nbytes for fragment in fragments),
+        bases=sum(fragment.averaging.held_bytes for fragment in fragments),
+        under_way=sum(each.working_bytes(members) for each in means),
+    )
+
+
+def outer_vectors(parts: Composition, size: int) -> OuterVectors:
+    """Which vectors of the model it keeps."""
+    late = parts.cadence.rounds_late
+    anchors = parts.rule.shares_anchors and parts.anchor_codec is not None
+    return OuterVectors(
+        rule=tuple(parts.rule.vectors),
+        feedback=parts.feedback is not None,
+        own_entries=parts.rule.keeps_left,
+        reference=parts.landing.moves_reference,
+        late=late,
+        own=parts.reading.needs_own or (parts.on_peer_failure == "solo" and late > 0),
+        anchors=anchors,
+        sent_anchor=anchors and parts.anchor_codec is not None and (late > 0 or not parts.anchor_codec.lossless),
+        answers=size > 1 or not parts.own_answer,
+    )

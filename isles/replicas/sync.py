@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
+from isles.network.planner.memory import COMPARED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
-from isles.replicas.replica import COMPARED, PeerQuestion, Replica, as_replica
-from isles.replicas.schedule import Held, Outline, bytes_of, opening_exchanges, outline
+from isles.replicas.replica import PeerQuestion, Replica, as_replica
+from isles.replicas.schedule import Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import Wrapping

@@ -12,6 +12,7 @@ from isles.comm.group import Group
 from isles.comm.roster import Roster, as_roster
 from isles.errors import in_section
 from isles.memory.disk import disk_vectors
+from isles.models import choose_device
 from isles.replicas import method
 from isles.replicas.replica import Plain
 from isles.replicas.stage_copy import StageCopy
@@ -70,12 +71,26 @@ def wrapped(
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.pipeline.lossy:
             notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")
+        notices += _unseen(config)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
         return optimizer, notices + optimizer.advise(config.run.steps)
     except ValueError as error:
         keys = [field.name for field in fields(config.replicas)]
         raise ValueError(in_section("replicas", str(error), keys)) from error
+
+
+def _unseen(config: Config) -> list[str]:
+    """A notice where `world.trust_ratio` was set, and what workers send each other goes through torch's collectives."""
+    ratio = config.world.trust_ratio
+    if ratio == type(config.world).trust_ratio:
+        return []
+    if getattr(config.replicas, "reduction", "") == "native":
+        return [f'world.trust_ratio = {ratio:g}: torch sums with reduction = "native", so no payload can be looked at']
+    sharded = "fsdp" in (config.method, config.world.inside if config.world.inner > 1 else "")
+    if sharded and choose_device(config.model).type == "cuda":
+        return [f"world.trust_ratio = {ratio:g}: fsdp's messages between GPUs are torch's and cannot be looked at"]
+    return []
 
 
 def weighs_samples(config: Config) -> bool:

@@ -30,6 +30,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
 from isles.models.subspace import Subspace
+from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
@@ -41,7 +42,6 @@ from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.dry_stages import (
     StagePlan,
-    WorkerMemory,
     compared_workers,
     form,
     most_forwards,
@@ -113,12 +113,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
             'pipeline.routing = "skippipe": its plan says what a step takes (`isles pipeline check PLAN`); a dry run '
             "knows fixed and random routes"
         )
-    context, vocab = limits(config.model)
-    check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
-    list_sources(config.data.path)
-    refusals(config)
-    if config.run.start:
-        start_file(config.run.start)
+    context = _refuse_files(config)
     world, run = config.world, config.run
     readers = world.workers // config.pipeline.stages
     sequences = config.data.batch_size_per_worker(readers) * config.inner.accumulation
@@ -127,8 +122,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
         pieces, staged, scheme = _pieces(config, model)
-        places = range(len(pieces) * world.inner)  # of one replica; all replicas are alike
-        seats = [_seat(config, pieces[place // world.inner], place) for place in places]
+        seats = _seats(config, pieces)
         optimizer, notices = seats[0]
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
@@ -174,6 +168,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         gradients=memory.gradients,
         inner=memory.inner,
         held=memory.held,
+        tables=memory.tables,
         outline=outline,
         stages=stages,
         bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines), between, strict=True)),
@@ -184,6 +179,36 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
+
+
+def refuse(config: Config) -> None:
+    """ValueError for the settings that a dry run refuses, so that a run can be refused before its processes start.
+    Models of the user's own and of Hugging Face are not made for that: workers do, and refuse there.
+    """
+    if config.pipeline.routing == "skippipe":
+        return
+    _refuse_files(config)
+    if config.model.factory is None and config.model.hf is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run says it again
+            _seats(config, _pieces(config, sketch(config.model))[0])
+
+
+def _refuse_files(config: Config) -> int:
+    """Tokens of a sequence. ValueError for files that cannot be read, and what does not go with the model's limits."""
+    context, vocab = limits(config.model)
+    check_vocabulary(vocab, load_tokenizer(config.data.tokenizer))
+    list_sources(config.data.path)
+    refusals(config)
+    if config.run.start:
+        start_file(config.run.start)
+    return context
+
+
+def _seats(config: Config, pieces: Sequence[nn.Module]) -> list[tuple[ReplicaSync, list[str]]]:
+    """The optimizers of one replica's workers; all replicas are alike."""
+    places = range(len(pieces) * config.world.inner)
+    return [_seat(config, pieces[place // config.world.inner], place) for place in places]
 
 
 def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None, Scheme | None]:
@@ -212,7 +237,8 @@ def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
     subspace: Subspace | None = getattr(optimizer.model, "subspace", None)
     drawn = 0 if subspace is None else subspace.nbytes
     return WorkerMemory(
-        weights=drawn + sum(tensor.nbytes for tensor in (*optimizer.model.parameters(), *optimizer.model.buffers())),
+        weights=sum(parameter.nbytes for parameter in optimizer.model.parameters()),
+        tables=drawn + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
         held=tuple(optimizer.memory()),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from isles.models import limits
 from isles.models.stages import Stage
+from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.planned import Tree
 from isles.network.planner.stages import StagedSteps
 from isles.network.routing.routes import Task
@@ -14,28 +15,9 @@ from isles.network.routing.wires import Sizes
 from isles.pipeline.boundaries.scheme import Inside, Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
-from isles.replicas.schedule import Held
 from isles.training.config.sections import Config
 
 _HASH_BYTES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerMemory:
-    """Bytes of a worker. weights, gradients, inner: where it computes. held: what the method adds, on the host."""
-
-    weights: int
-    gradients: int
-    inner: int
-    held: tuple[Held, ...]
-
-    @property
-    def peak(self) -> int:
-        """At its fullest: while training with an exchange under way, or at the end, when gradients are gone."""
-        sums = dict.fromkeys(("always", "exchange", "end"), 0)
-        for held in self.held:
-            sums[held.when] += held.nbytes
-        return self.weights + self.inner + sums["always"] + sums["exchange"] + max(self.gradients, sums["end"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -309,6 +309,29 @@ def test_a_doubtful_setting_is_a_note_and_the_run_goes_on(
     shutil.rmtree(folder / "doubtful")
 
 
+def test_what_a_dry_run_refuses_starts_nothing(answer: Answer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On real processes, by `train` and by `compare`, where the last of the methods is wrong."""
+    from isles.training.running import run as running
+
+    monkeypatch.setattr(running, "launch", lambda *given, **more: pytest.fail("it was started"))
+    never = ["--set", "world.backend=distributed", "--set", "replicas.sync_every=9"]
+    for verb in (TRAIN, ["compare", *TRAIN[1:], "--methods", "ddp,diloco"], ["compare", *TRAIN[1:]]):
+        code, said = answer(*verb, *never, "--steps", "8", "--out", "never")
+        assert code == 2 and "choose sync_every <= 8" in said and said.count("\n") <= 1, said
+        assert not (folder / "never").exists()
+
+
+def test_a_warning_is_a_line_without_a_path(answer: Answer, folder: Path) -> None:
+    mixed = folder / "mixed"
+    mixed.mkdir()
+    shutil.copy(folder / "text.txt", mixed)
+    shutil.copy(folder / "binary.dat", mixed)
+    assert answer("eval", "done", "--data", "mixed") == (
+        0,
+        "note: data.path: 1 of 2 files hold no text and were left out, among them binary.dat\n",
+    )
+
+
 def test_a_loss_that_is_no_number_is_one_line_and_one(answer: Answer, folder: Path) -> None:
     """What was written until then stays; the line names worker, step and mend."""
     code, error = answer(*train("--method", POISONED, "run.checkpoint_every=2", "--steps", "6", "--out", "nan"))

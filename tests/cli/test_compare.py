@@ -77,7 +77,7 @@ def test_ctrl_c_at_the_end_of_a_run_stops_the_others(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Progress, "line", pressed)
     out = tmp_path / "out"
-    done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out)))
+    done = CliRunner().invoke(app, arguments(tmp_path, "--set", "replicas.sync_every=2", "--out", str(out)))
     assert done.exit_code == 130, done.output
     assert "the runs after it were not begun" in done.stderr
     assert (out / "none-0" / "summary.json").exists() and not (out / "none-1").exists()

@@ -88,6 +88,28 @@ def test_a_step_from_a_gpus_name(plan):
     assert code == 0 and f"{6 * 1e9 * 125e3 / (0.4 * 312e12):.4g} s of computing a step" in out
 
 
+def test_what_does_not_fit_is_marked(plan):
+    """16 bytes a parameter where it computes: 5.2B parameters are 83 GB."""
+    large = ["--params", "5.2B", "--layers", "4", "--workers", "4", "--links", "lan", "--step-tokens", "1M"]
+    every = ["--gpu", "H100", "--sync-every", "500"]
+    code, out, _ = plan(*large, *every, "--json")
+    rows = {row["method"]: row for row in json.loads(out)["rows"]}
+    assert code == 0 and rows["diloco"]["device_bytes"] == 16 * 5.2e9 and not rows["diloco"]["fits"]
+    assert rows["ist"]["fits"]  # a part of it
+    parts = rows["diloco"]["memory"]
+    assert {"weights", "gradients", "inner", "held"} == set(parts) and parts["held"][1]["what"] == "anchor"
+
+
+@pytest.mark.long
+def test_splits_that_do_not_fit_are_marked(plan):
+    large = ["--params", "5.2B", "--layers", "4", "--workers", "4", "--links", "lan", "--step-tokens", "1M"]
+    every = ["--gpu", "H100", "--sync-every", "500"]
+    _, out, _ = plan(*large, *every, "--stages", "1,2", "--tokens", "1B")
+    assert "83.2 > 80" in out and "Marked with >" in out
+    _, out, _ = plan(*large[2:], *every, "--params", "4.9B", "--stages", "1,2", "--tokens", "1B")
+    assert ">" not in out and "All fit into 80 GB" in out
+
+
 def test_a_plan_like_a_run(plan, tmp_path: Path):
     run = tmp_path / "run"
     summary = write_sample(run, workers=4, steps=40)

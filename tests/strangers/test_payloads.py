@@ -15,10 +15,11 @@ from isles.comm.codecs import codec
 from isles.comm.collectives.headers import HEADER_BYTES, Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.collectives.verdict import condemned, verdict
-from isles.comm.errors import CommError, Malformed, Refused, from_plain, to_plain
+from isles.comm.errors import CommError, Malformed, Refused, WorkerFailed, from_plain, to_plain
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag
 from isles.comm.trust import PeerTrust, mean_square
+from isles.models import Decoder, Shape
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, sgd
 
@@ -209,3 +210,112 @@ def test_a_large_share_is_taken_with_a_larger_ratio() -> None:
         return float(buffer[0])
 
     assert isles.run_virtual(worker, 2, links=LINKS) == [50.5, 50.5]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is no share of a mean: units of ist, messages between stages, fsdp's rows
+
+
+def between(change: Callable[[Tensor], Tensor], nbytes: int, after: int) -> Callable[[Mesh], None]:
+    """What worker 1 sends of `nbytes` or more is changed on its way, but for the first `after` messages."""
+
+    def lies(world: Mesh) -> None:
+        transport: Any = world.transport
+        send, count = transport.send, [0]
+
+        def hostile(peer: int, data: Tensor, tag: Tag) -> Any:
+            if tag.channel in ("outer", "pipeline") and data.numel() >= nbytes:
+                count[0] += 1
+                data = change(data) if count[0] > after else data
+            return send(peer, data, tag)
+
+        transport.send = hostile
+
+    return lies
+
+
+SHAPE = Shape(d_model=32, layers=2, heads=4, ffn=64, vocab=64, context=16, tie_embeddings=True)
+
+
+def divided(world: Mesh, change: Callable[[Tensor], Tensor]) -> Any:
+    model = Decoder(SHAPE, seed=1)
+    optimizer = isles.IST(model, torch.optim.AdamW(model.parameters(), lr=1e-3), world.outer, sync_every=2)
+    if world.rank == 1:
+        between(change, 1024, 8)(world)
+    return stepped(world, model, optimizer)
+
+
+def stepped(world: Mesh, model: nn.Module, optimizer: Any) -> Any:
+    draw = torch.Generator().manual_seed(world.rank)
+    try:
+        for _ in range(12):
+            model(torch.randint(64, (2, 17), generator=draw)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except CommError as error:
+        return error
+    return "finished"
+
+
+def staged(world: Mesh, change: Callable[[Tensor], Tensor]) -> Any:
+    from tests.pipeline import workers
+
+    cell = workers.Cell(2, 1, 4)
+    run = workers.executor(world, cell)
+    if world.rank == 1:
+        between(change, 512, 5)(world)
+    try:
+        for step in range(1, 6):
+            run.stage.zero_grad()
+            run.step(step, workers.own_text(cell, world.rank, step))
+    except CommError as error:
+        return error
+    return "finished"
+
+
+def far(wire: Tensor) -> Tensor:
+    """A payload 10,000 times as large; what lies behind it stays."""
+    whole = wire[: wire.numel() // 4 * 4].clone()
+    return torch.cat([(whole.view(torch.float32) * 1e4).view(torch.uint8), wire[whole.numel() :]])
+
+
+@pytest.mark.parametrize("change", [nan, far])
+def test_units_and_gradients_of_stages_too(change: Callable[[Tensor], Tensor]) -> None:
+    """The one who was sent it names the sender; whoever waits for it hears of that."""
+    for worker, size in ((divided, 3), (staged, 2)):
+        results = isles.run_virtual(worker, size, links=LINKS, deadlines=SHORT, args=(change,))
+        assert any(isinstance(result, Refused) and result.peer == 1 for result in results), (worker, results)
+        assert all(isinstance(results[rank], CommError) for rank in range(size) if rank != 1), (worker, results)
+
+
+def test_a_stage_whose_own_numbers_end_says_so_itself() -> None:
+    def worker(world: Mesh) -> Any:
+        from tests.pipeline import workers
+
+        cell = workers.Cell(2, 1, 4)
+        run = workers.executor(world, cell)
+        if world.rank == 0:
+            next(run.stage.parameters()).data.fill_(torch.nan)
+        try:
+            run.step(1, workers.own_text(cell, world.rank, 1))
+        except CommError as error:
+            return error
+
+    first, second = isles.run_virtual(worker, 2, links=LINKS, deadlines=SHORT)
+    assert isinstance(first, WorkerFailed) and "lower the learning rate" in str(first), first
+    assert not isinstance(second, Refused), second
+
+
+def sharded(world: Mesh, change: str) -> Any:
+    model = isles.shard(Decoder(SHAPE, seed=1), world.outer)
+    optimizer = isles.FSDP(model, torch.optim.AdamW(model.parameters(), lr=1e-3), world.outer)
+    if world.rank == 1:
+        between({"nan": nan, "far": far}[change], 1024, 40)(world)
+    return stepped(world, model, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", ["nan", "far"])
+def test_rows_of_fsdp_too(change: str) -> None:
+    results = run_gloo(sharded, 2, args=(change,), deadlines=SHORT)
+    assert isinstance(results[0], Refused) and results[0].peer == 1, results

@@ -33,15 +33,15 @@ from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp, form_di
 from isles.comm.collectives.shots import PARTS, AllGather, Alone, MeanPart, TwoShot, Wires, cuts
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, native_collectives
+from isles.network.planner import memory
+from isles.network.planner.memory import MOST_SEGMENTS, Working
+from isles.network.planner.memory import SEGMENT as _SEGMENT
 from isles.network.planner.planned import Mean, Segment
-
-_SEGMENT = 1 << 22  # elements; 16 MB of float32
-_MAX_SEGMENTS = 60
 
 
 def segments(elements: int, block: int) -> list[tuple[int, int]]:
     """The pipeline's segments: at most 4 Mi elements each, at most 60 of them, at least one."""
-    count = min(max(-(-elements // _SEGMENT), 1), _MAX_SEGMENTS)
+    count = min(max(-(-elements // _SEGMENT), 1), MOST_SEGMENTS)
     return cuts(elements, count, block)
 
 
@@ -79,17 +79,14 @@ def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) ->
     """Memory in bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: what two segments
     receive, and where the codec is no mere view, what it encodes and decodes.
     """
-    total = 0
+    pieces = []
     for start, stop in segments(elements, codec.block)[:2]:
         first, last = cuts(stop - start, size, codec.block)[0]
+        there, back = (form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
+        gathered = size > 1 and gathers(stop - start, dtype, codec, size)
         whole = codec.wire_bytes(stop - start, dtype)
-        if size > 1 and gathers(stop - start, dtype, codec, size):
-            total += (size - 1) * whole
-        elif size > 1:
-            total += (size - 1) * max(form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
-        if not codec.lossless:
-            total += whole + (stop - start) * dtype.itemsize
-    return total
+        pieces.append(Working(whole, there, back, (stop - start) * dtype.itemsize, gathered))
+    return int(memory.working_bytes(pieces, size, lossless=codec.lossless))
 
 
 def mean(

@@ -62,7 +62,7 @@ for a usual one, in which the first two are a pair.
 
 def gradients(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ddp, dct-dp: bucket by bucket behind the backward pass."""
-    groups, sizes = _everyone(job), _buckets(32 * job.parameters)
+    groups, sizes = _everyone(job), buckets(32 * job.parameters)
     patterns = [by_size(groups, partial(_gradient, form, share * job.parameters)) for share in sizes]
     left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) for place in range(len(sizes))]
 
@@ -140,7 +140,7 @@ def swaps(
 def _in_rounds(
     job: Job, form: PlannedForm, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool
 ) -> Course:
-    sizes = _fragments(job) if streams else [job.parameters]
+    sizes = fragments(job) if streams else [job.parameters]
     offsets = [round(index * every / len(sizes)) for index in range(len(sizes))]
 
     def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
@@ -184,7 +184,7 @@ def _everyone(job: Job) -> Groups:
     return (tuple(range(job.workers)),)
 
 
-def _buckets(bits: float) -> list[float]:
+def buckets(bits: float) -> list[float]:
     """Shares of the parameters."""
     count = math.ceil(bits / _BUCKET)
     if count <= _FEW_BUCKETS:
@@ -223,7 +223,7 @@ def _mean(entries: float, bits: float, back: float, size: int) -> Mean:
     return Mean((Segment(there, (nbytes if gathers else nbytes * back / size,) * size),) * count, _HEADER)
 
 
-def _fragments(job: Job) -> list[float]:
+def fragments(job: Job) -> list[float]:
     """Entries of each: of the blocks, strided, and one of the rest."""
     layers = min(_LAYERS, -(-job.layers // 2))
     count = -(-job.layers // layers)

@@ -28,14 +28,15 @@ from isles.network.planner.job import Job, Matrices
 class PlannedForm:
     """phases: bits a parameter of the model in each of the exchanges that follow each other. beside: in one more,
     beside the first. back: bits of an entry of the mean per bit of one sent; inf: there is no mean that could come
-    back in one piece. kept: bytes a parameter that stay from round to round. first: the form of the first `dense`
-    rounds.
+    back in one piece. kept: bytes a parameter that stay from round to round. entries: of low rank, those of each
+    of the phases and what is beside, a parameter of the model. first: the form of the first `dense` rounds.
     """
 
     phases: tuple[float, ...]
     beside: float = 0.0
     back: float = 1.0
     kept: float = 0.0
+    entries: tuple[float, ...] = ()
     first: PlannedForm | None = None
     dense: int = 0
 
@@ -89,7 +90,8 @@ def _low_rank(job: Job, rank: int, *, factor: float, rest: float) -> PlannedForm
     if not second:
         return PlannedForm(phases=(whole,))
     phases = (factor * first / job.parameters, factor * second / job.parameters)
-    return PlannedForm(phases=phases, beside=whole, kept=4 * second / job.parameters)
+    entries = tuple(max(number, 0.0) / job.parameters for number in (first, second, dense))
+    return PlannedForm(phases=phases, beside=whole, kept=4 * second / job.parameters, entries=entries)
 
 
 def _rank(matrices: Matrices) -> int:

@@ -12,33 +12,44 @@ from __future__ import annotations
 from isles.errors import unknown_name
 
 # Dense bfloat16 (float16 where there is no bfloat16) with float32 sums, TFLOP/s, as the makers' data sheets state it.
-_PEAKS = {
-    "T4": 65,
-    "V100": 125,
-    "A10": 125,
-    "A100": 312,
-    "L4": 121,
-    "L40S": 362,
-    "H100": 989,
-    "H200": 989,
-    "B200": 2250,
-    "MI250X": 383,
-    "MI300X": 1307,
-    "RTX 3090": 71,
-    "RTX 4090": 165,
+# Beside them the GB of memory, of the largest of that name.
+_GPUS = {
+    "T4": (65, 16),
+    "V100": (125, 32),
+    "A10": (125, 24),
+    "A100": (312, 80),
+    "L4": (121, 24),
+    "L40S": (362, 48),
+    "H100": (989, 80),
+    "H200": (989, 141),
+    "B200": (2250, 180),
+    "MI250X": (383, 128),
+    "MI300X": (1307, 192),
+    "RTX 3090": (71, 24),
+    "RTX 4090": (165, 24),
 }
 
 
 def gpus() -> list[str]:
     """Every name."""
-    return list(_PEAKS)
+    return list(_GPUS)
 
 
 def step_seconds(gpu: str, mfu: float, parameters: float, tokens: float) -> float:
     """Seconds of a step of `tokens` (one worker's). ValueError for an unknown name or an impossible share."""
-    peaks = {name.casefold(): peak for name, peak in _PEAKS.items()}
-    if gpu.casefold() not in peaks:
-        raise ValueError(unknown_name("gpu", gpu, _PEAKS) + "; or give --step-time")
+    peak, _ = _numbers(gpu)
     if not 0 < mfu <= 1:
         raise ValueError(f"mfu = {mfu}: choose a share of the GPU's peak, above 0 and up to 1, such as 0.4")
-    return 6 * parameters * tokens / (peaks[gpu.casefold()] * 1e12 * mfu)
+    return 6 * parameters * tokens / (peak * 1e12 * mfu)
+
+
+def gpu_bytes(gpu: str) -> float:
+    """Of its memory. ValueError for an unknown name."""
+    return _numbers(gpu)[1] * 1e9
+
+
+def _numbers(gpu: str) -> tuple[float, float]:
+    known = {name.casefold(): numbers for name, numbers in _GPUS.items()}
+    if gpu.casefold() not in known:
+        raise ValueError(unknown_name("gpu", gpu, _GPUS) + "; or give --step-time")
+    return known[gpu.casefold()]

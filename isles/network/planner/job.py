@@ -17,6 +17,7 @@ Matrices = tuple[tuple[float, float, int], ...]
 class Job:
     """What is to be trained. layers: of the decoder. step_seconds: of one inner step of computing. tokens: of the whole
     run, and of one step of all workers; None: not asked for. matrices: of the model; None: `usual_matrices`.
+    device_bytes: memory of a worker's GPU; None: not known.
     """
 
     parameters: float
@@ -27,6 +28,7 @@ class Job:
     tokens: float | None = None
     step_tokens: float | None = None
     matrices: Matrices | None = None
+    device_bytes: float | None = None
 
     @property
     def steps(self) -> int | None:

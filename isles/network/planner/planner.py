@@ -8,8 +8,8 @@ H and wanted rates are searched exchange by exchange (`turns`); what is shown of
 message (`replay`): the run, where its tokens are given, else the long run.
 
 Left out: headers in bytes, the time to encode, workers of unequal speed. Memory: weights, gradients, AdamW (16 bytes a
-parameter, float32) and the vectors that the method keeps while a round is under way. With ist (here MLPs are divided)
-computing and the 16 bytes are of a worker's part.
+parameter, float32; demo brings its own optimizer) and what the method keeps, as a dry run says it
+(`isles.network.planner.memory`). With ist (here MLPs are divided) computing and the 16 bytes are of a worker's part.
 
 Rank: a plan that reaches the wanted utilisation comes before one that does not; then what changes training less:
 gradients every step (ddp); answers of the same round; answers a round late (eager, dilocox) or of a part of the entries
@@ -30,6 +30,7 @@ from isles.network.planner.closed import opening, random_pairs
 from isles.network.planner.costs import Lines
 from isles.network.planner.forms import form_of
 from isles.network.planner.job import Job
+from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.replay import TimeAccount, long_run, replay_run
 from isles.network.planner.turns import TURNS, Turns
 from isles.network.planner.ways import WAYS, Way
@@ -40,14 +41,13 @@ EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
 MOST_REPLAYED = 16
 """Workers."""
 _MESSAGES = 4_000  # that are played of a plan
-_ADAMW = 16  # bytes a parameter: float32 weights, gradients, two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One way at one H. waits: seconds a round, a mean over the workers. about: they are those of the search, for there
     are too many messages to replay. bytes_a_step: that a worker sends, on average. wanted: how many times
-    the present rates it wants for each target; nan: no rate is enough. memory: bytes a worker. hours: None where no
+    the present rates it wants for each target; nan: no rate is enough. memory: a worker's. hours: None where no
     tokens are given.
     """
 
@@ -58,7 +58,7 @@ class Plan:
     reaches: bool
     wanted: tuple[float, ...]
     bytes_a_step: float
-    memory: float
+    memory: WorkerMemory
     hours: float | None
     about: bool
 
@@ -158,7 +158,7 @@ def _first_enough(job: Job, lines: Lines, way: Way, targets: Sequence[float], tr
         reaches=account.share >= targets[0],
         wanted=tuple(_wanted(job, way, every, lines, targets)),
         bytes_a_step=way.payloads(job.workers, form) * form.bits / 8 * job.parameters / every,
-        memory=(_ADAMW * way.holds(job) + 4 * way.vectors + form.kept) * job.parameters,
+        memory=way.memory(job),
         hours=hours,
         about=about,
     )

@@ -21,13 +21,15 @@ import torch
 from typing_extensions import override
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed
+from isles.comm.trust import JUMPS
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
-from isles.replicas.gradient.reduction import JUMPS, Reduction, together
+from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
 from isles.replicas.replica import PeerQuestion, Replica
-from isles.replicas.schedule import Held, Outline, everyone, outline
+from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
 from isles.wrapping import host_work
 

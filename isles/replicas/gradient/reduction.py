@@ -22,13 +22,10 @@ from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.transport import Steps
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import MessagePattern, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
-from isles.replicas.schedule import Held
-
-JUMPS = 100.0
-"""How many times more than `world.trust_ratio` a gradient may be: those of single steps jump, on one bad batch."""
 
 
 class Reduction(ABC):

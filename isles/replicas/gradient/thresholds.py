@@ -23,10 +23,10 @@ from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps
 from isles.comm.trust import mean_square
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import MessagePattern, Ragged
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction, is_finite
-from isles.replicas.schedule import Held
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
 _SPARSE = 1  # a kind of payloads beside those of `exact`, whose number is even

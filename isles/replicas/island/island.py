@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
+from isles.network.planner.memory import COMPARED, Held
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.replica import (
-    COMPARED,
     Holder,
     PeerQuestion,
     Replica,
@@ -33,7 +33,6 @@ from isles.replicas.replica import (
     refuse_survivors,
     summed,
 )
-from isles.replicas.schedule import Held
 from isles.replicas.sync import ReplicaSync
 
 _FRAGMENT = MAX_FRAGMENTS - 1  # of the island's messages; the buckets of its gradients have lower ones

@@ -206,11 +206,11 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) ->
     gather, scatter = (NativeGather, NativeScatter) if device == "cuda" else (Gather, Scatter)
     processes = native_collectives(group.transport).process_group(group.ranks, device)
     mesh = DeviceMesh.from_group(processes, device)
-    for module in (*blocks, model):
+    for number, module in enumerate((*blocks, model)):
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
         if not hasattr(unit, "set_custom_all_gather"):
             raise ValueError(f"torch {torch.__version__} does not let fsdp's bytes be counted: pip install -U torch")
-        messages = gather(group), scatter(group)
+        messages = gather(group, 2 * number), scatter(group, 2 * number + 1)
         unit.set_custom_all_gather(messages[0])
         unit.set_custom_reduce_scatter(messages[1])
         sharding.messages.extend(messages)

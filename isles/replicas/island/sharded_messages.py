@@ -3,12 +3,17 @@
     gather    every worker's shares of a block, end to end              before its forward and its backward pass
     scatter   the mean of everyone's gradients of a block, a share each     after its backward pass
 
+What peers send over Isles' messages is judged before it is used (`isles.comm.trust`): weights, and gradients. Gradients
+that are not finite are left to the step, which knows whether a scaler skips it: `Scatter.suspect`. Of torch's own
+collectives nothing is seen but their result.
+
 Each sends (R - 1) times a share's bytes for R workers. The objects fit `FSDPModule.set_custom_all_gather` and
 `set_custom_reduce_scatter`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +23,17 @@ from torch import Tensor
 
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
+from isles.comm.trust import JUMPS, mean_square
 
 
 class Messages:
     """Messages of `group` on `channel`, which whoever judges the model sets to "eval" meanwhile."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.channel = group, group.channel
+    leeway = 1.0
+
+    def __init__(self, group: Group, number: int) -> None:
+        """number: of the block, which no two have."""
+        self.group, self.channel, self.number = group, group.channel, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new buffer."""
@@ -39,17 +48,34 @@ class Messages:
         for count in (self.group.traffic.sent, self.group.traffic.received):
             count(self.channel, (self.group.size - 1) * share.nbytes)
 
+    def _accept(self, squares: dict[int, float], entries: int) -> None:
+        """Judge everyone's shares by their mean squares."""
+        others = {position: square for position, square in squares.items() if position != self.group.rank}
+        call = self.group.call(self.channel, leeway=self.leeway)
+        call.accept(self.number, others, squares[self.group.rank], entries)
+
 
 class Gather(Messages):
     """Over Isles' messages, for tensors on the CPU."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """output (R * n,) <- everyone's input (n,), in group order."""
-        self._swap([input_tensor] * self.group.size, output_tensor.chunk(self.group.size))
+        shares = output_tensor.chunk(self.group.size)
+        self._swap([input_tensor] * self.group.size, shares)
+        squares = {position: mean_square(share) for position, share in enumerate(shares)}
+        if math.isfinite(squares[self.group.rank]):  # else the run diverges, and says so of its loss
+            self._accept(squares, input_tensor.numel())
 
 
 class Scatter(Messages):
     """Over Isles' messages, for tensors on the CPU: sums in the order of ranks, in float32 at least."""
+
+    leeway = JUMPS
+
+    def __init__(self, group: Group, number: int) -> None:
+        super().__init__(group, number)
+        self.suspect: int | None = None
+        """The rank of one whose gradient was not finite while the own one was; who steps forgets it."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -58,10 +84,19 @@ class Scatter(Messages):
         parts = input_tensor.chunk(self.group.size)
         theirs = [torch.empty_like(part) for part in parts]
         self._swap(parts, theirs)
+        self._look(theirs)
         total = theirs[0].to(torch.promote_types(output_tensor.dtype, torch.float32))
         for part in theirs[1:]:
             total += part
         output_tensor.copy_(total.div_(self.group.size) if op == dist.ReduceOp.AVG else total)
+
+    def _look(self, parts: Sequence[Tensor]) -> None:
+        squares = {position: mean_square(part) for position, part in enumerate(parts)}
+        broken = [position for position, square in squares.items() if not math.isfinite(square)]
+        if not broken:
+            self._accept(squares, parts[0].numel())
+        elif self.group.rank not in broken:
+            self.suspect = self.group.ranks[broken[0]]
 
 
 class NativeGather(Messages):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.comm.group import Group
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
@@ -40,7 +41,7 @@ from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unwe
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.legal import warnings
-from isles.replicas.schedule import Held, landings, opening_exchanges, outer_memory, planned_rounds
+from isles.replicas.schedule import landings, opening_exchanges, outer_memory, planned_rounds
 from isles.replicas.start import T
 from isles.replicas.sync import ReplicaSync
 
@@ -351,8 +352,7 @@ class OuterSync(ReplicaSync):
 
     def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> Flight:
         resting = self._resting(fragment)
-        fragment.rounds += 1
-        fragment.sent = self.steps
+        fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
         anchors, fragment.ahead = fragment.ahead, None
         if anchors is None and self.parts.rule.shares_anchors:
             anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)

@@ -18,12 +18,14 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.comm.errors import Refused
 from isles.comm.group import Group
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, Swap, by_size
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.replica import Replica
-from isles.replicas.schedule import Held, Outline, everyone, opening_exchanges, outline
+from isles.replicas.schedule import Outline, everyone, opening_exchanges, outline
 from isles.replicas.start import bytes_by_format, same_settings
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -88,6 +90,17 @@ class FSDP(ReplicaSync):
                 yield
         finally:
             self._sync(True)
+
+    @override
+    def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
+        """Refused for gradients of a peer that are not finite, unless a scaler is there to skip the step."""
+        suspects = [told.suspect for told in self.sharding.messages if getattr(told, "suspect", None) is not None]
+        for told in self.sharding.messages:
+            told.suspect = None
+        if suspects and scaler is None:
+            self.group.ledger.trust.refused += 1
+            raise Refused(suspects[0], "its gradient is not finite")
+        return super().step(closure, scaler=scaler)
 
     @contextmanager
     @override

@@ -18,7 +18,8 @@ from isles.report.units import format_percent, format_short
 
 _SEARCHED = (
     "Rates wanted, and the curves, are searched exchange by exchange: about, without jitter, of the long run. Left "
-    "out: the time to encode, and differences in the workers' speed. Memory: AdamW in float32, without activations."
+    "out: the time to encode, and differences in the workers' speed. Memory: AdamW in float32 and what the method "
+    "keeps, at its fullest, as --dry-run counts it; without activations."
 )
 
 
@@ -29,6 +30,7 @@ def plan_sheet(job: Job, plans: Sequence[Plan], network: str, *, targets: Sequen
     percents = [f"{100 * target:g}" for target in targets]
     heads = ["method", "settings", "H", "computing %", "waits s/round", "sent MB/step"]
     heads += [f"Mbit/s for {percent} %" for percent in percents] + ["memory GB"]
+    heads += ["GPU GB"] if job.device_bytes else []
     heads += ["hours", "sent GB"] if job.tokens else []
     return Sheet(
         name="plan",
@@ -46,6 +48,7 @@ def plan_sheet(job: Job, plans: Sequence[Plan], network: str, *, targets: Sequen
             _reason(plans, slowest, percents[0]),
             _replayed(job, plans),
             _SEARCHED,
+            *device_notes(job, [one.memory.computing for one in plans]),
             f"Not planned: {', '.join(not_planned())}.",
         ],
     )
@@ -61,7 +64,8 @@ def _row(job: Job, one: Plan, slowest: float) -> list[str]:
     cells = [one.way.method, one.way.settings, str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits)]
     cells.append(_short(one.bytes_a_step / 1e6))
     cells += [_short(factor * slowest / 1e6) for factor in one.wanted]
-    cells.append(_short(one.memory / 1e9))
+    cells.append(_short(one.memory.peak / 1e9))
+    cells += [on_device(job, one.memory.computing)] if job.device_bytes else []
     if one.hours is not None:
         cells += [_short(one.hours), _short(_total(job, one) / 1e9)]
     return cells
@@ -80,11 +84,39 @@ def _record(job: Job, one: Plan, slowest: float, percents: Sequence[str]) -> dic
         "bandwidth_mbps": {
             percent: _finite(factor * slowest / 1e6) for percent, factor in zip(percents, one.wanted, strict=True)
         },
-        "memory_bytes": one.memory,
+        "memory_bytes": one.memory.peak,
+        "memory": {
+            "weights": one.memory.weights,
+            "gradients": one.memory.gradients,
+            "inner": one.memory.inner,
+            "held": [held._asdict() for held in one.memory.held],
+        },
     }
+    if job.device_bytes:
+        record |= {"device_bytes": one.memory.computing, "fits": one.memory.computing <= job.device_bytes}
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent_per_worker": _total(job, one)}
     return record
+
+
+def on_device(job: Job, nbytes: float) -> str:
+    """Gigabytes, marked where the GPU has fewer."""
+    assert job.device_bytes is not None
+    more = nbytes > job.device_bytes
+    return f"{_short(nbytes / 1e9)} > {_short(job.device_bytes / 1e9)}" if more else _short(nbytes / 1e9)
+
+
+def device_notes(job: Job, needed: Sequence[float]) -> list[str]:
+    """What of the plans does not fit, and what would."""
+    if job.device_bytes is None:
+        return []
+    has = f"{_short(job.device_bytes / 1e9)} GB"
+    if max(needed) <= job.device_bytes:
+        return [f"GPU GB: weights, gradients, AdamW; the rest is on the host. All fit into {has}, activations aside."]
+    return [
+        f"Marked with >: weights, gradients and AdamW alone do not fit into the GPU's {has}. More --stages, a plan of "
+        "memory (isles memory plan) or a smaller model would."
+    ]
 
 
 def _replayed(job: Job, plans: Sequence[Plan]) -> str:

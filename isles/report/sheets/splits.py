@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isles.network.planner.job import Job
 from isles.pipeline.planning import SplitPlan, StagesJob
 from isles.report.panels import Table
 from isles.report.sheet import Sheet
+from isles.report.sheets.plan import device_notes, on_device
 from isles.report.units import format_percent, format_short
 
 
@@ -15,13 +17,14 @@ def splits_sheet(asked: StagesJob, plans: Sequence[SplitPlan], network: str) -> 
     job, first = asked.job, plans[0]
     heads = ["replicas x stages x inside", "step s", "computing %", "bubble %", "waits s/step"]
     heads += ["MB/step to stages", "MB/step to replicas", "memory GB"]
+    heads += ["GPU GB"] if job.device_bytes else []
     return Sheet(
         name="plan-stages",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
         subtitle=f"{first.computing:.4g} s of computing a step in every split, {first.step:.4g} s as {_named(first)}",
         what=f"Replicas by {asked.method}, H = {asked.every}; {asked.microbatches} microbatches, {asked.routing} ways.",
-        table=Table(heads=heads, rows=[_row(one) for one in plans]),
-        data={"network": network, "rows": [_record(one) for one in plans]},
+        table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
+        data={"network": network, "rows": [_record(job, one) for one in plans]},
         panels=[],
         notes=[
             f"First is {_named(first)}: it computes {format_percent(first.computing / first.step)} of the time.",
@@ -29,18 +32,21 @@ def splits_sheet(asked: StagesJob, plans: Sequence[SplitPlan], network: str) -> 
             "lines. All take the same text a step of all workers.",
             "Bubble: waiting for other stages. Waits: for other replicas, and inside a stage. Memory: of the fullest "
             "worker, AdamW in float32 and the method's vectors, without activations.",
+            *device_notes(job, [one.on_device for one in plans]),
         ],
     )
 
 
-def _row(one: SplitPlan) -> list[str]:
+def _row(job: Job, one: SplitPlan) -> list[str]:
     shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
     sent = [_short(nbytes / 1e6) for nbytes in (one.stage_bytes, one.outer_bytes)]
-    return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, _short(one.memory / 1e9)]
+    held = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.device_bytes else [])]
+    return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, *held]
 
 
-def _record(one: SplitPlan) -> dict[str, object]:
+def _record(job: Job, one: SplitPlan) -> dict[str, object]:
     split = one.split
+    fits = {"device_bytes": one.on_device, "fits": one.on_device <= job.device_bytes} if job.device_bytes else {}
     return {
         "replicas": split.replicas,
         "stages": split.stages,
@@ -52,6 +58,7 @@ def _record(one: SplitPlan) -> dict[str, object]:
         "bytes_to_stages_per_worker_per_step": one.stage_bytes,
         "bytes_to_replicas_per_worker_per_step": one.outer_bytes,
         "memory_bytes": one.memory,
+        **fits,
     }
 
 

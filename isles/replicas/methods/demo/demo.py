@@ -34,15 +34,15 @@ from typing_extensions import override
 
 from isles.comm.collectives.basic import all_gather
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
-from isles.comm.trust import mean_square
+from isles.comm.trust import JUMPS, mean_square
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size, gathered
 from isles.replicas.flat import FlatParameters, digest
-from isles.replicas.gradient.reduction import JUMPS
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
-from isles.replicas.schedule import Held, Outline, everyone, outline
+from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import ReplicaSync
 from isles.wrapping import innermost
 

@@ -38,6 +38,7 @@ from isles.comm.collectives.mean import Stamp, pattern, working_bytes
 from isles.comm.errors import WorkerFailed
 from isles.comm.tags import Channel
 from isles.models.subnet import put, reads, split_axes, take
+from isles.network.planner.memory import Held
 from isles.network.planner.planned import Cross, PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.flat import FlatParameters
@@ -46,7 +47,7 @@ from isles.replicas.methods.ist.moments import moments_of
 from isles.replicas.methods.ist.partition import SAMPLERS, SERVERS, Division
 from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
-from isles.replicas.schedule import Held, everyone
+from isles.replicas.schedule import everyone
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 

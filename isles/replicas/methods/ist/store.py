@@ -8,7 +8,8 @@ parameter, slot after slot (the weight, then what travels of the inner optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from isles.comm.call import Call
 from isles.comm.codecs.base import as_bytes
 from isles.comm.collectives.basic import all_to_all
 from isles.comm.transport import Steps
+from isles.comm.trust import JUMPS, mean_square
 from isles.models.subnet import put, take
 from isles.replicas.methods.ist.partition import Division, sizes
 
@@ -94,6 +96,7 @@ class Store:
         outgoing = [self._pack(live, list(kept), self.rank, other, round, held=True) for other in everyone]
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[:, self.rank]]
         yield from all_to_all(call, outgoing, incoming)
+        self._judge(call, incoming, kept, list(kept), round, held=False)
         for other in everyone:
             self._unpack(incoming[other], kept, list(kept), other, self.rank, round, held=False)
 
@@ -103,6 +106,7 @@ class Store:
         outgoing = [self._pack(self.kept, keys, other, self.rank, round, held=False) for other in everyone]
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[self.rank]]
         yield from all_to_all(call, outgoing, incoming)
+        self._judge(call, incoming, live, keys, round, held=True)
         for other in everyone:
             self._unpack(incoming[other], live, keys, self.rank, other, round, held=True)
 
@@ -142,19 +146,53 @@ class Store:
         held: bool,
     ) -> None:
         """Write the message between the two to its places in `tensors`."""
+        for key, units, part in self._parts(wire, tensors, keys, holder, keeper, round, held=held):
+            put(tensors[key], self.division.axes[key.name], units, part.to(tensors[key].device))
+
+    def _parts(
+        self,
+        wire: Tensor,
+        tensors: Tensors,
+        keys: Sequence[Key],
+        holder: int,
+        keeper: int,
+        round: int,
+        *,
+        held: bool,
+    ) -> Iterator[tuple[Key, Any, Tensor]]:
+        """What lies in the message between the two: whose it is, its units in `tensors`, and its entries."""
         at = 0
         for key in keys:
             places = self.division.places(key.name, holder, keeper, round)
             if places is None:
                 continue
             units = places.held if held else places.kept
-            out, axes = tensors[key], self.division.axes[key.name]
-            shape = take(torch.empty(out.shape, device="meta"), axes, units).shape
+            out = tensors[key]
+            shape = take(torch.empty(out.shape, device="meta"), self.division.axes[key.name], units).shape
             end = at + shape.numel() * out.itemsize
-            part = wire[at:end].clone().view(out.dtype).view(shape)  # cloned: a view wants to be aligned
-            put(out, axes, units, part.to(out.device))
+            yield key, units, wire[at:end].clone().view(out.dtype).view(shape)  # cloned: a view wants to be aligned
             at = end
         assert at == len(wire), "a message of another length"
+
+    def _judge(
+        self, call: Call, wires: Sequence[Tensor], tensors: Tensors, keys: Sequence[Key], round: int, *, held: bool
+    ) -> None:
+        """Refused, by name, for what cannot be units of this round; nothing was written yet. Weights are compared with
+        weights, each moment with its like, where a gradient's leeway is allowed.
+        """
+        found: dict[str, dict[int, list[Tensor]]] = {}
+        for other, wire in enumerate(wires):
+            ends = (self.rank, other) if held else (other, self.rank)
+            for key, _, part in self._parts(wire, tensors, keys, *ends, round, held=held):
+                if part.is_floating_point():
+                    found.setdefault(key.slot, {}).setdefault(other, []).append(part.view(-1))
+        for number, slot in enumerate(sorted(found)):
+            flats = {other: torch.cat(parts) for other, parts in found[slot].items()}
+            squares = {other: mean_square(flat) for other, flat in flats.items()}
+            own = squares.pop(self.rank, 0.0)
+            judged = call if slot == WEIGHT else replace(call, leeway=JUMPS)
+            kind = -1 - 2 * number - held  # means have the numbers from 0 on
+            judged.accept(kind, squares, own, min(flat.numel() for flat in flats.values()))
 
 
 def _has_moments(tensors: Tensors) -> bool:
