@@ -42,7 +42,6 @@ from isles.training.config.sections import Config
 from isles.training.dry_stages import (
     StagePlan,
     WorkerMemory,
-    compared_workers,
     form,
     most_forwards,
     opening_bytes,
@@ -158,7 +157,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
     between = [0] * world.workers
     if staged is not None and scheme is not None:
-        between = _between_stages(config, staged, compared_workers(config, scheme))
+        between = _between_stages(config, staged, world.workers if scheme.compares else 0)
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return DryRun(

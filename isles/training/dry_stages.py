@@ -11,7 +11,7 @@ from isles.network.planner.planned import Tree
 from isles.network.planner.stages import StagedSteps
 from isles.network.routing.routes import Task
 from isles.network.routing.wires import Sizes
-from isles.pipeline.boundaries.scheme import Inside, Scheme
+from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.replicas.schedule import Held
@@ -98,8 +98,3 @@ def opening_bytes(stages: int, inner: int, compared: int) -> list[int]:
     """
     hashes = _HASH_BYTES * (compared - 1) if compared else 0
     return [int(Tree(1).sent(stage, stages)) + hashes for stage in range(stages) for _ in range(inner)]
-
-
-def compared_workers(config: Config, scheme: Scheme) -> int:
-    """Workers that compare what they have drawn; 0 where nobody does."""
-    return config.world.workers if isinstance(scheme, Inside) else 0

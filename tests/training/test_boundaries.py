@@ -19,6 +19,7 @@ from isles.data import Loader, load_corpus
 from isles.models import Decoder
 from isles.models.subspace import most_outside
 from isles.pipeline.boundaries.scheme import Inside
+from isles.replicas import METHODS, method
 from isles.training import staged
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -211,6 +212,10 @@ class Unnamed(nn.Module):
             ["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", "replicas.codec=int8"],
             ['replicas.codec = "int8"', 'subspace = "coordinates"'],
         ),
+        (
+            ["pipeline.boundary=subspace:4", "pipeline.subspace=projected", "replicas.method=fedadam"],
+            ['replicas.method = "fedadam"', 'subspace = "coordinates"'],
+        ),
         (["pipeline.stages=1", "pipeline.boundary=dct:0.5"], ["pipeline.boundary", "several stages only"]),
     ],
 )
@@ -248,8 +253,8 @@ def test_stages_stay_where_a_boundary_was_trained(text: Path, tmp_path: Path) ->
         prepare(tmp_path / "run", None, 4)
 
 
-@pytest.mark.parametrize("name", staged._LINEAR)
+@pytest.mark.parametrize("name", [name for name in METHODS if method(name).is_linear])
 def test_methods_that_scale_and_add_rows_are_taken_with_full_size_forms(text: Path, name: str) -> None:
-    """Each is the name of a method; others are refused (see above)."""
+    """Others are refused (see above)."""
     config = of(text, "pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", method=name)
     staged.run_scheme(config, staged.planned_cut(config))

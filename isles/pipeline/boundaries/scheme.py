@@ -52,6 +52,9 @@ class Scheme:
     def __init__(self, place: Crossings) -> None:
         self.place = place
 
+    compares = False
+    """Whether there are `settings`."""
+
     def settings(self, stage: Any) -> str | None:
         """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""
         return None
@@ -98,6 +101,8 @@ class Sparse(Scheme):
 
 class Inside(Scheme):
     """Weights in a subspace: `Coordinates`. turns: the subspace is to be turned."""
+
+    compares = True
 
     def __init__(self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
         super().__init__(place)
