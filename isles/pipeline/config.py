@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from isles.network.routing.orders import in_flight
+from isles.pipeline.boundaries.lengths import StreamCodec
 from isles.pipeline.boundaries.names import boundary_name
 
 
@@ -63,9 +64,9 @@ class PipelineConfig:
     """Steps after which the subspace is turned towards the gradients, again and again; 0: never."""
     subspace_rate: float = 0.05
     """How far it is turned, from 0 to 0.5."""
-    codec: Literal["none", "fp16", "bf16", "int8"] = "none"
+    codec: StreamCodec = "none"
     """Form of what the boundary sends forward; all but "none" lose something."""
-    gradient_codec: Literal["none", "fp16", "bf16", "int8"] = "none"
+    gradient_codec: StreamCodec = "none"
     """The same backward."""
     stage_loss: float = 0.0
     """For experiments: the chance, drawn from run.seed, that a stage behind the first is lost with all of its workers

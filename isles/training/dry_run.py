@@ -46,6 +46,7 @@ from isles.training.dry_stages import (
     most_forwards,
     opening_bytes,
     staged_steps,
+    turns_of,
 )
 from isles.training.dry_time import Transfers, transfers
 from isles.training.memory import prepared, refusals, step_seconds
@@ -248,11 +249,14 @@ def _stage_plans(
 
 def _between_stages(config: Config, staged: StagedSteps, compared: int) -> list[int]:
     """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere."""
-    told = opening_bytes(config.pipeline.stages, config.world.inner, compared)
-    return [
+    told, turn = opening_bytes(config.pipeline.stages, config.world.inner, compared), turns_of(config, staged)
+    found = [
         told[rank % len(told)] + config.run.steps * nbytes  # every route has as many messages in every step
         for rank, nbytes in enumerate(staged.sent())
     ]
+    if turn is None:
+        return found
+    return [own + turn[1] * round(more) for own, more in zip(found, turn[0].bytes_sent, strict=True)]
 
 
 def _of_stages(config: Config) -> list[str]:
@@ -260,8 +264,6 @@ def _of_stages(config: Config) -> list[str]:
     notices = []
     if config.pipeline.order == "arrival":
         notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
-    if config.pipeline.subspace_update:
-        notices.append("the messages that turn the subspace are not counted")
     if config.pipeline.stage_loss:
         notices.append("what lost stages cost, and the messages that mend them, are not counted")
     return notices

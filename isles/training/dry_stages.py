@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from isles.models import limits
-from isles.models.stages import Stage
+from isles.models import limits, sketch
+from isles.models.stages import Stage, width_of
 from isles.network.planner.planned import Tree
 from isles.network.planner.stages import StagedSteps
+from isles.network.planner.turning import PlannedTurn
 from isles.network.routing.routes import Task
 from isles.network.routing.wires import Sizes
+from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
@@ -79,6 +81,17 @@ def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks
         stages=stages,
         asks_norm=asks_norm,
     )
+
+
+def turns_of(config: Config, staged: StagedSteps) -> tuple[PlannedTurn, int] | None:
+    """How the subspace is turned, and how often in the run; None where it is not."""
+    every = config.pipeline.subspace_update
+    if not every:
+        return None
+    rank = boundary_name(config.pipeline.boundary).rank
+    width = width_of(sketch(config.model))
+    turn = PlannedTurn(columns=staged.columns, stages=staged.stages, width=width, rank=rank)
+    return turn, (config.run.steps - 1) // every
 
 
 def most_forwards(staged: StagedSteps) -> list[int]:

@@ -74,6 +74,24 @@ def test_json_says_what_the_table_says(pipeline):
     assert len(told["strategies"][3]["bubble_by_node"]) == plan.problem.nodes
 
 
+def test_a_message_is_that_of_the_boundary(pipeline):
+    """2,000 tokens of 64 numbers: the stream; a tenth of it with places of a byte, both with ids of 4 bytes."""
+    common = [*ASKED[:6], *ASKED[8:-1], "0.1", "--out", "plan.json", "--json", "--tokens", "2k", "--width", "64"]
+    sent = []
+    for more in ([], ["--boundary", "dct:0.9"], ["--boundary", "dct:0.9", "--boundary-codec", "fp16"]):
+        code, out, _ = pipeline("plan", "links.toml", *common, *more)
+        assert code == 0
+        sent.append(sum(json.loads(out)["strategies"][3]["bytes_sent_by_node"]) // 32)
+    assert sent == [2000 * (64 * 4 + 4), 2000 * (7 * (4 + 1) + 4), 2000 * (7 * (2 + 1) + 4)]
+    for more, says in (
+        (["--boundary", "subspace:8"], "the loss is computed at the origin"),
+        (["--bytes", "10k"], "give --bytes of a microbatch between stages, or --tokens"),
+        (["--boundary", "topk:4"], 'boundary = "topk:4" is not known'),
+    ):
+        code, _, err = pipeline("plan", "links.toml", *common, *more)
+        assert code == 2 and says in err and err.count("\n") == 1
+
+
 def test_nodes_are_assigned_where_only_sizes_are_given(pipeline):
     asked = [*ASKED[2:], "--out", "plan.json"]
     assert pipeline("plan", "links.toml", "--stages", "2,2,2", *asked)[0] == 0

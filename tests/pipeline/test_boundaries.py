@@ -13,7 +13,8 @@ import isles
 from isles.comm.codecs import codec
 from isles.models import Decoder
 from isles.models.subspace import held_inside
-from isles.pipeline.boundaries.dct import LargestEntries, entries_kept, largest
+from isles.pipeline.boundaries.dct import LargestEntries, largest
+from isles.pipeline.boundaries.names import entries_kept
 from isles.pipeline.boundaries.scheme import crossing
 from tests.gloo import run_gloo
 from tests.pipeline import bounded

@@ -201,7 +201,7 @@ class Unnamed(nn.Module):
         (["pipeline.boundary=maxout:3"], ['pipeline.boundary = "maxout:3"', "divisor of 16"]),
         (["pipeline.boundary=subspace:4", "model.tie_embeddings=true"], ["tie_embeddings = false", "subspace:4"]),
         (["pipeline.boundary=bottleneck:4", "pipeline.loss_at=origin"], ["bottleneck:4", "at the origin", "dct:0.75"]),
-        (["pipeline.codec=int4"], ["pipeline.codec", "int8"]),
+        (["pipeline.codec=sign"], ["pipeline.codec", "int8"]),
         (["pipeline.subspace=row-wise"], ["pipeline.subspace = 'row-wise'", "subspace:16"]),
         (["pipeline.boundary=subspace:4", "pipeline.subspace_rate=0.2"], ["pipeline.subspace_rate", "subspace_update"]),
         (
