@@ -26,6 +26,8 @@ from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.evaluation import validation_loss
 from isles.training.placement import layout_of
+from isles.training.records.recut import first_blocks, with_boundary, with_stages
+from isles.training.records.regroup import prepare
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
@@ -202,6 +204,10 @@ class Unnamed(nn.Module):
         (["pipeline.boundary=subspace:4", "model.tie_embeddings=true"], ["tie_embeddings = false", "subspace:4"]),
         (["pipeline.boundary=bottleneck:4", "pipeline.loss_at=origin"], ["bottleneck:4", "at the origin", "dct:0.75"]),
         (["pipeline.codec=sign"], ["pipeline.codec", "int8"]),
+        (
+            ["pipeline.boundary=subspace:4", "pipeline.subspace_blocks=1"],
+            ["pipeline.subspace_blocks = 1", "choose 3 to 4"],
+        ),
         (["pipeline.subspace=row-wise"], ["pipeline.subspace = 'row-wise'", "subspace:16"]),
         (["pipeline.boundary=subspace:4", "pipeline.subspace_rate=0.2"], ["pipeline.subspace_rate", "subspace_update"]),
         (
@@ -244,13 +250,58 @@ def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
         dry_run(config)
 
 
-def test_stages_stay_where_a_boundary_was_trained(text: Path, tmp_path: Path) -> None:
-    from isles.training.records.regroup import prepare
+def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run that stopped after 3 of 6 steps, and the weights that it would have ended with."""
+    run(of(text, "run.checkpoint_every=3", "inner.max_norm=0", *more, method="noloco"), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in ("summary.json", "model.safetensors"):
+        (folder / name).unlink()
+    return folder, weights
 
-    run(of(text, "pipeline.boundary=dct:0.7", "run.checkpoint_every=3"), tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(ValueError, match="resume without --stages"):
-        prepare(tmp_path / "run", None, 4)
+
+@pytest.mark.parametrize(
+    ("more", "then", "stages", "cut", "bound"),
+    [
+        (["pipeline.subspace_update=2"], "", 4, [1, 2, 3], 0),
+        pytest.param(["pipeline.cut=[2]"], "", 3, [1, 2], 0, marks=pytest.mark.long),
+        pytest.param([], "cut = [1]", 2, [1], 3, marks=pytest.mark.long),
+    ],
+)
+def test_a_subspace_goes_on_in_other_stages(
+    text: Path, tmp_path: Path, more: list[str], then: str, stages: int, cut: list[int], bound: int
+) -> None:
+    """Blocks that were not bound to it are in the last stage then too, and the weights end where they would have."""
+    path, expected = stopped(text, tmp_path / "run", "pipeline.boundary=subspace:8", *more)
+    toml = path / "config.toml"
+    toml.write_text(toml.read_text().replace("cut = []", then) if then else toml.read_text())
+    ready = prepare(path, None, stages)
+    assert first_blocks(ready.config) == cut and ready.config.pipeline.subspace_blocks == bound
+    told = Told()
+    launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
+    found = load_file(path / "model.safetensors")
+    assert max(float((found[name] - own).abs().max()) for name, own in expected.items()) < 1e-5
+
+
+def test_masks_go_on_where_the_stages_are(text: Path, tmp_path: Path) -> None:
+    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary=dct:0.5")
+    ready = prepare(path, None, 4)
+    assert any("stand behind blocks [0, 1, 2] now" in note for note in ready.notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "stages", "says"),
+    [
+        (["pipeline.boundary=bottleneck:4"], 4, r"has trained layers where the stages begin now: blocks \[3\]"),
+        (["pipeline.boundary=subspace:4"], 1, "a whole model has no coordinates"),
+        (["pipeline.boundary=subspace:4", "pipeline.cut=[2]"], 4, "first 2 blocks write .* choose at most 3 stages"),
+        (["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"], 4, "hangs on where the stages begin"),
+    ],
+)
+def test_stages_stay_where_their_boundaries_want_them(text: Path, more: list[str], stages: int, says: str) -> None:
+    saved = of(text, *more)
+    with pytest.raises(ValueError, match=says) as refusal:
+        with_boundary(saved, with_stages(saved, stages, None))
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if method(name).is_linear])

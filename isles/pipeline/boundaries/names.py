@@ -19,6 +19,11 @@ class BoundaryName:
     sparsity: float = 0.0
 
     @property
+    def has_layers(self) -> bool:
+        """It comes with parameters, at the cuts."""
+        return self.kind in ("bottleneck", "maxout")
+
+    @property
     def is_one_way(self) -> bool:
         """The last stage has nothing that would fit through, so that no stream can come home from it."""
         return self.kind in ("subspace", "bottleneck", "maxout")

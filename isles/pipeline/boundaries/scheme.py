@@ -100,13 +100,17 @@ class Sparse(Scheme):
 
 
 class Inside(Scheme):
-    """Weights in a subspace: `Coordinates`. turns: the subspace is to be turned."""
+    """Weights in a subspace: `Coordinates`. blocks: how many write into it; 0: all before the last stage. turns: it is
+    to be turned.
+    """
 
     compares = True
 
-    def __init__(self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
+    def __init__(
+        self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, blocks: int = 0, turns: bool = False
+    ) -> None:
         super().__init__(place)
-        self.form, self.seed = form, seed
+        self.form, self.seed, self.inside = form, seed, range(blocks or place.cuts[-1])
         self.basis = drawn_basis(place.width, rank, seed)
         """Of now (D, K), float64, on the host."""
         self.drift = Drift(place.width) if turns else None
@@ -117,7 +121,7 @@ class Inside(Scheme):
     def fit(self, model: Any) -> None:
         like = next(model.parameters()).detach()
         model.subspace = Subspace(self.basis.to(like), drawn_table(self.place.vocab, self.place.width, self.seed, like))
-        put_inside(model, model.subspace, range(self.place.cuts[-1]), self.form)
+        put_inside(model, model.subspace, self.inside, self.form)
 
     def turn(self, stage: Any, basis: Tensor) -> None:
         """Use another basis (D, K) from now on."""
@@ -126,10 +130,12 @@ class Inside(Scheme):
 
     def check(self, model: Any, tokens_BT: Tensor) -> None:
         if not tokens_BT.is_meta:
-            check_inside(model, model.subspace, range(self.place.cuts[-1]), tokens_BT)
+            check_inside(model, model.subspace, self.inside, tokens_BT)
 
     def boundary(self, stage: Any) -> Boundary:
-        return Coordinates(stage.subspace, self.drift)
+        first = next(name for name, _ in cast(nn.Module, stage.blocks).named_children())
+        is_last = int(first) == self.place.cuts[-1]
+        return Coordinates(stage.subspace, self.drift if is_last else None)
 
     def restored(self, model: nn.Module) -> nn.Module:
         return model  # it was folded before it was saved
@@ -161,15 +167,23 @@ class Layers(Scheme):
 
 
 def scheme_of(
-    name: BoundaryName, place: Crossings, *, form: SubspaceForm = "coordinates", seed: int = 0, turns: bool = False
+    name: BoundaryName,
+    place: Crossings,
+    *,
+    form: SubspaceForm = "coordinates",
+    seed: int = 0,
+    blocks: int = 0,
+    turns: bool = False,
 ) -> Scheme:
-    """The scheme called `name`. form, turns: of a subspace. ValueError where the stream is too narrow for it."""
+    """The scheme called `name`. form, blocks, turns: of a subspace. ValueError where the stream is too narrow for
+    it.
+    """
     name.check_width(place.width)
     if name.kind == "subspace":
-        return Inside(place, name.rank, form, seed, turns=turns)
+        return Inside(place, name.rank, form, seed, blocks=blocks, turns=turns)
     if name.kind == "dct" and name.sparsity:
         return Sparse(place, name.sparsity)
-    if name.kind in ("bottleneck", "maxout"):
+    if name.kind == "bottleneck" or name.kind == "maxout":
         return Layers(place, name.kind, name.rank, seed)
     return Scheme(place)
 
