@@ -199,7 +199,8 @@ TABLES = {
 
 
 @cache
-def _corpus(sequences: int) -> Any:
+def corpus(sequences: int) -> Any:
+    """The library's own text."""
     return load_corpus(DataConfig(batch_size=sequences, validation_sequences=128))
 
 
@@ -208,7 +209,7 @@ def run(width: int, variant: Variant, seed: int, steps: int, sequences: int) -> 
     data = DataConfig(batch_size=sequences, validation_sequences=128)
     ffn = 256 if width == 64 else 2 * width
     shape = Shape(d_model=width, layers=variant.layers, heads=4, ffn=ffn, vocab=256, context=64, tie_embeddings=False)
-    loader = Loader(_corpus(sequences), data, context=64, seed=seed)
+    loader = Loader(corpus(sequences), data, context=64, seed=seed)
     model, scheme = Decoder(shape, seed=seed), variant.scheme(width, seed)
     scheme.fit(model)
     if not isinstance(scheme, Inside):  # whose boundaries change nothing
@@ -236,17 +237,18 @@ def judged(model: nn.Module, loader: Loader) -> float:
     return float(sum(model(batch).loss * len(batch) for batch in batches) / sum(map(len, batches)))
 
 
-def _known(path: Path) -> list[dict[str, Any]]:
+def known(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def all_runs(kind: str, seeds: Sequence[int], steps: int | None, path: Path) -> list[dict[str, Any]]:
     """Those of FILE, and of it the ones that were not there."""
     table = TABLES[kind]
-    done = _known(path)
-    known = {(one["table"], one["width"], one["name"], one["seed"]) for one in done}
+    done = known(path)
+    have = {(one["table"], one["width"], one["name"], one["seed"]) for one in done}
     for seed, (width, variant) in product(seeds, table.runs):
-        if (kind, width, variant.name, seed) in known:
+        if (kind, width, variant.name, seed) in have:
             continue
         found = run(width, variant, seed, steps or table.steps, table.sequences)
         one = {"table": kind, "width": width, "name": variant.name, "seed": seed, **found}
@@ -360,7 +362,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.table == "links":
-        return report(linked(_known(given.runs), given.plot), given.json)
+        return report(linked(known(given.runs), given.plot), given.json)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     return report(list(rows(given.table, all_runs(given.table, seeds, given.steps, given.runs))), given.json)
 

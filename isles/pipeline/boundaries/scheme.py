@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from isles.models.stages import cuttable
 from isles.models.subspace import (
     Subspace,
     SubspaceForm,
@@ -25,6 +26,7 @@ from isles.models.subspace import (
     fold,
     put_inside,
 )
+from isles.models.twins import sharing
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.dct import LargestEntries
 from isles.pipeline.boundaries.grassmann import Drift
@@ -130,7 +132,7 @@ class Inside(Scheme):
 
     def check(self, model: Any, tokens_BT: Tensor) -> None:
         if not tokens_BT.is_meta:
-            check_inside(model, model.subspace, self.inside, tokens_BT)
+            check_inside(cuttable(sharing(model)), model.subspace, self.inside, tokens_BT)
 
     def boundary(self, stage: Any) -> Boundary:
         first = next(name for name, _ in cast(nn.Module, stage.blocks).named_children())
