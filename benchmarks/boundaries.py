@@ -1,6 +1,6 @@
 """What boundaries of few bytes cost in loss, and take in seconds.
 
-    python -m benchmarks.boundaries forms|rate|widths [--seeds 0,1,2] [--steps N] [--runs FILE] [--json]
+    python -m benchmarks.boundaries forms|rate|widths [--seeds 0,1,2] [--steps N] [--runs FILE] [--write] [--json]
     python -m benchmarks.boundaries links [--runs FILE] [--plot FILE.png]
 
 A decoder of 4 blocks over bytes, on the library's own text, with 3 boundaries, in one process: what a pipeline computes
@@ -11,8 +11,9 @@ is that to 1e-12 (tests/pipeline/test_boundaries.py). Learning rate 3e-3.
     widths    d 64, 128, 256, 400 steps of 8 x 64 tokens: what part of the width a subspace needs
     links     seconds of a step of `forms` in four stages on the simulated clock, 80 Mbit/s and 50 ms, beside the losses
 
-Every run is a line of FILE as soon as it is done, and is not done again. Bytes are of a token and boundary, there and
-back, with its id.
+Every run is a line of FILE (benchmarks/boundaries.jsonl) as soon as it is done, and is not done again: take lines out
+that a change of the code has made old. --write puts the table into docs/boundaries.md; `--seeds "" --write` only that.
+Bytes are of a token and boundary, there and back, with its id.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import isles
+from benchmarks import _boundary_docs
 from benchmarks._measure import Row, report
 from isles.comm.codecs import codec
 from isles.data import DataConfig, Loader, load_corpus
@@ -357,14 +359,26 @@ def main() -> int:
     parser.add_argument("table", choices=[*TABLES, "links"])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--runs", type=Path, default=Path("boundaries.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.table == "links":
         return report(linked(known(given.runs), given.plot), given.json)
-    seeds = [int(seed) for seed in given.seeds.split(",")]
-    return report(list(rows(given.table, all_runs(given.table, seeds, given.steps, given.runs))), given.json)
+    seeds = [int(seed) for seed in given.seeds.split(",") if seed]
+    runs = all_runs(given.table, seeds, given.steps, given.runs)
+    if given.write:
+        _boundary_docs.put(given.table, written(given.table, runs))
+    return report(list(rows(given.table, runs)), given.json)
+
+
+def written(kind: str, runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The table for docs/boundaries.md."""
+    if kind == "widths":
+        return list(_boundary_docs.widths(runs, PARTS))
+    lines = list(_boundary_docs.listing(runs, TABLES[kind].runs))
+    return [*lines, "", *_boundary_docs.verdict(runs, 256)] if kind == "rate" else lines
 
 
 if __name__ == "__main__":

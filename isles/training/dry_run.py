@@ -46,6 +46,7 @@ from isles.training.dry_stages import (
     most_forwards,
     opening_bytes,
     staged_steps,
+    stream_ratio,
     turns_of,
 )
 from isles.training.dry_time import Transfers, transfers
@@ -66,8 +67,8 @@ class DryRun(WorkerMemory):
     flops: of a token, forward and backward, at a worker or where there are stages in the whole model; None where they
     cannot be counted. device: for "auto", what this machine has. outline: of the worker that sends most. stages: of a
     replica, where it is cut. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other
-    stages, on average. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
-    known. placed: the plan of a worker's memory, where there is one.
+    stages, on average; stream_ratio: how many times as much the whole stream would be. ddp_bytes: what data parallel
+    would send, a worker. step_seconds: None: not known. placed: the plan of a worker's memory, where there is one.
     """
 
     method: str
@@ -82,6 +83,7 @@ class DryRun(WorkerMemory):
     stages: tuple[StagePlan, ...]
     bytes_sent: tuple[int, ...]
     between_stages: float
+    stream_ratio: float | None
     ddp_bytes: float
     step_seconds: float | None
     placed: MemoryPlan | None
@@ -156,8 +158,9 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     found = transfers(config, [seat for seat, _ in seats], outline, seconds, staged)
     if world.is_simulated and found is not None and found.seconds is None:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
-    between = [0] * world.workers
-    if staged is not None and scheme is not None:
+    between, ratio, first = [0] * world.workers, None, pieces[0]
+    if staged is not None and scheme is not None and isinstance(first, Stage):
+        ratio = stream_ratio(form(config, scheme, first), scheme.place.width)
         between = _between_stages(config, staged, world.workers if scheme.compares else 0)
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
@@ -178,6 +181,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         stages=stages,
         bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines), between, strict=True)),
         between_stages=sum(between) / len(between),
+        stream_ratio=ratio,
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         placed=None if config.memory.method == "none" else prepared(config)[2],

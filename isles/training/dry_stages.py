@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from isles.comm.codecs.casts import Identity
 from isles.models import limits, sketch
 from isles.models.stages import Stage, width_of
 from isles.network.planner.planned import Tree
@@ -13,6 +14,7 @@ from isles.network.planner.turning import PlannedTurn
 from isles.network.routing.routes import Task
 from isles.network.routing.wires import Sizes
 from isles.pipeline.boundaries.names import boundary_name
+from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
@@ -60,6 +62,13 @@ def form(config: Config, scheme: Scheme, stage: Stage) -> StageForm:
     readers = config.world.workers // config.pipeline.stages
     sequences = config.data.batch_size_per_worker(readers)
     return form_of(stage, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
+
+
+def stream_ratio(made: StageForm, width: int) -> float:
+    """Bytes that cross between stages where all of a stream of `width` does, for each of those that do."""
+    whole = replace(made, boundary=FullStream(width), codec=Identity(), gradient_codec=Identity())
+    there, here = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, made))
+    return there / here
 
 
 def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks_norm: bool) -> StagedSteps:

@@ -27,7 +27,7 @@ from isles.training.dry_run import dry_run
 from isles.training.evaluation import validation_loss
 from isles.training.placement import layout_of
 from isles.training.records.recut import first_blocks, with_boundary, with_stages
-from isles.training.records.regroup import prepare
+from isles.training.records.regroup import _cut_notes, prepare
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
@@ -62,8 +62,11 @@ def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
 
 
 def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
-    plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")).stages[1] for name in ("none", "subspace:4"))
-    assert bounded.memory.weights - plain.memory.weights == 4 * (16 * 4 + 256 * 16)
+    plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")) for name in ("none", "subspace:4"))
+    assert bounded.stages[1].memory.weights - plain.stages[1].memory.weights == 4 * (16 * 4 + 256 * 16)
+    tokens, beside = 16, 17 + 4  # of a microbatch: ids of a byte, and the loss
+    assert plain.stream_ratio == 1
+    assert bounded.stream_ratio == (tokens * 2 * 16 * 4 + beside) / (tokens * 2 * 4 * 4 + beside)
 
 
 def trained(world: Mesh, config: Config) -> tuple[float, str]:
@@ -282,10 +285,19 @@ def test_a_subspace_goes_on_in_other_stages(
     assert max(float((found[name] - own).abs().max()) for name, own in expected.items()) < 1e-5
 
 
-def test_masks_go_on_where_the_stages_are(text: Path, tmp_path: Path) -> None:
+def test_masks_go_on_where_the_stages_are(text: Path) -> None:
+    saved = of(text, "pipeline.boundary=dct:0.5")
+    config = with_boundary(saved, with_stages(saved, 4, None))
+    assert config.pipeline.boundary == "dct:0.5" and first_blocks(config) == [1, 2, 3]
+    assert any("stand behind blocks [0, 1, 2] now" in note for note in _cut_notes(saved, config, 3))
+
+
+@pytest.mark.long
+def test_masks_go_on_in_one_stage_as_no_masks(text: Path, tmp_path: Path) -> None:
     path, _ = stopped(text, tmp_path / "run", "pipeline.boundary=dct:0.5")
-    ready = prepare(path, None, 4)
-    assert any("stand behind blocks [0, 1, 2] now" in note for note in ready.notes)
+    ready, told = prepare(path, None, 1), Told()
+    assert any("stand behind blocks [] now" in note for note in ready.notes)
+    assert launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)["val_loss"] < 5.6
 
 
 @pytest.mark.parametrize(
