@@ -1,6 +1,6 @@
 """What turning the subspace of a boundary gives (`pipeline.subspace_update`), where it should give something.
 
-    python -m benchmarks.turning [--seeds 0,1,2] [--runs FILE] [--json]
+    python -m benchmarks.turning [--seeds 0,1,2] [--runs FILE] [--write] [--json]
 
 A decoder of 4 blocks of width 64 over bytes, 8 numbers a token at 3 boundaries, in one process, 300 steps of 8 x 64
 tokens, learning rate 3e-3.
@@ -11,7 +11,7 @@ tokens, learning rate 3e-3.
                 the best
 
 Each never turned, and turned every 25 steps. Every run is a line of FILE (benchmarks/turning.jsonl) as soon as it is
-done, and is not done again.
+done, and is not done again. --write puts the table into docs/boundaries.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from benchmarks._boundary_docs import put
 from benchmarks._measure import Row, report
 from benchmarks.boundaries import CUTS, INNER, corpus, judged, known
 from isles.data import DataConfig, Loader
@@ -153,10 +154,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--runs", type=Path, default=Path(__file__).with_suffix(".jsonl"))
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    seeds = [int(seed) for seed in given.seeds.split(",")]
-    return report(list(rows(all_runs(seeds, given.runs))), given.json)
+    seeds = [int(seed) for seed in given.seeds.split(",") if seed]
+    found = list(rows(all_runs(seeds, given.runs)))
+    if given.write:
+        lines = [f"| {row.name} | {row.value:.3f} | {row.note} |" for row in found]
+        put("benchmarks.turning", ["| what is trained, subspace, turning | loss | seeds |", "|---|---|---|", *lines])
+    return report(found, given.json)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class RowwiseAdamW(Optimizer):
         return loss
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
         states, (first, second), axis = [self.state[own] for own in parameters], group["betas"], group["mean_axis"]
         squares = torch._foreach_mul(gradients, gradients)
         if axis is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_what_has_other_layers_than_a_llama_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the bias of 'mlp\.down_proj' carries"):
         put_inside(llama(mlp_bias=True), Subspace(torch.eye(16).double(), None), [0], "coordinates")
     model = llama()
-    layer = model.blocks[1].get_submodule("mlp")
+    layer: Any = model.blocks[1].get_submodule("mlp")
     layer.last = layer._modules.pop("down_proj")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM have no self_attn\.o_proj and mlp\.down_proj") as error:
         put_inside(model, Subspace(torch.eye(16).double(), None), [0], "coordinates")
