@@ -49,12 +49,12 @@ def of(text: Path, *more: str, method: str = "diloco", steps: int = 6, workers: 
 @pytest.mark.parametrize(
     "more",
     [
-        ["pipeline.boundary=subspace:4"],
         ["pipeline.boundary=dct:0.7", "model.tie_embeddings=true", "pipeline.routing=random"],
         ["pipeline.boundary=bottleneck:4", "pipeline.codec=int8", "pipeline.gradient_codec=bf16"],
     ],
 )
 def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
+    """Those of subspaces, which are turned too: tests/training/test_dry_stages.py."""
     config = of(text, "data.validation_fraction=0", *more)
     args = (config, None, None, load_corpus(config.data))
     results = VirtualWorkers(train_worker, 4, config, args).join()
