@@ -144,8 +144,9 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     plan(**numbers, **text, stages="1,2,4", routing="random", microbatches=2, json=True)  # type: ignore[arg-type]
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["stages"], row["replicas"]) for row in rows} >= {(2, 2), (4, 1), (1, 4)}
-    plan(**numbers, **text, stages="2")  # type: ignore[arg-type]
-    assert "2 x 2 x 1" in capsys.readouterr().out
+    plan(**numbers, **text, stages="2", boundary="dct:0.9", boundary_codec="fp16")  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert "2 x 2 x 1" in out and "between stages dct:0.9 in fp16." in out
 
 
 def test_a_boundary_is_planned_in_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:

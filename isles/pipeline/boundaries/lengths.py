@@ -41,6 +41,12 @@ class PlannedBoundary:
                 "every so many steps; choose 0, or a subspace"
             )
 
+    def __str__(self) -> str:
+        what = "the whole stream" if self.boundary == "none" else self.boundary
+        forms = {self.codec, self.gradient_codec} - {"none"}
+        turns = f", turned every {self.turn_every} steps" if self.turn_every else ""
+        return what + (f" in {' and '.join(sorted(forms))}" if forms else "") + turns
+
     @property
     def rank(self) -> int:
         """Numbers a token; 0 where they hang on the width."""
