@@ -1,6 +1,6 @@
 """What boundaries of few bytes cost in loss, and take in seconds.
 
-    python -m benchmarks.boundaries forms|rate|widths [--seeds 0,1,2] [--steps N] [--runs FILE] [--json]
+    python -m benchmarks.boundaries forms|rate|widths [--seeds 0,1,2] [--steps N] [--runs FILE] [--write] [--json]
     python -m benchmarks.boundaries links [--runs FILE] [--plot FILE.png]
 
 A decoder of 4 blocks over bytes, on the library's own text, with 3 boundaries, in one process: what a pipeline computes
@@ -11,8 +11,10 @@ is that to 1e-12 (tests/pipeline/test_boundaries.py). Learning rate 3e-3.
     widths    d 64, 128, 256, 400 steps of 8 x 64 tokens: what part of the width a subspace needs
     links     seconds of a step of `forms` in four stages on the simulated clock, 80 Mbit/s and 50 ms, beside the losses
 
-Every run is a line of FILE as soon as it is done, and is not done again. Bytes are of a token and boundary, there and
-back, with its id.
+Every run is a line of FILE (benchmarks/boundaries.jsonl) as soon as it is done, and is not done again: take lines out
+that a change of the code has made old, or mark them as "copied": they are done again, and stand in tables until then.
+--write puts the table into docs/boundaries.md; `--seeds "" --write` only that.
+Bytes are of a token and boundary, there and back, with its id.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import argparse
 import json
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 import isles
+from benchmarks import _boundary_docs
+from benchmarks._boundary_docs import losses_of
 from benchmarks._measure import Row, report
 from isles.comm.codecs import codec
 from isles.data import DataConfig, Loader, load_corpus
@@ -89,7 +92,7 @@ class _Sketch:
     """A stage whose messages are only counted."""
 
     def __init__(self, width: int, rank: int) -> None:
-        self.blocks, self.subspace = [nn.Identity()], Subspace(torch.empty(width, rank), None)
+        self.blocks, self.subspace = nn.ModuleList([nn.Identity()]), Subspace(torch.empty(width, rank), None)
 
 
 class Coded(Boundary):
@@ -199,7 +202,8 @@ TABLES = {
 
 
 @cache
-def _corpus(sequences: int) -> Any:
+def corpus(sequences: int) -> Any:
+    """The library's own text."""
     return load_corpus(DataConfig(batch_size=sequences, validation_sequences=128))
 
 
@@ -208,7 +212,7 @@ def run(width: int, variant: Variant, seed: int, steps: int, sequences: int) -> 
     data = DataConfig(batch_size=sequences, validation_sequences=128)
     ffn = 256 if width == 64 else 2 * width
     shape = Shape(d_model=width, layers=variant.layers, heads=4, ffn=ffn, vocab=256, context=64, tie_embeddings=False)
-    loader = Loader(_corpus(sequences), data, context=64, seed=seed)
+    loader = Loader(corpus(sequences), data, context=64, seed=seed)
     model, scheme = Decoder(shape, seed=seed), variant.scheme(width, seed)
     scheme.fit(model)
     if not isinstance(scheme, Inside):  # whose boundaries change nothing
@@ -236,17 +240,18 @@ def judged(model: nn.Module, loader: Loader) -> float:
     return float(sum(model(batch).loss * len(batch) for batch in batches) / sum(map(len, batches)))
 
 
-def _known(path: Path) -> list[dict[str, Any]]:
+def known(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def all_runs(kind: str, seeds: Sequence[int], steps: int | None, path: Path) -> list[dict[str, Any]]:
     """Those of FILE, and of it the ones that were not there."""
     table = TABLES[kind]
-    done = _known(path)
-    known = {(one["table"], one["width"], one["name"], one["seed"]) for one in done}
+    done = known(path)
+    have = {(one["table"], one["width"], one["name"], one["seed"]) for one in done if not one.get("copied")}
     for seed, (width, variant) in product(seeds, table.runs):
-        if (kind, width, variant.name, seed) in known:
+        if (kind, width, variant.name, seed) in have:
             continue
         found = run(width, variant, seed, steps or table.steps, table.sequences)
         one = {"table": kind, "width": width, "name": variant.name, "seed": seed, **found}
@@ -259,21 +264,17 @@ def all_runs(kind: str, seeds: Sequence[int], steps: int | None, path: Path) -> 
 
 def rows(kind: str, runs: Sequence[dict[str, Any]]) -> Iterator[Row]:
     """Means over the seeds, with all of them; then the bounds of the issue."""
-    losses: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    bare: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    for one in sorted(runs, key=lambda one: one["seed"]):
-        losses[one["width"], one["name"]].append(one["loss"])
-        bare[one["width"], one["name"]].append(one["bare"])
     for width, variant in TABLES[kind].runs:
-        own = losses.get((width, variant.name))
+        own, bare = (losses_of(runs, width, variant.name, key) for key in ("loss", "bare"))
         if own:
             name = f"d {width}: {variant.name}, {variant.nbytes(width):g} bytes"
-            without = f"; without what stays behind {mean(bare[width, variant.name]):.3f}"
+            without = f"; without what stays behind {mean(bare.values()):.3f}"
             more = without if variant.boundary.startswith("dct") else ""
-            yield Row(name, mean(own), "nats", None, ", ".join(f"{loss:.3f}" for loss in own) + more)
+            yield Row(name, mean(own.values()), "nats", None, ", ".join(f"{loss:.3f}" for loss in own.values()) + more)
 
     def apart(one: str, other: str, width: int) -> float:
-        return mean(losses[width, one]) - mean(losses[width, other])
+        first, second = (losses_of(runs, width, name) for name in (one, other))
+        return mean(first.values()) - mean(second.values())
 
     if kind == "forms":
         yield Row("subspace d/4 above dense", apart("subspace d/4", "dense", 64), "nats", ("<=", 0.15))
@@ -284,10 +285,8 @@ def rows(kind: str, runs: Sequence[dict[str, Any]]) -> Iterator[Row]:
         yield Row("dct 0.90 above 0.75", apart("dct 0.90", "dct 0.75", 64), "nats", (">=", 0.0))
         yield Row("dct 0.95 above 0.90", apart("dct 0.95", "dct 0.90", 64), "nats", (">=", 0.0))
         for sparsity in ("0.75", "0.90", "0.95"):
-            key = (64, f"dct {sparsity}")
-            yield Row(
-                f"dct {sparsity}, unmasked above masked", mean(bare[key]) - mean(losses[key]), "nats", (">=", 0.0)
-            )
+            masked, bare = (mean(losses_of(runs, 64, f"dct {sparsity}", key).values()) for key in ("loss", "bare"))
+            yield Row(f"dct {sparsity}, unmasked above masked", bare - masked, "nats", (">=", 0.0))
         yield Row("int8 above dense", apart("int8", "dense", 64), "nats", ("<=", 0.02))
     if kind == "rate":
         ahead = apart("masks apart, 3 entries", "subspace, k 3", 256)
@@ -319,7 +318,7 @@ def linked(runs: Sequence[dict[str, Any]], plot: Path | None) -> list[Row]:
     found = []
     for variant in FORMS:
         if variant.name in LINKED:
-            losses = [one["loss"] for one in runs if one["table"] == "forms" and one["name"] == variant.name]
+            losses = losses_of([one for one in runs if one["table"] == "forms"], 64, variant.name).values()
             seconds = 600 * step_seconds(variant)
             loss = mean(losses) if losses else math.nan
             found.append((variant, seconds, loss))
@@ -355,14 +354,26 @@ def main() -> int:
     parser.add_argument("table", choices=[*TABLES, "links"])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--runs", type=Path, default=Path("boundaries.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.table == "links":
-        return report(linked(_known(given.runs), given.plot), given.json)
-    seeds = [int(seed) for seed in given.seeds.split(",")]
-    return report(list(rows(given.table, all_runs(given.table, seeds, given.steps, given.runs))), given.json)
+        return report(linked(known(given.runs), given.plot), given.json)
+    seeds = [int(seed) for seed in given.seeds.split(",") if seed]
+    runs = all_runs(given.table, seeds, given.steps, given.runs)
+    if given.write:
+        _boundary_docs.put(f"benchmarks.boundaries {given.table}", written(given.table, runs))
+    return report(list(rows(given.table, runs)), given.json)
+
+
+def written(kind: str, runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The table for docs/boundaries.md."""
+    if kind == "widths":
+        return list(_boundary_docs.widths(runs, PARTS))
+    lines = list(_boundary_docs.listing(runs, TABLES[kind].runs))
+    return [*lines, "", *_boundary_docs.verdict(runs, 256)] if kind == "rate" else lines
 
 
 if __name__ == "__main__":

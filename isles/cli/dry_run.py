@@ -165,7 +165,9 @@ def _cost(plan: DryRun) -> list[str]:
     sends = f"{format_bytes(mean)} a worker in the whole run{against} data parallel's {format_bytes(plan.ddp_bytes)}"
     lines = [_line("bytes", f"about {sends}" if plan.outline.about else sends)]
     if plan.stages:
-        lines.append(_line("", f"{format_bytes(plan.between_stages)} of that to other stages, on average"))
+        ratio = plan.stream_ratio or 1.0
+        fewer = f", 1/{ratio:.3g} of the whole stream's" if ratio > 1 else ""
+        lines.append(_line("", f"{format_bytes(plan.between_stages)} of that to other stages, on average{fewer}"))
     if plan.outline.inside:
         whose = "replica, for norms and gradients" if plan.stages else "island, the rest across"
         lines.append(_line("", f"{format_bytes(plan.outline.inside)} of that inside its {whose}"))

@@ -28,7 +28,13 @@ def plan(
     forward: Annotated[
         str, typer.Option(help="Seconds of a forward of one microbatch: for all, or for each node: 0.4,0.4,1.6.")
     ],
-    message: Annotated[str, typer.Option("--bytes", help="Bytes of a microbatch between stages, such as 33.5M.")],
+    message: Annotated[
+        str | None, typer.Option("--bytes", help="Bytes of a microbatch between stages, such as 33.5M.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Instead of --bytes: tokens of a microbatch.")] = None,
+    width: Annotated[int | None, typer.Option(help="With --tokens: of the stream.")] = None,
+    boundary: Annotated[str | None, typer.Option(help="With --tokens: what crosses, such as dct:0.9.")] = None,
+    boundary_codec: Annotated[str | None, typer.Option(help="With --tokens: in what form, such as int8.")] = None,
     path_length: Annotated[int | None, typer.Option(help="Stages that a microbatch runs. Default: all.")] = None,
     skip_ratio: Annotated[float | None, typer.Option(help="Instead: the share of stages left out, as 0.33.")] = None,
     memory: Annotated[int, typer.Option(help="Microbatches that a node holds.")] = 3,
@@ -50,13 +56,12 @@ def plan(
     from isles.network.routing.problem import Costs, Problem
     from isles.network.routing.search import Effort
     from isles.network.routing.strategies import strategies
-    from isles.network.units import parse_count
     from isles.report.sheets.pipeline import pipeline_sheet
 
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: {out.parent} is no directory; make it first")
     effort = Effort(seconds=0.6 * time_budget_s)
-    nbytes = round(parse_count("--bytes", message))
+    nbytes = _message_bytes(message, tokens, width, boundary, boundary_codec)
     network = named(links)
     seats, delays, times = _nodes(network, stages, forward, nbytes, overhead, 0.3 * time_budget_s, seed)
     problem = Problem(
@@ -152,6 +157,30 @@ def replan(
     if out is not None:
         settled(out, as_json(made).encode())
         print(out)
+
+
+def _message_bytes(
+    message: str | None, tokens: str | None, width: int | None, boundary: str | None, codec: str | None
+) -> int:
+    """Of a microbatch between stages: as told, or of the boundary, forward in float32, which is the longer way."""
+    from isles.cli.plan_job import boundary_of
+    from isles.network.units import parse_count
+
+    if (message is None) == ((tokens, width, boundary, codec) == (None,) * 4):
+        raise ValueError("give --bytes of a microbatch between stages, or --tokens and --width, with --boundary")
+    if message is not None:
+        return round(parse_count("--bytes", message))
+    if tokens is None or width is None:
+        raise ValueError(f"missing: {'--tokens of a microbatch' if tokens is None else '--width of the stream'}")
+    if width < 1:
+        raise ValueError(f"--width {width}: choose 1 or more")
+    crosses = boundary_of(boundary, codec)
+    if crosses.is_one_way:
+        raise ValueError(
+            f"--boundary {boundary}: with a plan the loss is computed at the origin, and what leaves the last visit "
+            "does not fit through; choose dct:0.75"
+        )
+    return crosses.sizes(parse_count("--tokens", tokens), width).forward
 
 
 def _nodes(

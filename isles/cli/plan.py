@@ -46,6 +46,15 @@ def plan(
     inner_links: Annotated[
         str | None, typer.Option(help="With --stages: network inside a replica. Default: as between.")
     ] = None,
+    boundary: Annotated[
+        str | None, typer.Option(help="With --stages: what crosses between them, such as subspace:40 or dct:0.9.")
+    ] = None,
+    boundary_codec: Annotated[
+        str | None, typer.Option(help="With --stages: its form, such as int8, both ways.")
+    ] = None,
+    subspace_update: Annotated[
+        int | None, typer.Option(help="With --boundary subspace:K: steps after which it is turned. Default never.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Instead: a calculation of the papers.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List those.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
@@ -78,6 +87,9 @@ def plan(
         microbatches=microbatches,
         method=method,
         inner_links=inner_links,
+        boundary=boundary,
+        boundary_codec=boundary_codec,
+        subspace_update=subspace_update,
     )
     if listen is not None:
         if asked.given or preset is not None or presets or json or out is not None or write is not None:
@@ -101,6 +113,7 @@ def plan(
         _plan_stages(asked, json, out, write)
         return
     only = ("--routing", "--microbatches", "--method", "--inner-links")
+    only += ("--boundary", "--boundary-codec", "--subspace-update")
     if extra := [option for option in asked.given if option in only]:
         raise ValueError(f"{', '.join(extra)}: of replicas in stages; give --stages too")
     _plan(asked, json, out, write)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from isles.network.links import Links
     from isles.network.planner.job import Job
     from isles.network.planner.planner import Plan
+    from isles.pipeline.boundaries.lengths import PlannedBoundary
     from isles.pipeline.planning import StagesJob, WorkerSplit
 
 
@@ -43,6 +44,9 @@ class Asked:
     microbatches: int | None = None
     method: str | None = None
     inner_links: str | None = None
+    boundary: str | None = None
+    boundary_codec: str | None = None
+    subspace_update: int | None = None
 
     @property
     def given(self) -> list[str]:
@@ -121,8 +125,23 @@ def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[WorkerSplit]]:
         method=asked.method or "diloco",
         every=100 if asked.sync_every is None else asked.sync_every,
         near=None if asked.inner_links is None else named(asked.inner_links),
+        boundary=boundary_of(asked.boundary, asked.boundary_codec, asked.subspace_update or 0),
     )
     return found, splits(job.workers, job.layers, wanted)
+
+
+def boundary_of(boundary: str | None, codec: str | None, turn_every: int = 0) -> PlannedBoundary:
+    """What crosses between stages, as options name it. ValueError for names that there are not."""
+    from isles.pipeline.boundaries.lengths import PlannedBoundary
+
+    given = [f"--boundary {boundary}"] if boundary else []
+    given += [f"--boundary-codec {codec}"] if codec else []
+    given += [f"--subspace-update {turn_every}"] if turn_every else []
+    both = codec or "none"
+    try:
+        return PlannedBoundary(boundary=boundary or "none", codec=both, gradient_codec=both, turn_every=turn_every)
+    except ValueError as error:
+        raise ValueError(f"{' '.join(given)}: {error}") from error
 
 
 def config_of(job: Job, plan: Plan, network: str) -> str:

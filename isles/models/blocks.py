@@ -15,6 +15,14 @@ def blocks_of(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     )
 
 
+def module_at(root: nn.Module, path: str) -> nn.Module | None:
+    """The module at `path`; None where there is none."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def check_order(key: str, order: Sequence[int], count: int, what: str) -> None:
     """ValueError, one line, for an order that names something twice or that there is not."""
     for number in order:

@@ -13,8 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .blocks import blocks_of, module_at
 from .decoder import NORM_EPS, Block, Decoder, Output, next_token_loss
 from .rotary import BASE
+
+_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class HuggingFaceLM(nn.Module):
@@ -22,7 +25,28 @@ class HuggingFaceLM(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Its layers, where they stand in one list."""
+        return self.model.base_model.get_submodule(blocks_of(self.model.base_model)[0])
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """The matrices of a layer that write to the stream, where they are those of Llama's. ValueError where not."""
+        if all(module_at(layer, name) for layer in self.blocks for name in _WRITERS):
+            return _WRITERS
+        raise ValueError(
+            f'pipeline.boundary = "subspace": layers of a {type(self.model).__name__} have no '
+            f'{" and ".join(_WRITERS)}, by which those of a Llama write to the stream; choose "dct:0.75"'
+        )
+
+    @property
+    def entry(self) -> str:
+        """The path of its token embedding."""
+        own = self.model.get_input_embeddings()
+        return next(path for path, module in self.named_modules() if module is own)
 
     def forward(self, tokens: Tensor) -> Output:
         """As Decoder.forward; the model's own loss (which may shift or mask otherwise) is not used."""

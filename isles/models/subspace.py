@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
@@ -32,6 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
+
+from isles.models.blocks import module_at
 
 SubspaceForm = Literal["coordinates", "row-wise", "projected"]
 _INSIDE = 1e-6
@@ -210,15 +213,15 @@ def put_inside(model: nn.Module, subspace: Subspace, inside: Iterable[int], form
             full = _checked(block, name)
             made = SubspaceLinear(full, subspace) if form == "coordinates" else InsideLinear(full, subspace, form)
             _replace(block, name, made)
-    whole = getattr(model, entry, None)
+    whole = module_at(model, entry)
     if isinstance(whole, nn.Embedding):  # a stage behind the first has none
         made = SubspaceEmbedding(whole, subspace) if form == "coordinates" else InsideEmbedding(whole, subspace, form)
-        setattr(model, entry, made)
+        _replace(model, entry, made)
 
 
 def writers(model: nn.Module) -> tuple[Sequence[str], str]:
-    """The names, within a block, of the modules that write to the stream; and that of the embedding. ValueError for a
-    model that does not name them.
+    """The names, within a block, of the modules that write to the stream; and the path of the embedding. ValueError for
+    a model that does not name them.
     """
     source: Any = model.source if hasattr(model, "source") else model
     names, entry = getattr(source, "writers", None), getattr(source, "entry", None)
@@ -269,51 +272,77 @@ def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_B
     x = F.linear(c, wide.basis)
     for number in inside:
         block = copy.deepcopy(model.blocks[number]).double().train()
+        _stir(block, generator)
         for writer in held_inside(block):
             writer.subspace = wide
 
-        def leaves(x: Tensor = x, block: nn.Module = block) -> bool:
+        def outside(x: Tensor = x, block: nn.Module = block) -> float:
             with torch.random.fork_rng(devices=[]):
-                return wide.outside(model.through(block, x).flatten(0, -2)) > _INSIDE
+                return wide.outside(model.through(block, x).flatten(0, -2))
 
-        if leaves():
+        if outside() > _INSIDE:
             raise ValueError(
                 f'pipeline.boundary = "subspace": block {number} carries the stream out of the subspace by '
-                f"{_culprit(block, leaves)}; what follows the last matrix of a branch may only scale a token as a "
+                f"{_culprit(block, outside)}; what follows the last matrix of a branch may only scale a token as a "
                 'whole: take it out, or choose "dct:0.75"'
             )
 
 
-def _culprit(block: nn.Module, leaves: Callable[[], bool]) -> str:
+def _stir(block: nn.Module, generator: torch.Generator) -> None:
+    """Move what is trained, but for the writers, off the numbers that it begins with: gains of 1, biases of 0."""
+    writers = {id(writer.weight) for writer in held_inside(block)}
+    for parameter in block.parameters():
+        if parameter.requires_grad and id(parameter) not in writers:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise.to(parameter.device), alpha=0.1)
+
+
+def _culprit(block: nn.Module, outside: Callable[[], float]) -> str:
     """What of `block` does not leave S once it is out of the way."""
-    for path, module in list(block.named_modules()):
-        if path and not isinstance(module, Writer) and _is_culprit(block, path, module, leaves):
-            return f"{path!r} ({type(module).__name__})"
     for path, parameter in block.named_parameters():
         before = parameter.clone()
         for value in (1.0, 0.0):  # a gain, something added
             parameter.fill_(value)
-            if not leaves():
+            if outside() <= _INSIDE and "." not in path:
                 return repr(path)
         parameter.copy_(before)
-    return "more than one of its modules"
+    taken = _taken_out(block, outside)
+    return " and ".join(f"{path!r} ({type(module).__name__})" for path, module in taken.items()) or "what is not known"
 
 
-def _is_culprit(block: nn.Module, path: str, module: nn.Module, leaves: Callable[[], bool]) -> bool:
-    _replace(block, path, nn.Identity())
-    try:
-        return not leaves()
-    except Exception:  # of the user's model, which cannot do without it
-        return False
-    finally:
+def _taken_out(block: nn.Module, outside: Callable[[], float]) -> dict[str, nn.Module]:
+    """Modules of `block` without which it stays in S, none of which may stay; none where that is not found."""
+    taken: dict[str, nn.Module] = {}
+
+    def share() -> float:
+        try:
+            return outside()
+        except Exception:  # of the user's model, which cannot do without it
+            return math.inf
+
+    left = share()
+    for path, module in list(block.named_modules()):
+        if not path or any(isinstance(inside, Writer) for inside in module.modules()):
+            continue
+        _replace(block, path, nn.Identity())
+        now = share()
+        if now < left:
+            taken[path], left = module, now
+        else:
+            _replace(block, path, module)
+        if left <= _INSIDE:
+            break
+    for path, module in list(taken.items()):
         _replace(block, path, module)
+        if left <= _INSIDE and share() <= _INSIDE:
+            del taken[path]
+        else:
+            _replace(block, path, nn.Identity())
+    return taken if left <= _INSIDE else {}
 
 
 def _checked(block: nn.Module, name: str) -> nn.Linear:
-    try:
-        module = block.get_submodule(name)
-    except AttributeError:
-        module = None
+    module = module_at(block, name)
     if not isinstance(module, nn.Linear):
         raise ValueError(f'pipeline.boundary = "subspace": {name!r} of a block is no nn.Linear; mend `writers`')
     if module.bias is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from isles.network.routing.orders import in_flight
+from isles.pipeline.boundaries.lengths import StreamCodec
 from isles.pipeline.boundaries.names import boundary_name
 
 
@@ -59,13 +60,15 @@ class PipelineConfig:
     """How weights are kept in a subspace: by their coordinates in it; or of full size, with one second moment a row, or
     with a projection after each step.
     """
+    subspace_blocks: int = 0
+    """Blocks, from the first on, that write into the subspace; 0: all before the last stage."""
     subspace_update: int = 0
     """Steps after which the subspace is turned towards the gradients, again and again; 0: never."""
     subspace_rate: float = 0.05
     """How far it is turned, from 0 to 0.5."""
-    codec: Literal["none", "fp16", "bf16", "int8"] = "none"
+    codec: StreamCodec = "none"
     """Form of what the boundary sends forward; all but "none" lose something."""
-    gradient_codec: Literal["none", "fp16", "bf16", "int8"] = "none"
+    gradient_codec: StreamCodec = "none"
     """The same backward."""
     stage_loss: float = 0.0
     """For experiments: the chance, drawn from run.seed, that a stage behind the first is lost with all of its workers
@@ -115,12 +118,14 @@ class PipelineConfig:
     def _check_boundary(self) -> None:
         kind = boundary_name(self.boundary).kind
         if kind != "subspace":
-            for key in ("subspace", "subspace_update"):
+            for key in ("subspace", "subspace_blocks", "subspace_update"):
                 if getattr(self, key) != getattr(type(self), key):
                     raise ValueError(
                         f'{key} = {getattr(self, key)!r} acts with boundary = "subspace:16" and the like: choose that, '
                         "or leave it out"
                     )
+        if self.subspace_blocks < 0:
+            raise ValueError(f"subspace_blocks = {self.subspace_blocks}: choose 0 (all before the last stage) or more")
         if self.subspace_update < 0:
             raise ValueError(f"subspace_update = {self.subspace_update}: choose 0 (never) or more steps")
         if self.subspace_update and self.subspace != "coordinates":

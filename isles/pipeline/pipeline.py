@@ -71,7 +71,14 @@ class Cut:
             )
         cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
         place = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
-        return scheme_of(name, place, form=config.subspace, seed=seed, turns=bool(config.subspace_update))
+        bound, layers = config.subspace_blocks, len(self.costs.blocks)
+        if bound and not cuts[-1] <= bound <= layers:
+            raise ValueError(
+                f"pipeline.subspace_blocks = {bound}: the last stage begins at block {cuts[-1]}, and all before it "
+                f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
+            )
+        turns = bool(config.subspace_update)
+        return scheme_of(name, place, form=config.subspace, seed=seed, blocks=bound, turns=turns)
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
         """Of an inner step's computation in each task of each position."""

@@ -10,7 +10,7 @@ Loads no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
@@ -22,16 +22,17 @@ from isles.network.planner.job import Job
 from isles.network.planner.planned import PlannedExchange, Rhythm, Swap, among, by_size
 from isles.network.planner.replay import TimeAccount, long_run
 from isles.network.planner.stages import StagedSteps
+from isles.network.planner.turning import PlannedTurn
 from isles.network.planner.ways import WAYS, Way
 from isles.network.routing.orders import in_flight
 from isles.network.routing.routes import Route, fixed_routes, random_routes
-from isles.network.routing.wires import Sizes
 from isles.network.topology import Topology
+from isles.pipeline.boundaries.lengths import PlannedBoundary
 from isles.pipeline.shares import task_shares
 
 MESSAGES = 8_000
 """That are played of a split."""
-_FLOAT, _ID = 4, 4
+_FLOAT = 4
 _INSIDE, _FEWEST = 24_000, 4  # messages that are played where workers share stages, and steps of a round
 _ISLANDS = 8  # workers that share a stage, at most
 
@@ -50,7 +51,8 @@ class WorkerSplit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesJob:
     """What is to be trained by replicas that may be cut. near: the links inside a replica; None: as between replicas.
-    microbatches: of a replica's batch. method: between replicas, every so many inner steps.
+    microbatches: of a replica's batch. method: between replicas, every so many inner steps. boundary: what
+    crosses between stages.
     """
 
     job: Job
@@ -59,6 +61,7 @@ class StagesJob:
     method: str = "diloco"
     every: int = 100
     near: Links | None = None
+    boundary: PlannedBoundary = field(default_factory=PlannedBoundary)
 
     def __post_init__(self) -> None:
         if self.job.step_tokens is None:
@@ -68,6 +71,12 @@ class StagesJob:
         planned = sorted({way.method for way in WAYS if not way.settings and way.every is None})
         if self.method not in planned:
             raise ValueError(f"--method {self.method}: with --stages choose one of {', '.join(planned)}")
+        if self.tied and self.boundary.is_one_way:
+            raise ValueError(
+                f"--boundary {self.boundary.boundary}: this model's embedding is its head as well, so the stream must "
+                "come home, and what leaves the last stage does not fit through; choose dct:0.75"
+            )
+        self.boundary.sizes(1, round(_width(self.job)))
 
     @property
     def way(self) -> Way:
@@ -137,19 +146,24 @@ def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
         form = form_of(asked.way.codec, job)
         model = job.parameters / split.stages / split.inner
         outer = asked.way.payloads(split.replicas, form) * form.bits / 8 * model / rounds
-    sent = staged.sent()
+    sent = sum(staged.sent())
+    turn = turn_of(asked, split, staged)
+    if turn is not None:
+        account = account.plus(rounds / asked.boundary.turn_every, turn.account(_topology(asked, split)))
+        sent += sum(turn.bytes_sent) / asked.boundary.turn_every
     share = max(_held(job, piece) for piece in made)
     on_device, memory = _memory(asked, split, share)
+    table = asked.boundary.table_bytes(_vocab(job), round(_width(job))) if split.stages > 1 else 0.0
     return SplitPlan(
         split=split,
         step=(account.computing + account.waiting) / rounds,
         computing=account.computing / rounds,
         bubble=account.for_stages / rounds,
         waiting=(account.waiting - account.for_stages) / rounds,
-        stage_bytes=sum(sent) / len(sent),
+        stage_bytes=sent / job.workers,
         outer_bytes=outer,
-        memory=memory,
-        on_device=on_device,
+        memory=memory + table,
+        on_device=on_device + table,
     )
 
 
@@ -158,16 +172,23 @@ def steps_of(asked: StagesJob, split: WorkerSplit) -> StagedSteps:
     job, stages, replicas = asked.job, split.stages, split.replicas
     assert job.step_tokens is not None
     tokens = job.step_tokens / (replicas * split.inner * asked.microbatches)
-    stream = round(tokens * _width(job) * _FLOAT)
     return StagedSteps(
         routes=_Routes(replicas, stages, asked.microbatches, home=asked.tied, routing=asked.routing),
         most_held=in_flight("auto", replicas, stages),
         shares=task_shares(_pieces(asked, stages), asked.costs, asked.microbatches, replicas, recompute=False),
-        sizes=Sizes(forward=stream + round(tokens * _ID), home=stream, backward=stream + _FLOAT),
+        sizes=asked.boundary.sizes(tokens, round(_width(job))),
         columns=[[position * split.inner + own for position in range(replicas * stages)] for own in range(split.inner)],
         stages=stages,
         asks_norm=stages > 1,
     )
+
+
+def turn_of(asked: StagesJob, split: WorkerSplit, staged: StagedSteps) -> PlannedTurn | None:
+    """What turning the subspace sends; None where nothing is turned."""
+    if not asked.boundary.turn_every or split.stages == 1:
+        return None
+    width = round(_width(asked.job))
+    return PlannedTurn(columns=staged.columns, stages=split.stages, width=width, rank=asked.boundary.rank)
 
 
 def replayed(asked: StagesJob, split: WorkerSplit, staged: StagedSteps) -> TimeAccount:
@@ -186,11 +207,11 @@ def replayed(asked: StagesJob, split: WorkerSplit, staged: StagedSteps) -> TimeA
 
 def _played(asked: StagesJob, split: WorkerSplit, staged: StagedSteps, every: int, *, outer: bool) -> TimeAccount:
     """Of a round of so many steps; outer: with what replicas exchange."""
-    job, island = asked.job, split.stages * split.inner
+    job = asked.job
     found = long_run(
         lambda steps: _exchanges(asked, split, steps, every=every if outer else steps + 1),
         Rhythm(0, every),
-        Topology(job.workers, job.links, asked.near, island if asked.near is not None else 1),
+        _topology(asked, split),
         [job.step_seconds * split.stages] * job.workers,
         _opening(asked, split),
         messages=MESSAGES if split.inner == 1 else _INSIDE,
@@ -202,6 +223,11 @@ def _played(asked: StagesJob, split: WorkerSplit, staged: StagedSteps, every: in
             f"{job.workers} workers exchange too often to be played: choose a larger --sync-every, or fewer workers"
         )
     return found
+
+
+def _topology(asked: StagesJob, split: WorkerSplit) -> Topology:
+    job, island = asked.job, split.stages * split.inner
+    return Topology(job.workers, job.links, asked.near, island if asked.near is not None else 1)
 
 
 @dataclass(frozen=True)
@@ -295,6 +321,11 @@ def _head(job: Job) -> float:
     """Parameters of the head; 0 where the vocabulary is not known."""
     matrices = job.known_matrices
     return matrices[4][0] * matrices[4][1] if len(matrices) > 4 else 0.0
+
+
+def _vocab(job: Job) -> float:
+    """Token ids; 0 where they are not known."""
+    return _head(job) / _width(job)
 
 
 def _width(job: Job) -> float:

@@ -42,24 +42,33 @@ class RowwiseAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+            own = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if own:
+                self._step(own, group)
         return loss
 
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, (first, second), axis = self.state[parameter], group["betas"], group["mean_axis"]
-        square = gradient.square()
-        square = square if axis is None else square.mean(dim=axis, keepdim=True)
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(square)
-        state["step"] += 1
-        done = int(state["step"])
-        mean, spread = state["exp_avg"].lerp_(gradient, 1 - first), state["exp_avg_sq"].lerp_(square, 1 - second)
-        size = (spread / (1 - second**done)).sqrt_().add_(group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(mean / size, alpha=group["lr"] / (1 - first**done))
+    def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        states, (first, second), axis = [self.state[own] for own in parameters], group["betas"], group["mean_axis"]
+        squares = torch._foreach_mul(gradients, gradients)
+        if axis is not None:
+            squares = [square.mean(dim=axis, keepdim=True) for square in squares]
+        for parameter, square, state in zip(parameters, squares, states, strict=True):
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(square)
+        steps, means, moments = ([state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq"))
+        torch._foreach_add_(steps, 1)
+        done = [int(step) for step in steps]
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_lerp_(moments, squares, 1 - second)
+        sizes = torch._foreach_div(moments, [1 - second**step for step in done])
+        torch._foreach_sqrt_(sizes)
+        torch._foreach_add_(sizes, group["eps"])
+        moves = torch._foreach_div(means, sizes)
+        torch._foreach_mul_(moves, [-group["lr"] / (1 - first**step) for step in done])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, moves)
 
 
 def by_rows(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]] | None:

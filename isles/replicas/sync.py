@@ -65,6 +65,8 @@ class ReplicaSync(Wrapping):
     """Whether the workers may change from round to round."""
     needs_whole: ClassVar[bool] = False
     """Whether a worker must hold its whole replica, with an inner optimizer that is never late."""
+    is_linear: ClassVar[bool] = False
+    """Whether exchanges, without a codec, only scale whole parameters and add them: in a subspace they stay there."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"

@@ -42,11 +42,12 @@ from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.dry_stages import (
     StagePlan,
-    compared_workers,
     form,
     most_forwards,
     opening_bytes,
     staged_steps,
+    stream_ratio,
+    turns_of,
 )
 from isles.training.dry_time import Transfers, transfers
 from isles.training.memory import prepared, refusals, step_seconds
@@ -66,8 +67,8 @@ class DryRun(WorkerMemory):
     flops: of a token, forward and backward, at a worker or where there are stages in the whole model; None where they
     cannot be counted. device: for "auto", what this machine has. outline: of the worker that sends most. stages: of a
     replica, where it is cut. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other
-    stages, on average. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not
-    known. placed: the plan of a worker's memory, where there is one.
+    stages, on average; stream_ratio: how many times as much the whole stream would be. ddp_bytes: what data parallel
+    would send, a worker. step_seconds: None: not known. placed: the plan of a worker's memory, where there is one.
     """
 
     method: str
@@ -82,6 +83,7 @@ class DryRun(WorkerMemory):
     stages: tuple[StagePlan, ...]
     bytes_sent: tuple[int, ...]
     between_stages: float
+    stream_ratio: float | None
     ddp_bytes: float
     step_seconds: float | None
     placed: MemoryPlan | None
@@ -150,9 +152,10 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     found = transfers(config, [seat for seat, _ in seats], outline, seconds, staged)
     if world.is_simulated and found is not None and found.seconds is None:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
-    between = [0] * world.workers
-    if staged is not None and scheme is not None:
-        between = _between_stages(config, staged, compared_workers(config, scheme))
+    between, ratio, first = [0] * world.workers, None, pieces[0]
+    if staged is not None and scheme is not None and isinstance(first, Stage):
+        ratio = stream_ratio(form(config, scheme, first), scheme.place.width)
+        between = _between_stages(config, staged, world.workers if scheme.compares else 0)
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return DryRun(
@@ -173,6 +176,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         stages=stages,
         bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines), between, strict=True)),
         between_stages=sum(between) / len(between),
+        stream_ratio=ratio,
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         placed=None if config.memory.method == "none" else prepared(config)[2],
@@ -275,11 +279,14 @@ def _stage_plans(
 
 def _between_stages(config: Config, staged: StagedSteps, compared: int) -> list[int]:
     """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere."""
-    told = opening_bytes(config.pipeline.stages, config.world.inner, compared)
-    return [
+    told, turn = opening_bytes(config.pipeline.stages, config.world.inner, compared), turns_of(config, staged)
+    found = [
         told[rank % len(told)] + config.run.steps * nbytes  # every route has as many messages in every step
         for rank, nbytes in enumerate(staged.sent())
     ]
+    if turn is None:
+        return found
+    return [own + turn[1] * round(more) for own, more in zip(found, turn[0].bytes_sent, strict=True)]
 
 
 def _of_stages(config: Config) -> list[str]:
@@ -287,8 +294,6 @@ def _of_stages(config: Config) -> list[str]:
     notices = []
     if config.pipeline.order == "arrival":
         notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
-    if config.pipeline.subspace_update:
-        notices.append("the messages that turn the subspace are not counted")
     if config.pipeline.stage_loss:
         notices.append("what lost stages cost, and the messages that mend them, are not counted")
     return notices

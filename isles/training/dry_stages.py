@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from isles.models import limits
-from isles.models.stages import Stage
+from isles.comm.codecs.casts import Identity
+from isles.models import limits, sketch
+from isles.models.stages import Stage, width_of
 from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.planned import Tree
 from isles.network.planner.stages import StagedSteps
+from isles.network.planner.turning import PlannedTurn
 from isles.network.routing.routes import Task
 from isles.network.routing.wires import Sizes
-from isles.pipeline.boundaries.scheme import Inside, Scheme
+from isles.pipeline.boundaries.names import boundary_name
+from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.training.config.sections import Config
@@ -42,6 +46,13 @@ def form(config: Config, scheme: Scheme, stage: Stage) -> StageForm:
     return form_of(stage, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
 
 
+def stream_ratio(made: StageForm, width: int) -> float:
+    """Bytes that cross between stages where all of a stream of `width` does, for each of those that do."""
+    whole = replace(made, boundary=FullStream(width), codec=Identity(), gradient_codec=Identity())
+    there, here = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, made))
+    return there / here
+
+
 def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks_norm: bool) -> StagedSteps:
     """The steps of the run. stage: one of them."""
     replicas, stages, inner = config.replicas_in_all, config.pipeline.stages, config.world.inner
@@ -63,6 +74,17 @@ def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks
     )
 
 
+def turns_of(config: Config, staged: StagedSteps) -> tuple[PlannedTurn, int] | None:
+    """How the subspace is turned, and how often in the run; None where it is not."""
+    every = config.pipeline.subspace_update
+    if not every:
+        return None
+    rank = boundary_name(config.pipeline.boundary).rank
+    width = width_of(sketch(config.model))
+    turn = PlannedTurn(columns=staged.columns, stages=staged.stages, width=width, rank=rank)
+    return turn, (config.run.steps - 1) // every
+
+
 def most_forwards(staged: StagedSteps) -> list[int]:
     """Forwards that the workers of the first replica's stages hold at once at the most, in the first step."""
     held: Counter[int] = Counter()
@@ -80,8 +102,3 @@ def opening_bytes(stages: int, inner: int, compared: int) -> list[int]:
     """
     hashes = _HASH_BYTES * (compared - 1) if compared else 0
     return [int(Tree(1).sent(stage, stages)) + hashes for stage in range(stages) for _ in range(inner)]
-
-
-def compared_workers(config: Config, scheme: Scheme) -> int:
-    """Workers that compare what they have drawn; 0 where nobody does."""
-    return config.world.workers if isinstance(scheme, Inside) else 0

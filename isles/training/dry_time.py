@@ -17,6 +17,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config, WorldConfig
+from isles.training.dry_stages import turns_of
 from isles.training.memory import step_seconds
 
 UTILISATION = 0.95  # for which a bandwidth is asked
@@ -87,17 +88,22 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
     world, steps = config.world, config.run.steps
     island = world.inner * config.pipeline.neighbours
     near = links(world.inner_links) if island > 1 else None
+    topology = Topology(world.workers, links(world.links), near, island)
     rhythms = [one.rhythm(steps) for one in (seats[0], _island(seats[0])) if one is not None]
-    return replay_run(
+    account = replay_run(
         lambda taken: exchanges(seats, world, taken),
         Rhythm(max(rhythm.start for rhythm in rhythms), rhythms[0].every),
-        Topology(world.workers, links(world.links), near, island),
+        topology,
         [factor * step_seconds(config) for factor in world.factors],
         steps,
         opening(seats, world),
         config.run.seed,
         staged=staged,
     )
+    turn = None if staged is None else turns_of(config, staged)
+    if account is None or turn is None:
+        return account
+    return account.plus(turn[1], turn[0].account(topology))
 
 
 def exchanges(seats: Sequence[ReplicaSync], world: WorldConfig, steps: int) -> list[PlannedExchange]:

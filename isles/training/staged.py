@@ -32,9 +32,6 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 
-_LINEAR = ("none", "ddp", "localsgd", "postlocal-sgd", "fedavg", "diloco", "noloco", "delayed", "eager", "slowmo")
-"""Methods that only scale and add rows, so that those in a subspace stay there."""
-
 
 def planned_cut(config: Config) -> Cut:
     """Where the model of `config` is cut; ValueError as `cut_of`, or where a plan cuts it elsewhere."""
@@ -61,7 +58,7 @@ def run_scheme(config: Config, cut: Cut) -> Scheme:
     exchange would carry weights out of the subspace.
     """
     pipeline, codec_name = config.pipeline, str(getattr(config.replicas, "codec", "none"))
-    if pipeline.subspace != "coordinates" and (codec_name != "none" or config.method not in _LINEAR):
+    if pipeline.subspace != "coordinates" and (codec_name != "none" or not method(config.method).is_linear):
         given = f'replicas.codec = "{codec_name}"' if codec_name != "none" else f'replicas.method = "{config.method}"'
         raise ValueError(
             f'pipeline.subspace = "{pipeline.subspace}" with {given}: what replicas exchange would leave the '

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from isles import cli
+from isles.cli.pipeline import _message_bytes
 from isles.network.routing.plan import read_plan
 
 LINKS = """
@@ -72,6 +73,23 @@ def test_json_says_what_the_table_says(pipeline):
     # There and back, 8 microbatches of two stages with the loss at home: each hop twice.
     assert sum(told["strategies"][3]["bytes_sent_by_node"]) == 8 * 4 * 100_000
     assert len(told["strategies"][3]["bubble_by_node"]) == plan.problem.nodes
+
+
+def test_a_message_is_that_of_the_boundary(pipeline):
+    """2,000 tokens of 64 numbers: the stream; a tenth of it with places of a byte; all with ids of 4 bytes."""
+    assert _message_bytes("100k", None, None, None, None) == 100_000
+    assert _message_bytes(None, "2k", 64, None, None) == 2000 * (64 * 4 + 4)
+    assert _message_bytes(None, "2k", 64, "dct:0.9", None) == 2000 * (7 * (4 + 1) + 4)
+    assert _message_bytes(None, "2k", 64, "dct:0.9", "fp16") == 2000 * (7 * (2 + 1) + 4)
+    assert _message_bytes(None, "2k", 512, "dct:0.9", None) == 2000 * (52 * (4 + 2) + 4)
+    asked = [*ASKED[:6], *ASKED[8:], "--out", "plan.json", "--tokens", "2k", "--width", "64"]
+    for more, says in (
+        (["--boundary", "subspace:8"], "the loss is computed at the origin"),
+        (["--bytes", "10k"], "give --bytes of a microbatch between stages, or --tokens"),
+        (["--boundary", "topk:4"], 'boundary = "topk:4" is not known'),
+    ):
+        code, _, err = pipeline("plan", "links.toml", *asked, *more)
+        assert code == 2 and says in err and err.count("\n") == 1
 
 
 def test_nodes_are_assigned_where_only_sizes_are_given(pipeline):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from isles.models.cuts import pieces
 from isles.models.decoder import Decoder
-from isles.models.hf import load_hf, save_as_llama
+from isles.models.hf import HuggingFaceLM, load_hf, save_as_llama
 from isles.models.sizes import Shape
+from isles.models.stages import Stage, check_stages
+from isles.models.subspace import Subspace, fold, held_inside, put_inside
+from isles.pipeline.boundaries.names import boundary_name
+from isles.pipeline.boundaries.scheme import Crossings, scheme_of
 
 transformers = pytest.importorskip("transformers", reason="needs the extra isles[hf]")
 
@@ -58,3 +64,41 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^model\.hf = .*") as caught:
         load_hf(str(tmp_path), seed=0, dtype=torch.float32, device=torch.device("cpu"))
     assert "\n" not in str(caught.value)
+
+
+def llama(**settings: object) -> HuggingFaceLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=30, num_key_value_heads=2, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return HuggingFaceLM(transformers.LlamaForCausalLM(config).double())
+
+
+def test_a_llama_is_held_in_a_subspace_and_folded_to_a_llama() -> None:
+    """By the matrices that write to its stream; stages of it and the folded model compute the same."""
+    place, tokens = Crossings(cuts=(1, 2), home=False, width=16, vocab=30), torch.arange(10)[None]
+    scheme, model = scheme_of(boundary_name("subspace:4"), place), llama()
+    scheme.fit(model)
+    scheme.check(model, tokens)
+    assert len(list(held_inside(model))) == 5
+    with torch.no_grad():
+        expected = model.logits(tokens)
+        check_stages(model, [1, 2], tokens)
+        x = Stage(model, pieces([1, 2], 3, loss_at_origin=False)[0])(tokens, enter=True)
+        boundary = scheme.boundary(model)
+        across = boundary.decode(boundary.encode(x, torch.arange(11)[None])[0], None, torch.arange(11)[None])
+        torch.testing.assert_close(across, x, rtol=0, atol=1e-14)
+        plain = llama()
+        plain.load_state_dict(fold(model).state_dict())
+        torch.testing.assert_close(plain.logits(tokens), expected, rtol=0, atol=1e-6)
+
+
+def test_what_has_other_layers_than_a_llama_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the bias of 'mlp\.down_proj' carries"):
+        put_inside(llama(mlp_bias=True), Subspace(torch.eye(16).double(), None), [0], "coordinates")
+    model = llama()
+    layer: Any = model.blocks[1].get_submodule("mlp")
+    layer.last = layer._modules.pop("down_proj")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM have no self_attn\.o_proj and mlp\.down_proj") as error:
+        put_inside(model, Subspace(torch.eye(16).double(), None), [0], "coordinates")
+    assert "\n" not in str(error.value)

@@ -78,6 +78,21 @@ def test_a_row_has_one_second_moment() -> None:
     assert optimizer.state[row]["exp_avg_sq"].shape == (1, 1)
 
 
+def test_rows_of_full_size_are_rows_of_coordinates_with_a_longer_step() -> None:
+    """v of W = U Z is K / D of that of Z, so without eps and decay W takes Z's steps of sqrt(D / K) lr."""
+    torch.manual_seed(0)
+    basis, z = drawn_basis(D, K, 0), torch.randn(K, 6, dtype=torch.float64)
+    small, large = nn.Parameter(z), nn.Parameter(basis @ z)
+    settings: Any = {"eps": 0.0, "weight_decay": 0.0, "mean_axis": 0}
+    ours = [RowwiseAdamW([small], lr=0.1 * (D / K) ** 0.5, **settings), RowwiseAdamW([large], lr=0.1, **settings)]
+    for _ in range(10):
+        small.grad = torch.randn(K, 6, dtype=torch.float64)
+        large.grad = basis @ small.grad
+        for optimizer in ours:
+            optimizer.step()
+    assert torch.allclose(large, basis @ small, rtol=0, atol=1e-13)
+
+
 def test_without_rows_it_is_adamw() -> None:
     torch.manual_seed(0)
     one, other = (nn.Parameter(torch.ones(3, 2, dtype=torch.float64)) for _ in range(2))
@@ -205,27 +220,37 @@ class Own(nn.Module):
         return block(x)
 
 
-GAIN = torch.linspace(0.5, 1.5, D)
+class Shifted(nn.Module):
+    """Adds numbers that begin as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D)."""
+        return x + self.bias
+
+
 BREAKS = {
     "'after' (RMSNorm)": lambda: Outside(nn.RMSNorm(D)),
     "'after' (LayerNorm)": lambda: Outside(nn.LayerNorm(D, elementwise_affine=False)),
     "'after' (Dropout)": lambda: Outside(nn.Dropout(0.1)),
-    "'scale'": lambda: Outside(nn.Identity(), GAIN.clone()),
+    "'scale'": lambda: Outside(nn.Identity(), torch.ones(D)),
+    "'after' (Shifted)": lambda: Outside(Shifted()),
     "bias of 'out'": lambda: Outside(nn.Identity(), bias=True),
 }
 
 
 def check(block: nn.Module) -> None:
     made, inside = Own(block), subspace(torch.float32)
-    for module in made.modules():
-        if isinstance(module, nn.RMSNorm) and module.elementwise_affine:
-            module.weight.data.copy_(GAIN)
     put_inside(made, inside, [0], "coordinates")
     check_inside(made, inside, [0], TOKENS)
 
 
 @pytest.mark.parametrize("named", BREAKS)
 def test_what_would_break_the_subspace_is_named(named: str) -> None:
+    """Though gains begin as ones, and what is added as zeros."""
     with pytest.raises(ValueError) as error:
         check(BREAKS[named]())
     assert named in str(error.value)

@@ -6,21 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from isles.comm.codecs import codec
 from isles.comm.mesh import Mesh
 from isles.models import Decoder
-from isles.models.cuts import cut_points, pieces
-from isles.models.stages import Stage
+from isles.models.cuts import cut_points
 from isles.models.subspace import Subspace, SubspaceForm, put_inside
-from isles.network.routing.orders import in_flight
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Scheme, scheme_of
 from isles.pipeline.boundaries.subspace import Coordinates
-from isles.pipeline.executor import Executor, Ways
-from isles.pipeline.wire import StageForm
-from tests.pipeline.workers import SEQUENCES, SHAPE, Cell, own_text, window
+from tests.pipeline.workers import SHAPE, Cell, executor, own_text
 
 
 @dataclass(frozen=True)
@@ -69,35 +64,11 @@ def _step(world: Mesh, one: Bounded) -> dict[str, Any] | None:
     cell = one.cell
     if world.rank >= cell.replicas * cell.stages:
         return None
-    group = world.world.among(range(cell.replicas * cell.stages), "pipeline")
-    parts = pieces(one.cuts, SHAPE.layers, loss_at_origin=cell.home)
-    stage = Stage(Decoder(SHAPE, seed=1, dtype=cell.dtype), parts[group.rank % cell.stages])
-    form = StageForm(
-        sequences=SEQUENCES,
-        length=SHAPE.context,
-        vocab=SHAPE.vocab,
-        dtype=cell.dtype,
-        boundary=one.fit(stage),
-        codec=codec(one.codec),
-        gradient_codec=codec(one.gradient_codec),
-    )
-    ways = Ways(room=in_flight(cell.limit, cell.replicas, cell.stages), recompute=cell.recompute)
-    executor = Executor(stage, group, cell.router(), form, cell.microbatches, ways)
+    run = executor(world, cell, fit=one.fit, codecs=(one.codec, one.gradient_codec))
     before = world.transport.traffic["pipeline"].bytes_sent
-    losses = executor.step(1, own_text(cell, world.rank, 1))
+    losses = run.step(1, own_text(cell, world.rank, 1))
     return {
         "losses": losses,
-        "gradients": {name: parameter.grad for name, parameter in stage.named_parameters()},
+        "gradients": {name: parameter.grad for name, parameter in run.stage.named_parameters()},
         "sent": world.transport.traffic["pipeline"].bytes_sent - before,
     }
-
-
-def whole(one: Bounded, model: nn.Module, position: int = 0) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """Losses and gradients of what visits `position`, of `model` in one process."""
-    losses = {}
-    for route in sorted(one.cell.router().routes(1), key=lambda route: route.microbatch):
-        if position in route.visits:
-            loss = model(window(route.microbatch, 1)).loss
-            (loss / one.cell.microbatches).backward()
-            losses[route.microbatch] = loss.detach()
-    return losses, {name: own.grad for name, own in model.named_parameters() if own.grad is not None}

@@ -13,12 +13,13 @@ import isles
 from isles.comm.codecs import codec
 from isles.models import Decoder
 from isles.models.subspace import held_inside
-from isles.pipeline.boundaries.dct import LargestEntries, entries_kept, largest
+from isles.pipeline.boundaries.dct import LargestEntries, largest
+from isles.pipeline.boundaries.names import entries_kept
 from isles.pipeline.boundaries.scheme import crossing
 from tests.gloo import run_gloo
 from tests.pipeline import bounded
 from tests.pipeline.bounded import Bounded
-from tests.pipeline.workers import SEQUENCES, SHAPE, Cell
+from tests.pipeline.workers import SEQUENCES, SHAPE, Cell, whole
 
 WIDE = Cell(3, 1, 4, dtype=torch.float64)
 K = 5
@@ -56,7 +57,7 @@ def differences(one: Bounded, model: Any, project: bool = False) -> tuple[float,
     named = dict(model.named_parameters())
     for position, done in enumerate(virtual(one)):
         model.zero_grad()
-        losses, gradients = bounded.whole(one, model, position)
+        losses, gradients = whole(one.cell, position, 1, model)
         assert done["losses"].keys() == losses.keys()
         worst_loss = max(worst_loss, *(float((done["losses"][m] - losses[m]).abs()) for m in losses))
         for name, gradient in done["gradients"].items():

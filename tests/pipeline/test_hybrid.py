@@ -11,7 +11,8 @@ import isles
 from examples import recommender
 from examples.recommender import BATCH, LINKS, REPLICAS, TOP, Clicks, Form, Recommender, Result
 from isles.comm.mesh import Mesh
-from isles.pipeline.boundaries.dct import LargestEntries, entries_kept
+from isles.pipeline.boundaries.dct import LargestEntries
+from isles.pipeline.boundaries.names import entries_kept
 from isles.pipeline.boundaries.scheme import crossing
 
 STEPS = 8

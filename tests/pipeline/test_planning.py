@@ -144,13 +144,34 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     plan(**numbers, **text, stages="1,2,4", routing="random", microbatches=2, json=True)  # type: ignore[arg-type]
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["stages"], row["replicas"]) for row in rows} >= {(2, 2), (4, 1), (1, 4)}
-    plan(**numbers, **text, stages="2")  # type: ignore[arg-type]
-    assert "2 x 2 x 1" in capsys.readouterr().out
+    plan(**numbers, **text, stages="2", boundary="dct:0.9", boundary_codec="fp16")  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert "2 x 2 x 1" in out and "between stages dct:0.9 in fp16." in out
+
+
+def test_a_boundary_is_planned_in_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4 workers in a row, 8,000 tokens a step: K numbers there and back with ids and losses; turning beside."""
+    numbers = {"params": "10M", "layers": 4, "step_time": "0.5", "workers": 4, "bandwidth": "20Mbit/s"}
+    text = {"tokens": "1M", "step_tokens": "8k", "stages": "4", "json": True}
+    width = round((10e6 / 4 / 16) ** 0.5)
+    rows = []
+    for more in ({}, {"boundary": "subspace:8"}, {"boundary": "subspace:8", "subspace_update": 10}):
+        plan(**numbers, **text, **more)  # type: ignore[arg-type]
+        rows += json.loads(capsys.readouterr().out)["rows"]
+    key, beside = "bytes_to_stages_per_worker_per_step", 3 / 4 * (8000 * 4 + 4 * 4)
+    assert rows[0][key] == pytest.approx(3 / 4 * 8000 * 2 * width * 4 + beside)
+    assert rows[1][key] == pytest.approx(3 / 4 * 8000 * 2 * 8 * 4 + beside)
+    assert rows[2][key] == pytest.approx(rows[1][key] + 3 * 8 * width * 8 / 4 / 10)
+    assert rows[1]["step_seconds"] < rows[2]["step_seconds"] < rows[0]["step_seconds"]
 
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
+        ({"boundary": "dct:0.9"}, "--boundary: of replicas in stages; give --stages too"),
+        ({"stages": "2", "boundary": "topk:4"}, 'boundary = "topk:4" is not known'),
+        ({"stages": "2", "boundary": "subspace:9999", "tokens": "1M", "step_tokens": "8k"}, "choose at most 395"),
+        ({"stages": "2", "boundary": "dct:0.9", "subspace_update": 5}, "only a subspace is turned"),
         ({"routing": "random"}, "--routing: of replicas in stages; give --stages too"),
         ({"stages": "two"}, 'write "auto"'),
         ({"stages": "2"}, "give --tokens and --step-tokens too"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from isles.comm.codecs import codec
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
+from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers.base import Router
@@ -51,8 +54,19 @@ def window(microbatch: int, step: int) -> Tensor:
     return torch.randint(0, SHAPE.vocab, (SEQUENCES, SHAPE.context + 1), generator=generator)
 
 
-def executor(world: Mesh, cell: Cell, shares: TaskSeconds | None = None) -> Executor:
-    """This worker's, over a stage of the model with seed 1."""
+def full_stream(stage: Stage) -> Boundary:
+    """What crosses."""
+    return FullStream(SHAPE.d_model)
+
+
+def executor(
+    world: Mesh,
+    cell: Cell,
+    shares: TaskSeconds | None = None,
+    fit: Callable[[Stage], Boundary] = full_stream,
+    codecs: tuple[str, str] = ("none", "none"),
+) -> Executor:
+    """This worker's, over a stage of the model with seed 1 that `fit` makes ready. codecs: forward and backward."""
     group = world.world.among(range(cell.replicas * cell.stages), "pipeline")
     parts = pieces(cut_points([1] * SHAPE.layers, cell.stages), SHAPE.layers, loss_at_origin=cell.home)
     stage = Stage(Decoder(SHAPE, seed=1, dtype=cell.dtype), parts[group.rank % cell.stages])
@@ -61,7 +75,9 @@ def executor(world: Mesh, cell: Cell, shares: TaskSeconds | None = None) -> Exec
         length=SHAPE.context,
         vocab=SHAPE.vocab,
         dtype=cell.dtype,
-        boundary=FullStream(SHAPE.d_model),
+        boundary=fit(stage),
+        codec=codec(codecs[0]),
+        gradient_codec=codec(codecs[1]),
     )
     ways = Ways(
         room=in_flight(cell.limit, cell.replicas, cell.stages),
@@ -101,9 +117,13 @@ def train(world: Mesh, cells: list[Cell], steps: int = 2) -> list[list[dict[str,
     return results
 
 
-def whole(cell: Cell, position: int, step: int) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """What one process gives for what visits `position`: losses, and gradients summed in microbatch order."""
-    model = Decoder(SHAPE, seed=1, dtype=cell.dtype)
+def whole(
+    cell: Cell, position: int, step: int, model: nn.Module | None = None
+) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    """What one process gives for what visits `position`: losses, and gradients summed in microbatch order. model: the
+    whole; None: the decoder with seed 1.
+    """
+    model = Decoder(SHAPE, seed=1, dtype=cell.dtype) if model is None else model
     losses = {}
     for route in sorted(cell.router().routes(step), key=lambda route: route.microbatch):
         if position in route.visits:

@@ -19,12 +19,15 @@ from isles.data import Loader, load_corpus
 from isles.models import Decoder
 from isles.models.subspace import most_outside
 from isles.pipeline.boundaries.scheme import Inside
+from isles.replicas import METHODS, method
 from isles.training import staged
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.evaluation import validation_loss
 from isles.training.placement import layout_of
+from isles.training.records.recut import first_blocks, with_boundary, with_stages
+from isles.training.records.regroup import _cut_notes, prepare
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
@@ -46,12 +49,12 @@ def of(text: Path, *more: str, method: str = "diloco", steps: int = 6, workers: 
 @pytest.mark.parametrize(
     "more",
     [
-        ["pipeline.boundary=subspace:4"],
         ["pipeline.boundary=dct:0.7", "model.tie_embeddings=true", "pipeline.routing=random"],
         ["pipeline.boundary=bottleneck:4", "pipeline.codec=int8", "pipeline.gradient_codec=bf16"],
     ],
 )
 def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
+    """Those of subspaces, which are turned too: tests/training/test_dry_stages.py."""
     config = of(text, "data.validation_fraction=0", *more)
     args = (config, None, None, load_corpus(config.data))
     results = VirtualWorkers(train_worker, 4, config, args).join()
@@ -59,8 +62,11 @@ def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
 
 
 def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
-    plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")).stages[1] for name in ("none", "subspace:4"))
-    assert bounded.memory.weights - plain.memory.weights == 4 * (16 * 4 + 256 * 16)
+    plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")) for name in ("none", "subspace:4"))
+    assert bounded.stages[1].memory.weights - plain.stages[1].memory.weights == 4 * (16 * 4 + 256 * 16)
+    tokens, beside = 16, 17 + 4  # of a microbatch: ids of a byte, and the loss
+    assert plain.stream_ratio == 1
+    assert bounded.stream_ratio == (tokens * 2 * 16 * 4 + beside) / (tokens * 2 * 4 * 4 + beside)
 
 
 def trained(world: Mesh, config: Config) -> tuple[float, str]:
@@ -200,7 +206,11 @@ class Unnamed(nn.Module):
         (["pipeline.boundary=maxout:3"], ['pipeline.boundary = "maxout:3"', "divisor of 16"]),
         (["pipeline.boundary=subspace:4", "model.tie_embeddings=true"], ["tie_embeddings = false", "subspace:4"]),
         (["pipeline.boundary=bottleneck:4", "pipeline.loss_at=origin"], ["bottleneck:4", "at the origin", "dct:0.75"]),
-        (["pipeline.codec=int4"], ["pipeline.codec", "int8"]),
+        (["pipeline.codec=sign"], ["pipeline.codec", "int8"]),
+        (
+            ["pipeline.boundary=subspace:4", "pipeline.subspace_blocks=1"],
+            ["pipeline.subspace_blocks = 1", "choose 3 to 4"],
+        ),
         (["pipeline.subspace=row-wise"], ["pipeline.subspace = 'row-wise'", "subspace:16"]),
         (["pipeline.boundary=subspace:4", "pipeline.subspace_rate=0.2"], ["pipeline.subspace_rate", "subspace_update"]),
         (
@@ -210,6 +220,10 @@ class Unnamed(nn.Module):
         (
             ["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", "replicas.codec=int8"],
             ['replicas.codec = "int8"', 'subspace = "coordinates"'],
+        ),
+        (
+            ["pipeline.boundary=subspace:4", "pipeline.subspace=projected", "replicas.method=fedadam"],
+            ['replicas.method = "fedadam"', 'subspace = "coordinates"'],
         ),
         (["pipeline.stages=1", "pipeline.boundary=dct:0.5"], ["pipeline.boundary", "several stages only"]),
     ],
@@ -239,17 +253,71 @@ def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
         dry_run(config)
 
 
-def test_stages_stay_where_a_boundary_was_trained(text: Path, tmp_path: Path) -> None:
-    from isles.training.records.regroup import prepare
+def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run that stopped after 3 of 6 steps, and the weights that it would have ended with."""
+    run(of(text, "run.checkpoint_every=3", "inner.max_norm=0", *more, method="noloco"), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in ("summary.json", "model.safetensors"):
+        (folder / name).unlink()
+    return folder, weights
 
-    run(of(text, "pipeline.boundary=dct:0.7", "run.checkpoint_every=3"), tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(ValueError, match="resume without --stages"):
-        prepare(tmp_path / "run", None, 4)
+
+@pytest.mark.parametrize(
+    ("more", "then", "stages", "cut", "bound"),
+    [
+        (["pipeline.subspace_update=2"], "", 4, [1, 2, 3], 0),
+        pytest.param(["pipeline.cut=[2]"], "", 3, [1, 2], 0, marks=pytest.mark.long),
+        pytest.param([], "cut = [1]", 2, [1], 3, marks=pytest.mark.long),
+    ],
+)
+def test_a_subspace_goes_on_in_other_stages(
+    text: Path, tmp_path: Path, more: list[str], then: str, stages: int, cut: list[int], bound: int
+) -> None:
+    """Blocks that were not bound to it are in the last stage then too, and the weights end where they would have."""
+    path, expected = stopped(text, tmp_path / "run", "pipeline.boundary=subspace:8", *more)
+    toml = path / "config.toml"
+    toml.write_text(toml.read_text().replace("cut = []", then) if then else toml.read_text())
+    ready = prepare(path, None, stages)
+    assert first_blocks(ready.config) == cut and ready.config.pipeline.subspace_blocks == bound
+    told = Told()
+    launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
+    found = load_file(path / "model.safetensors")
+    assert max(float((found[name] - own).abs().max()) for name, own in expected.items()) < 1e-5
 
 
-@pytest.mark.parametrize("name", staged._LINEAR)
+def test_masks_go_on_where_the_stages_are(text: Path) -> None:
+    saved = of(text, "pipeline.boundary=dct:0.5")
+    config = with_boundary(saved, with_stages(saved, 4, None))
+    assert config.pipeline.boundary == "dct:0.5" and first_blocks(config) == [1, 2, 3]
+    assert any("stand behind blocks [0, 1, 2] now" in note for note in _cut_notes(saved, config, 3))
+
+
+@pytest.mark.long
+def test_masks_go_on_in_one_stage_as_no_masks(text: Path, tmp_path: Path) -> None:
+    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary=dct:0.5")
+    ready, told = prepare(path, None, 1), Told()
+    assert any("stand behind blocks [] now" in note for note in ready.notes)
+    assert launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)["val_loss"] < 5.6
+
+
+@pytest.mark.parametrize(
+    ("more", "stages", "says"),
+    [
+        (["pipeline.boundary=bottleneck:4"], 4, r"has trained layers where the stages begin now: blocks \[3\]"),
+        (["pipeline.boundary=subspace:4"], 1, "a whole model has no coordinates"),
+        (["pipeline.boundary=subspace:4", "pipeline.cut=[2]"], 4, "first 2 blocks write .* choose at most 3 stages"),
+        (["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"], 4, "hangs on where the stages begin"),
+    ],
+)
+def test_stages_stay_where_their_boundaries_want_them(text: Path, more: list[str], stages: int, says: str) -> None:
+    saved = of(text, *more)
+    with pytest.raises(ValueError, match=says) as refusal:
+        with_boundary(saved, with_stages(saved, stages, None))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if method(name).is_linear])
 def test_methods_that_scale_and_add_rows_are_taken_with_full_size_forms(text: Path, name: str) -> None:
-    """Each is the name of a method; others are refused (see above)."""
+    """Others are refused (see above)."""
     config = of(text, "pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", method=name)
     staged.run_scheme(config, staged.planned_cut(config))

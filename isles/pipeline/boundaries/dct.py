@@ -20,11 +20,7 @@ from torch import Tensor
 from isles.comm.codecs.base import as_bytes
 from isles.comm.errors import Malformed
 from isles.pipeline.boundaries.base import Boundary
-
-
-def entries_kept(width: int, sparsity: float) -> int:
-    """K of a token's `width` entries; the 1e-9 keeps 1 of 100 at 0.99."""
-    return max(1, math.ceil((1 - sparsity) * width - 1e-9))
+from isles.pipeline.boundaries.names import place_size
 
 
 class LargestEntries(Boundary):
@@ -32,7 +28,7 @@ class LargestEntries(Boundary):
 
     def __init__(self, width: int, kept: int) -> None:
         self.width, self.kept = width, kept
-        self.places_dtype = torch.uint8 if width <= 1 << 8 else torch.uint16
+        self.places_dtype = torch.uint8 if place_size(width) == 1 else torch.uint16
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         places_BTK = largest(x_BTD, self.kept)

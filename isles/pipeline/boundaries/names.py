@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +19,24 @@ class BoundaryName:
     sparsity: float = 0.0
 
     @property
+    def has_layers(self) -> bool:
+        """It comes with parameters, at the cuts."""
+        return self.kind in ("bottleneck", "maxout")
+
+    @property
     def is_one_way(self) -> bool:
         """The last stage has nothing that would fit through, so that no stream can come home from it."""
         return self.kind in ("subspace", "bottleneck", "maxout")
+
+    def numbers(self, width: int) -> int:
+        """Of a token's stream of `width`, those that travel."""
+        return {"none": width, "dct": entries_kept(width, self.sparsity)}.get(self.kind, self.rank)
+
+    def place_bytes(self, width: int) -> int:
+        """Of a token, beside them: which they are."""
+        if self.kind != "dct" or not self.sparsity:
+            return 0
+        return self.numbers(width) * place_size(width)
 
     def check_width(self, width: int) -> None:
         """ValueError where a stream of `width` has no such boundary."""
@@ -34,6 +50,16 @@ class BoundaryName:
                 f'pipeline.boundary = "maxout:{self.rank}": {width} is no multiple of {self.rank}; choose a '
                 f"divisor of {width} (model.d_model)"
             )
+
+
+def entries_kept(width: int, sparsity: float) -> int:
+    """K of a token's `width` entries; the 1e-9 keeps 1 of 100 at 0.99."""
+    return max(1, math.ceil((1 - sparsity) * width - 1e-9))
+
+
+def place_size(width: int) -> int:
+    """Bytes that say which entry of `width` it is."""
+    return 1 if width <= 1 << 8 else 2
 
 
 def boundary_name(text: str) -> BoundaryName:

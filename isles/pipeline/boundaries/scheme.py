@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from isles.models.stages import cuttable
 from isles.models.subspace import (
     Subspace,
     SubspaceForm,
@@ -25,11 +26,12 @@ from isles.models.subspace import (
     fold,
     put_inside,
 )
+from isles.models.twins import sharing
 from isles.pipeline.boundaries.base import Boundary
-from isles.pipeline.boundaries.dct import LargestEntries, entries_kept
+from isles.pipeline.boundaries.dct import LargestEntries
 from isles.pipeline.boundaries.grassmann import Drift
 from isles.pipeline.boundaries.learned import Learned, LearnedKind, attach
-from isles.pipeline.boundaries.names import BoundaryName
+from isles.pipeline.boundaries.names import BoundaryName, entries_kept
 from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.boundaries.subspace import Coordinates
 
@@ -51,6 +53,9 @@ class Scheme:
 
     def __init__(self, place: Crossings) -> None:
         self.place = place
+
+    compares = False
+    """Whether there are `settings`."""
 
     def settings(self, stage: Any) -> str | None:
         """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""
@@ -97,11 +102,17 @@ class Sparse(Scheme):
 
 
 class Inside(Scheme):
-    """Weights in a subspace: `Coordinates`. turns: the subspace is to be turned."""
+    """Weights in a subspace: `Coordinates`. blocks: how many write into it; 0: all before the last stage. turns: it is
+    to be turned.
+    """
 
-    def __init__(self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, turns: bool = False) -> None:
+    compares = True
+
+    def __init__(
+        self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, blocks: int = 0, turns: bool = False
+    ) -> None:
         super().__init__(place)
-        self.form, self.seed = form, seed
+        self.form, self.seed, self.inside = form, seed, range(blocks or place.cuts[-1])
         self.basis = drawn_basis(place.width, rank, seed)
         """Of now (D, K), float64, on the host."""
         self.drift = Drift(place.width) if turns else None
@@ -112,7 +123,7 @@ class Inside(Scheme):
     def fit(self, model: Any) -> None:
         like = next(model.parameters()).detach()
         model.subspace = Subspace(self.basis.to(like), drawn_table(self.place.vocab, self.place.width, self.seed, like))
-        put_inside(model, model.subspace, range(self.place.cuts[-1]), self.form)
+        put_inside(model, model.subspace, self.inside, self.form)
 
     def turn(self, stage: Any, basis: Tensor) -> None:
         """Use another basis (D, K) from now on."""
@@ -121,10 +132,12 @@ class Inside(Scheme):
 
     def check(self, model: Any, tokens_BT: Tensor) -> None:
         if not tokens_BT.is_meta:
-            check_inside(model, model.subspace, range(self.place.cuts[-1]), tokens_BT)
+            check_inside(cuttable(sharing(model)), model.subspace, self.inside, tokens_BT)
 
     def boundary(self, stage: Any) -> Boundary:
-        return Coordinates(stage.subspace, self.drift)
+        first = next(name for name, _ in cast(nn.Module, stage.blocks).named_children())
+        is_last = int(first) == self.place.cuts[-1]
+        return Coordinates(stage.subspace, self.drift if is_last else None)
 
     def restored(self, model: nn.Module) -> nn.Module:
         return model  # it was folded before it was saved
@@ -156,15 +169,23 @@ class Layers(Scheme):
 
 
 def scheme_of(
-    name: BoundaryName, place: Crossings, *, form: SubspaceForm = "coordinates", seed: int = 0, turns: bool = False
+    name: BoundaryName,
+    place: Crossings,
+    *,
+    form: SubspaceForm = "coordinates",
+    seed: int = 0,
+    blocks: int = 0,
+    turns: bool = False,
 ) -> Scheme:
-    """The scheme called `name`. form, turns: of a subspace. ValueError where the stream is too narrow for it."""
+    """The scheme called `name`. form, blocks, turns: of a subspace. ValueError where the stream is too narrow for
+    it.
+    """
     name.check_width(place.width)
     if name.kind == "subspace":
-        return Inside(place, name.rank, form, seed, turns=turns)
+        return Inside(place, name.rank, form, seed, blocks=blocks, turns=turns)
     if name.kind == "dct" and name.sparsity:
         return Sparse(place, name.sparsity)
-    if name.kind in ("bottleneck", "maxout"):
+    if name.kind == "bottleneck" or name.kind == "maxout":
         return Layers(place, name.kind, name.rank, seed)
     return Scheme(place)
 

@@ -64,6 +64,7 @@ class DDP(BucketedSync):
     """All workers hold equal weights after every step."""
 
     Config = DDPConfig
+    is_linear = True
     config: DDPConfig
 
     def _begin(self) -> None:

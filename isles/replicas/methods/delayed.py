@@ -53,6 +53,7 @@ class DelayedDiLoCo(OuterSync):
     """All workers leave each boundary with equal anchors and weights."""
 
     Config = DelayedConfig
+    is_linear = True
     config: DelayedConfig
     reading: Reading = Received()
 

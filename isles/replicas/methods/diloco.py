@@ -93,6 +93,7 @@ class DiLoCo(OuterSync):
     """All workers leave each exchange with equal anchors and weights."""
 
     Config = DiLoCoConfig
+    is_linear = True
     config: DiLoCoConfig
 
     @override

@@ -74,6 +74,7 @@ class FedAdam(FedAvg):
     """All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAdamConfig
+    is_linear = False
     config: FedAdamConfig
 
     @override

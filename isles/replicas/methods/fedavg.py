@@ -62,6 +62,7 @@ class FedAvg(OuterSync):
     """All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAvgConfig
+    is_linear = True
     config: FedAvgConfig
 
     @override

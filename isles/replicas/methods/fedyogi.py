@@ -60,6 +60,7 @@ class FedYogi(FedAvg):
     """All workers leave each exchange with equal anchors and weights."""
 
     Config = FedAdamConfig
+    is_linear = False
     config: FedAdamConfig
 
     @override

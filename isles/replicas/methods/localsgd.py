@@ -55,6 +55,7 @@ class LocalSGD(OuterSync):
     """All workers leave each exchange with equal weights."""
 
     Config = LocalSGDConfig
+    is_linear = True
     config: LocalSGDConfig
 
     @override

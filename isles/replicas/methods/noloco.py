@@ -173,6 +173,7 @@ class NoLoCo(OuterSync):
     """
 
     Config = NoLoCoConfig
+    is_linear = True
     config: NoLoCoConfig
 
     @override

@@ -19,6 +19,7 @@ class NoSync(ReplicaSync):
     """No exchange in training; `consolidate()` averages the weights once, at the end."""
 
     Config = NoneConfig
+    is_linear = True
     level = "parameter"
     spans_islands = True
     agrees = False

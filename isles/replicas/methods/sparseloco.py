@@ -30,4 +30,5 @@ class SparseLoCo(FedAvg):
     """All workers leave each exchange with equal anchors and weights."""
 
     Config = SparseLoCoConfig
+    is_linear = False
     config: SparseLoCoConfig

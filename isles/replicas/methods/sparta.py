@@ -53,6 +53,7 @@ class SPARTA(LocalSGD):
     """Workers agree on what travelled last."""
 
     Config = SPARTAConfig
+    is_linear = False
     config: SPARTAConfig
 
     @override

@@ -53,6 +53,7 @@ class StreamingNoLoCo(NoLoCo):
     """Only partners wait for each other; under failure as NoLoCo."""
 
     Config = StreamingNoLoCoConfig
+    is_linear = False
     config: StreamingNoLoCoConfig
 
     @override

@@ -22,7 +22,8 @@ def splits_sheet(asked: StagesJob, plans: Sequence[SplitPlan], network: str) -> 
         name="plan-stages",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
         subtitle=f"{first.computing:.4g} s of computing a step in every split, {first.step:.4g} s as {_named(first)}",
-        what=f"Replicas by {asked.method}, H = {asked.every}; {asked.microbatches} microbatches, {asked.routing} ways.",
+        what=f"Replicas by {asked.method}, H = {asked.every}; {asked.microbatches} microbatches, {asked.routing} ways; "
+        f"between stages {asked.boundary}.",
         table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
         data={"network": network, "rows": [_record(job, one) for one in plans]},
         panels=[],

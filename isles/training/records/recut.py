@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from isles.models import sketch
+from isles.models.cuts import cut_points
 from isles.models.stages import Stage
+from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import method
 from isles.training.config.inner import inner_optimizer
@@ -80,11 +82,6 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
-    if config.pipeline.boundary != "none" and stages != config.pipeline.stages:
-        raise ValueError(
-            f'--stages {stages}: with pipeline.boundary = "{config.pipeline.boundary}" the model hangs on where '
-            "it is cut; resume without --stages"
-        )
     if config.pipeline.stage_loss or config.pipeline.routing == "skippipe":
         key = "stage_loss" if config.pipeline.stage_loss else 'routing = "skippipe"'
         raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
@@ -105,6 +102,42 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     elif stages > 1:
         pipeline = replace(pipeline, stages=stages, cut=pipeline.cut if stages == pipeline.stages else ())
     return replace(config, world=world, data=data, inner=inner, pipeline=pipeline)
+
+
+def with_boundary(saved: Config, config: Config) -> Config:
+    """`config`, which is `saved` with its stages cut anew, with boundaries for the same weights. ValueError where they
+    want others.
+    """
+    name, stages = boundary_name(saved.pipeline.boundary), config.pipeline.stages
+    before, after = first_blocks(saved), first_blocks(config)
+    if before == after:
+        return config
+    told = f'--stages {stages}: pipeline.boundary = "{saved.pipeline.boundary}"'
+    if name.has_layers:
+        raise ValueError(f"{told} has trained layers where the stages begin now: blocks {before}; leave out --stages")
+    if name.kind != "subspace":
+        return config
+    if stages == 1:
+        raise ValueError(
+            f"{told} is of stages, and a whole model has no coordinates; choose 2 or more, or begin a run with "
+            "run.start at this one's model"
+        )
+    if saved.pipeline.subspace != "coordinates":
+        raise ValueError(
+            f'{told} with subspace = "{saved.pipeline.subspace}": what its optimizers see of gradients hangs on where '
+            "the stages begin; leave out --stages"
+        )
+    inside = saved.pipeline.subspace_blocks or before[-1]
+    if after[-1] > inside:
+        if stages - 1 > inside:
+            raise ValueError(
+                f"{told}: only the first {inside} blocks write into the subspace; choose at most {inside + 1} stages"
+            )
+        costs = planned_cut(config).costs.to_cut(loss_at_origin=False)
+        after = [*cut_points(costs[:inside], stages - 1), inside]
+        config = cut_at(config, after)
+    kept = 0 if inside == after[-1] else inside
+    return replace(config, pipeline=replace(config.pipeline, subspace_blocks=kept))
 
 
 def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: Any) -> Iterator[State]:
@@ -138,6 +171,7 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
                 "transport": latest_clock(optimizers[0]["transport"], states),
             },
             "schedule": _schedule(first["schedule"], len(holding.groups)),
+            "step": states[-1].get("step") if number == len(after) - 1 else first.get("step"),
             "loader": first["loader"] if number == 0 else None,
             "tokens": sum(state["tokens"] for state in inherited),
             "training_seconds": sum(state["training_seconds"] for state in inherited),

@@ -34,7 +34,16 @@ from isles.training.draws import carried_draws, new_draws
 from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
 from isles.training.records.lock import locked
-from isles.training.records.recut import cut_at, cut_facts, first_blocks, holdings, recut, whole_holding, with_stages
+from isles.training.records.recut import (
+    cut_at,
+    cut_facts,
+    first_blocks,
+    holdings,
+    recut,
+    whole_holding,
+    with_boundary,
+    with_stages,
+)
 from isles.training.records.totals import latest_clock, total_traffic
 from isles.version import __version__
 
@@ -147,7 +156,7 @@ def _configs(
     if before != now.pipeline.stages:  # config.toml was changed
         now = replace(now, pipeline=replace(now.pipeline, stages=before, cut=()))
     saved = cut_at(now, manifest.get("cut", first_blocks(now))) if before > 1 else now
-    return saved, with_stages(now, stages, workers)
+    return saved, with_boundary(saved, with_stages(now, stages, workers))
 
 
 def _changed(manifest: dict[str, Any], config: Config, run: Path) -> list[str]:
@@ -302,6 +311,12 @@ def _cut_notes(saved: Config, config: Config, step: int) -> list[str]:
     old, new = saved.pipeline.stages, config.pipeline.stages
     said = f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
     notes = [said + ": weights, moments, anchors, momenta and what is under way keep their bits"]
+    if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.startswith("dct"):
+        masked = [block - 1 for block in first_blocks(config)]
+        notes.append(
+            f"the masks of {saved.pipeline.boundary} are part of the model, and stand behind blocks {masked} now: the "
+            "loss may jump"
+        )
     codec = str(getattr(config.replicas, "codec", "none"))
     if codec not in ("none", "bf16", "fp16"):
         notes.append(f"{codec} has scales over blocks of neighbours, which are others now: rounds differ a little")
