@@ -249,8 +249,11 @@ def _show(sheet: Sheet, json: bool) -> None:
 def _plan_of(run: Path) -> str:
     """The file that the run's configuration names. ValueError for a run without a plan."""
     from isles.tables import read_toml
+    from isles.training.config.kept import beside
 
-    table = read_toml(str(run / "config.toml")).get("pipeline", {})
+    tables = read_toml(str(run / "config.toml"))
+    beside(tables, run)
+    table = tables.get("pipeline", {})
     name = table.get("plan") if isinstance(table, dict) else None
     if not name:
         raise ValueError(f'{run}: a run without a plan; name one with pipeline.routing = "skippipe"')

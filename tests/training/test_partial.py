@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from isles.network.routing.delays import delays_of, fingerprint
 from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind
+from isles.training.config.reading import read_config, run_name
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from tests.network.routing.instances import drawn, paths_of, reference
@@ -75,24 +77,58 @@ def config_of(folder: Path, made: PipelinePlan, *more: str, steps: int = 4, **gi
     return tiny(folder / "text.txt", *words(folder, made), *more, steps=steps, **asked)
 
 
-def test_a_run_by_a_plan_goes_on_with_the_same_bits_and_is_judged_in_full_order(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("ddp", []),
+        pytest.param("diloco", ["replicas.sync_every=3"], marks=pytest.mark.long),
+        pytest.param("noloco", ["replicas.sync_every=3"], marks=pytest.mark.long),
+        pytest.param("demo", [], marks=pytest.mark.long),
+    ],
+)
+def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_full_order(
+    folder: Path, method: str, more: list[str]
+) -> None:
     made = write_plan(folder, small())
-    whole, copy = folder / "whole", folder / "copy"
-    config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits")
+    whole, copy, told = folder / "whole", folder / "copy", Told()
+    config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits", *more, method=method)
     run(config, whole)
     summary = json.loads((whole / "summary.json").read_text())
     weights = load_file(whole / "model.safetensors")
     assert summary["stages"] == 3 and summary["parameters"] == sum(own.numel() for own in weights.values())
-    # As many rows as the one model is judged on by itself, in the order of all its blocks.
-    assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-6)
+    if method != "noloco":  # whose replicas differ from the one model
+        # As many rows as the one model is judged on by itself, in the order of all its blocks.
+        assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-6)
     assert load_run(whole).model is not None
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
-    told = Told()
-    launch(config, copy, told.lines.append, told.notices.append, resume=2)
+    for name in ("plan.json", "links.toml"):
+        (folder / name).write_text("of another run by now")
+    again = read_config(str(copy / "config.toml"), {}, [])
+    assert again.pipeline.plan == str(copy / "plan.json") and run_name(again) == run_name(config)
+    launch(again, copy, told.lines.append, told.notices.append, resume=2)
     lines = [sorted(str(without_clocks(line)) for line in metrics(one)) for one in (whole, copy)]
     assert lines[0] == lines[1]
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_round_after_each_step_of_sgd_is_the_mean_gradient_and_rare_rounds_leave_the_plans_seconds(
+    folder: Path,
+) -> None:
+    made = write_plan(folder, small())
+    plain = ["inner.optimizer=sgd", "inner.lr=0.1", "inner.max_norm=0.0"]
+    run(config_of(folder, made, *plain, steps=3), folder / "ddp")
+    run(config_of(folder, made, "replicas.sync_every=1", *plain, steps=3, method="localsgd"), folder / "each")
+    one, other = (load_file(folder / name / "model.safetensors") for name in ("ddp", "each"))
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-6) for name in one)
+    run(config_of(folder, made, "replicas.sync_every=3", *plain, steps=3, method="localsgd"), folder / "rare")
+    ends = defaultdict(float)
+    for line in metrics(folder / "rare"):
+        if "worker" in line:
+            ends[line["step"]] = max(ends[line["step"]], line["clock_seconds"])
+    assert ends[2] - ends[1] == pytest.approx(made.step_seconds, abs=1e-6)
+    rare = load_file(folder / "rare" / "model.safetensors")
+    assert not all(torch.allclose(one[name], rare[name], rtol=0, atol=1e-6) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +144,12 @@ def test_a_run_by_a_plan_goes_on_with_the_same_bits_and_is_judged_in_full_order(
         (["pipeline.loss_at=last"], 'pipeline.loss_at = "last": with a plan'),
         (["pipeline.in_flight=2"], "pipeline.in_flight = 2: a plan says"),
         (["pipeline.routing=fixed"], 'pipeline.plan = ".*" acts with routing = "skippipe" only'),
-        (["replicas.method=diloco"], 'replicas.method = "diloco": the nodes of a stage share'),
+        (["replicas.method=dilocox"], 'replicas.method = "dilocox" takes one rank'),
+        (["replicas.method=ist"], 'replicas.method = "ist" cuts subnets'),
+        (
+            ["replicas.method=noloco", "replicas.on_peer_failure=solo"],
+            'replicas.on_peer_failure = "solo": the paths of a plan',
+        ),
         (["world.workers=6", "world.links=lan"], "the plan is for 5 workers, there are 6"),
         (["world.inner=5"], "world.inner = 5: the nodes of a plan are single workers"),
     ],

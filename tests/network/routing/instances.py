@@ -10,6 +10,7 @@ import pytest
 from benchmarks._reference import REFERENCE, instance
 from isles.network.routing.problem import Costs, Problem
 
+
 def drawn(seed, sizes=(2, 2, 2), *, path_length=3, memory=2, waves=2, slowest=1.0, costs=None):
     """Random symmetric delays and speeds."""
     rng, count = random.Random(seed), sum(sizes)
