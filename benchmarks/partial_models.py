@@ -197,7 +197,7 @@ def _percent(losses: Losses) -> float:
 def tables(runs: Mapping[tuple[str, int], Losses]) -> str:
     """In Markdown: stages missing, and what each guideline buys."""
     means = averages(runs)
-    missing = ["", "| | all | 1 dropped | 2 | 3 | 1 left early | 2 | 3 | 4 | 5 |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    missing = ["", "| | all | 1 dropped | 2 | 3 | 1 left early | 2 | 3 | 4 | 5 |", f"|{'---|' * 10}"]
     for kind in ("full", "plan", "4 blocks"):
         shown = [f"dropped {count}" for count in range(4)] + [f"left early {count}" for count in range(1, 6)]
         cells = [f"{means[kind][what]:.3f}" if what in means[kind] else "" for what in shown]
