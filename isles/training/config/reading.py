@@ -22,7 +22,7 @@ from isles.imports import is_place
 from isles.parsing import parse_toml
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
-from isles.training.config.kept import Place, beside, kept_names
+from isles.training.config.kept import SettingKey, beside, kept_names
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.trust import check
 
@@ -124,7 +124,7 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
 
 
-def to_toml(config: Config, named: Mapping[Place, str] | None = None) -> str:
+def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> str:
     """The whole configuration as TOML that `read_config` reads back to an equal one. named: what it says in place of a
     few settings.
     """

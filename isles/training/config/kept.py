@@ -1,0 +1,47 @@
+"""The files that a run by a plan needs beside its config.toml: copied into the run directory, so that resume needs
+nothing else, also where the run was moved.
+
+    RUN/config.toml      pipeline.plan = "plan.json", world.links = "links.toml"
+    RUN/plan.json        RUN/links.toml
+
+A relative name in a configuration file is looked for beside that file first. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isles.training.config.sections import Config
+
+SettingKey = tuple[str, str]
+"""Section and key."""
+_NAMES: dict[SettingKey, str] = {("pipeline", "plan"): "plan.json", ("world", "links"): "links.toml"}
+KEPT = tuple(_NAMES.values())
+
+
+def kept_files(config: Config) -> dict[SettingKey, Path]:
+    """Those of a run, by the setting that names them."""
+    if config.pipeline.routing != "skippipe":
+        return {}
+    files = {("pipeline", "plan"): Path(config.pipeline.plan)}
+    if config.world.is_simulated and config.world.links.endswith(".toml"):
+        files["world", "links"] = Path(config.world.links)
+    return files
+
+
+def kept_names(config: Config) -> dict[SettingKey, str]:
+    """What the run's own config.toml says for these settings."""
+    return {place: _NAMES[place] for place in kept_files(config)}
+
+
+def beside(tables: Mapping[str, Any], folder: Path) -> None:
+    """Name the files that lie in `folder`, where the tables of its configuration file name one of them."""
+    for section, key in _NAMES:
+        table = tables.get(section)
+        if not isinstance(table, dict):
+            continue
+        name = table.get(key)
+        if isinstance(name, str) and name and (folder / name).is_file():
+            table[key] = str(folder / name)
