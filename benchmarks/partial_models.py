@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks._measure import Row, report
+from benchmarks._pages import written
 from benchmarks._skip_orders import LENGTH, SLOTS, STAGES, Order, drawn, planned, seconds
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
@@ -51,8 +52,6 @@ DATA = DataConfig(batch_size=2 * SLOTS, validation_sequences=128)
 INNER = InnerConfig(lr=6e-3, warmup_steps=60)
 BROKEN = ("stage 0 left out", "swaps of 2", "swaps of 3", "uneven")
 KINDS = ("full", "full, equal time", "plan", "plan, visits", "4 blocks", "legal", "anew", *BROKEN)
-BEGIN, END = "<!-- made by benchmarks.partial_models -->", "<!-- end -->"
-PAGE = Path(__file__).parent.parent / "docs" / "partial-pipelines.md"
 
 Losses = Mapping[str, float]
 """Nats a byte by what runs: "dropped 2" and the like, means over the orders of that kind."""
@@ -233,9 +232,7 @@ def main() -> int:
         return 0
     runs = all_runs(given.steps, [int(seed) for seed in given.seeds.split(",")], given.runs)
     if given.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN, 1)[0], page.split(BEGIN, 1)[1].split(END, 1)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{tables(runs)}\n{END}{after}", encoding="utf-8")
+        written("partial-pipelines.md", "benchmarks.partial_models", tables(runs))
     return report(rows(runs), given.json)
 
 

@@ -112,6 +112,18 @@ def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_f
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ddp", "diloco"])
+def test_real_processes_compute_the_same_bits_by_a_plan(folder: Path, method: str) -> None:
+    made = write_plan(folder, small())
+    more = ["replicas.sync_every=2"] if method == "diloco" else []
+    run(config_of(folder, made, *more, method=method), folder / "virtual")
+    words = ["world.backend=distributed", "world.links=home-fibre", *more]
+    run(config_of(folder, made, *words, method=method), folder / "real")
+    virtual, real = (load_file(folder / name / "model.safetensors") for name in ("virtual", "real"))
+    assert all(torch.equal(virtual[name], real[name]) for name in virtual)
+
+
 def test_a_round_after_each_step_of_sgd_is_the_mean_gradient_and_rare_rounds_leave_the_plans_seconds(
     folder: Path,
 ) -> None:
@@ -190,6 +202,12 @@ def test_the_shipped_assignment_trains_on_twenty_nodes(folder: Path) -> None:
     problem = replace(problem, delays=delays)
     made = write_plan(folder, problem, paths_of(problem, shipped["paths_ca_one_per_origin"]))
     run(config_of(folder, made, "pipeline.clip=stage", "run.checkpoint_every=2"), folder / "run")
+    shutil.copytree(folder / "run", folder / "copy")
+    (folder / "copy" / "summary.json").unlink()
+    again, told = read_config(str(folder / "copy" / "config.toml"), {}, []), Told()
+    launch(again, folder / "copy", told.lines.append, told.notices.append, resume=2)
+    weights = [(folder / name / "model.safetensors").read_bytes() for name in ("run", "copy")]
+    assert weights[0] == weights[1]
     ends = {}
     for line in metrics(folder / "run"):
         if "worker" in line:
