@@ -20,11 +20,13 @@ from isles.network.routing.delays import delays_of, fingerprint
 from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind
+from isles.training.config.planned import plan_of
 from isles.training.config.reading import read_config, run_name
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from tests.network.routing.instances import drawn, paths_of, reference
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+from tests.training.test_stage_loss import CHANCE, STEPS, seed_of
 
 SIZES = (2, 1, 2)
 
@@ -229,11 +231,12 @@ def test_a_new_plan_is_made_for_the_speeds_that_were_measured(
     problem = drawn(5, (1, 3), path_length=2, memory=3, waves=1, slowest=0.2001)
     paths = {(0, 0): (0, 1), (0, 1): (0, 1), (0, 2): (0, 2)}
     made = write_plan(folder, problem, paths)
-    run(config_of(folder, made, "world.step_factors=[1.0, 4.0, 1.0, 1.0]", steps=3), folder / "run")
+    slow = ["world.step_factors=[1.0, 4.0, 1.0, 1.0]", "run.checkpoint_every=2"]
+    run(config_of(folder, made, *slow, steps=3), folder / "run")
+    out = str(folder / "run" / "plan.json")  # which the run goes on by
     monkeypatch.setattr(
-        sys, "argv", ["isles", "pipeline", "replan", str(folder / "run"), "--out", "new.json", "--time-budget-s", "1"]
+        sys, "argv", ["isles", "pipeline", "replan", str(folder / "run"), "--out", out, "--time-budget-s", "1"]
     )
-    monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     out, err = capsys.readouterr()
@@ -241,7 +244,28 @@ def test_a_new_plan_is_made_for_the_speeds_that_were_measured(
     rows = [line.split() for line in out.splitlines()[1:5]]
     assert [float(row[4]) for row in rows] == [1.0, 4.0, 1.0, 1.0]
     assert [int(row[5]) for row in rows] == [3, 2, 1, 0] and int(rows[1][6]) < 2
-    new = read_plan(folder / "new.json")
+    new = read_plan(folder / "run" / "plan.json")
     assert new.problem.forward[1] == pytest.approx(4 * made.problem.forward[1], rel=1e-6)
     slowed = replay_paths(new.problem, made.paths).makespan
     assert new.step_seconds < slowed and f"a new plan takes {new.step_seconds:.6g} s" in out
+    (folder / "run" / "summary.json").unlink()
+    told, again = Told(), read_config(str(folder / "run" / "config.toml"), {}, [])
+    launch(again, folder / "run", told.lines.append, told.notices.append, resume=2)
+    assert plan_of(again.pipeline) == new and (folder / "run" / "summary.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ddp", "none"])
+def test_a_lost_stage_of_unequal_columns_is_made_anew_alike_at_all_its_nodes(folder: Path, method: str) -> None:
+    made = write_plan(folder, small())
+    more = [f"pipeline.stage_loss={CHANCE}", f"run.seed={seed_of(3, [2], 4)}"]
+    told = Told()
+    launch(
+        config_of(folder, made, *more, method=method, steps=STEPS),
+        folder / "run",
+        told.lines.append,
+        told.notices.append,
+    )
+    assert any('stage 2 was lost after inner step 4, mended by "checkfree"' in notice for notice in told.notices)
+    spread = json.loads((folder / "run" / "summary.json").read_text())["replica_std"]
+    assert spread == 0 if method == "ddp" else spread > 0
