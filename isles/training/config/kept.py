@@ -38,10 +38,10 @@ def kept_names(config: Config) -> dict[SettingKey, str]:
 
 def beside(tables: Mapping[str, Any], folder: Path) -> None:
     """Name the files that lie in `folder`, where the tables of its configuration file name one of them."""
-    for section, key in _NAMES:
+    for (section, key), usual in _NAMES.items():
         table = tables.get(section)
         if not isinstance(table, dict):
             continue
         name = table.get(key)
-        if isinstance(name, str) and name and (folder / name).is_file():
+        if isinstance(name, str) and Path(name).suffix == Path(usual).suffix and (folder / name).is_file():
             table[key] = str(folder / name)
