@@ -7,13 +7,13 @@ bytes, two for each of 15 slots, in one process: each slot runs the model in the
 pipeline does to the bit (tests/pipeline/test_plans.py). The rate and its warm-up are those of a bare `isles train`.
 
     full                all slots run all stages
-    full, equal time    as many steps as fit into the seconds of "plan" on the second instance's links
     plan                orders of our plan for the second instance (4 of 6 stages)
-    plan, visits        the same with gradients = "visits"
+    full, equal time    as many steps as fit into the seconds of "plan" on the second instance's links
     4 blocks            a model of 4 blocks, all of which run: as many operations as "plan"
     legal               15 legal orders drawn, all later stages visited alike, the same ones for the whole run
     anew                the same, drawn anew in every step: no slot always leaves out the same stage
     stage 0 left out, swaps of 2, swaps of 3, uneven    as "legal", one guideline broken (benchmarks/_skip_orders.py)
+    plan, visits        "plan" with gradients = "visits"
 
 Then stages are dropped, or left early, with no further training. Losses in nats a byte on held-out text. Every run is a
 line of FILE as soon as it is done, and is not done again. --write puts the tables into docs/partial-pipelines.md.
@@ -51,7 +51,7 @@ SHAPE = Shape(d_model=48, layers=STAGES, heads=4, ffn=128, vocab=256, context=64
 DATA = DataConfig(batch_size=2 * SLOTS, validation_sequences=128)
 INNER = InnerConfig(lr=6e-3, warmup_steps=60)
 BROKEN = ("stage 0 left out", "swaps of 2", "swaps of 3", "uneven")
-KINDS = ("full", "full, equal time", "plan", "plan, visits", "4 blocks", "legal", "anew", *BROKEN)
+KINDS = ("full", "plan", "full, equal time", "4 blocks", "legal", "anew", *BROKEN, "plan, visits")
 
 Losses = Mapping[str, float]
 """Nats a byte by what runs: "dropped 2" and the like, means over the orders of that kind."""
@@ -146,7 +146,7 @@ def all_runs(steps: int, seeds: Sequence[int], path: Path) -> dict[tuple[str, in
     """By kind and seed: those of FILE, and then the ones that were not there."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {(one["kind"], one["seed"]): one["losses"] for one in lines if one["steps"] == steps}
-    for seed, kind in product(seeds, KINDS):
+    for kind, seed in product(KINDS, seeds):
         if (kind, seed) in done:
             continue
         loader = Loader(_corpus(), DATA, context=SHAPE.context, seed=seed)
