@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isles.network.routing.problem import Costs, Problem
+from isles.network.routing.problem import Costs, Paths, Problem
 
 REFERENCE = Path("shared", "data", "skippipe_reference.json")
 """Beside the repository or a folder above."""
@@ -43,3 +44,10 @@ def instance(name: str) -> tuple[Problem, dict[str, Any]] | None:
         costs=Costs(rest=0.13, rest_at_origin=0.09),
     )
     return problem, table
+
+
+def paths_of(problem: Problem, table: Mapping[str, Sequence[int]]) -> Paths:
+    """The file's paths, one an origin or one a slot."""
+    each = problem.memory if len(table) == len(problem.origins) else 1
+    listed = [tuple(table[key]) for key in sorted(table, key=int) for _ in range(each)]
+    return dict(zip(problem.slots, listed, strict=True))

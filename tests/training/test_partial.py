@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks._reference import paths_of
 from isles import cli
 from isles.network.own import read_links
 from isles.network.routing.delays import delays_of, fingerprint
@@ -24,7 +25,7 @@ from isles.training.config.planned import plan_of
 from isles.training.config.reading import read_config, run_name
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
-from tests.network.routing.instances import drawn, paths_of, reference
+from tests.network.routing.instances import drawn, reference
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 from tests.training.test_stage_loss import CHANCE, STEPS, seed_of
 

@@ -36,10 +36,3 @@ def reference(name):
     if found is None:
         pytest.skip(f"no reference instances: {REFERENCE} is not beside the repository")
     return found
-
-
-def paths_of(problem, table):
-    """The file's paths, one an origin or one a slot."""
-    each = problem.memory if len(table) == len(problem.origins) else 1
-    listed = [tuple(table[key]) for key in sorted(table, key=int) for _ in range(each)]
-    return dict(zip(problem.slots, listed, strict=True))
