@@ -21,6 +21,7 @@ from isles.network.routing.delays import delays_of, fingerprint
 from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind
+from isles.training.config.kept import settled
 from isles.training.config.planned import plan_of
 from isles.training.config.reading import read_config, run_name
 from isles.training.records.saved import load_run
@@ -95,7 +96,12 @@ def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_f
     made = write_plan(folder, small())
     whole, copy, told = folder / "whole", folder / "copy", Told()
     config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits", *more, method=method)
-    run(config, whole)
+
+    def spoil(line: dict[str, Any]) -> None:  # the run has its own by now
+        for name in ("plan.json", "links.toml"):
+            (folder / name).write_text("of another run by now")
+
+    launch(config, whole, spoil, told.notices.append)
     summary = json.loads((whole / "summary.json").read_text())
     weights = load_file(whole / "model.safetensors")
     assert summary["stages"] == 3 and summary["parameters"] == sum(own.numel() for own in weights.values())
@@ -105,14 +111,22 @@ def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_f
     assert load_run(whole).model is not None
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
-    for name in ("plan.json", "links.toml"):
-        (folder / name).write_text("of another run by now")
     again = read_config(str(copy / "config.toml"), {}, [])
     assert again.pipeline.plan == str(copy / "plan.json") and run_name(again) == run_name(config)
     launch(again, copy, told.lines.append, told.notices.append, resume=2)
     lines = [sorted(str(without_clocks(line)) for line in metrics(one)) for one in (whole, copy)]
     assert lines[0] == lines[1]
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_never_began_leaves_no_copies(folder: Path) -> None:
+    config = config_of(folder, write_plan(folder, small()))
+    (folder / "run").mkdir()
+    with pytest.raises(RuntimeError), settled(config, folder / "run") as own:
+        assert Path(own.pipeline.plan) == folder / "run" / "plan.json" != Path(config.pipeline.plan)
+        assert Path(own.world.links).read_bytes() == (folder / "links.toml").read_bytes()
+        raise RuntimeError
+    assert not list((folder / "run").iterdir())
 
 
 @pytest.mark.long

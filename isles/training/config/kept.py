@@ -9,10 +9,13 @@ A relative name in a configuration file is looked for beside that file first. Lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isles.durable import write_text
 from isles.training.config.sections import Config
 
 SettingKey = tuple[str, str]
@@ -34,6 +37,27 @@ def kept_files(config: Config) -> dict[SettingKey, Path]:
 def kept_names(config: Config) -> dict[SettingKey, str]:
     """What the run's own config.toml says for these settings."""
     return {place: _NAMES[place] for place in kept_files(config)}
+
+
+@contextmanager
+def settled(config: Config, out: Path) -> Iterator[Config]:
+    """The run that `config` says, by files of its own: those that it names are copied into `out`, which is there, and
+    what happens to them afterwards is no matter. A run that ends before it has written anything leaves no copies.
+    """
+    names, copied, values = kept_names(config), [], {}
+    for (section, key), file in kept_files(config).items():
+        copy = out / names[section, key]
+        if not (copy.exists() and copy.samefile(file)):
+            write_text(copy, file.read_text(encoding="utf-8"))
+            copied.append(copy)
+        values[section] = replace(getattr(config, section), **{key: str(copy)})
+    try:
+        yield replace(config, **values) if values else config
+    except BaseException:
+        if not (out / "config.toml").exists():
+            for copy in copied:
+                copy.unlink(missing_ok=True)
+        raise
 
 
 def beside(tables: Mapping[str, Any], folder: Path) -> None:

@@ -135,7 +135,8 @@ def write_config(config: Config, out: Path) -> None:
     if not path.exists():
         names = kept_names(config)
         for place, file in kept_files(config).items():
-            write_text(out / names[place], file.read_text(encoding="utf-8"))
+            if not (out / names[place]).exists():
+                write_text(out / names[place], file.read_text(encoding="utf-8"))
         write_text(path, to_toml(config, names))
         vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
 
