@@ -1,6 +1,6 @@
 """What leaving out stages costs in loss, and what such models are worth with stages missing.
 
-    python -m benchmarks.partial_models [--steps 300] [--seeds 0,1,2] [--runs FILE] [--write] [--json]
+    python -m benchmarks.partial_models [--steps 300] [--seeds 0,1,2] [--runs FILE] [--known] [--write] [--json]
 
 A decoder of 6 blocks, width 48, over bytes, on the library's own text; every block is a stage. A step is 30 rows of 64
 bytes, two for each of 15 slots, in one process: each slot runs the model in the order of its path, which is what a
@@ -142,10 +142,15 @@ def _corpus() -> Any:
     return load_corpus(DATA)
 
 
+def known_runs(steps: int, path: Path) -> dict[tuple[str, int], Losses]:
+    """By kind and seed: those of FILE."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(one["kind"], one["seed"]): one["losses"] for one in lines if one["steps"] == steps}
+
+
 def all_runs(steps: int, seeds: Sequence[int], path: Path) -> dict[tuple[str, int], Losses]:
     """By kind and seed: those of FILE, and then the ones that were not there."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {(one["kind"], one["seed"]): one["losses"] for one in lines if one["steps"] == steps}
+    done = known_runs(steps, path)
     for kind, seed in product(KINDS, seeds):
         if (kind, seed) in done:
             continue
@@ -201,15 +206,16 @@ def tables(runs: Mapping[tuple[str, int], Losses]) -> str:
         shown = [f"dropped {count}" for count in range(4)] + [f"left early {count}" for count in range(1, 6)]
         cells = [f"{means[kind][what]:.3f}" if what in means[kind] else "" for what in shown]
         missing.append(f"| {kind} | {' | '.join(cells)} |")
-    guidelines = ["", "| | loss | of seeds | above full | 2 dropped | seconds of a step |", "|---|---|---|---|---|---|"]
-    base = means["full"]["dropped 0"]
+    guidelines = ["", "| | seeds | loss | from, to | above full | 2 dropped | seconds of a step |", f"|{'---|' * 7}"]
     for kind, losses in means.items():
         each = [one["dropped 0"] for (name, _), one in runs.items() if name == kind]
+        above = mean(each) - mean(runs["full", seed]["dropped 0"] for name, seed in runs if name == kind)
         takes = seconds(kind.split(",")[0])
         cells = [
+            f"{len(each)}",
             f"{losses['dropped 0']:.3f}",
             f"{min(each):.3f} to {max(each):.3f}",
-            f"{losses['dropped 0'] - base:+.3f}",
+            f"{above:+.3f}",
             f"{losses['dropped 2']:.3f}",
             "-" if takes is None else f"{takes:.1f}",
         ]
@@ -223,6 +229,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--runs", type=Path, default=Path("partial_models.jsonl"))
+    parser.add_argument("--known", action="store_true", help="only what FILE has")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -230,7 +237,8 @@ def main() -> int:
     if seconds("plan") is None:
         print("not measured: SkipPipe's instances are not beside the repository")
         return 0
-    runs = all_runs(given.steps, [int(seed) for seed in given.seeds.split(",")], given.runs)
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    runs = known_runs(given.steps, given.runs) if given.known else all_runs(given.steps, seeds, given.runs)
     if given.write:
         written("partial-pipelines.md", "benchmarks.partial_models", tables(runs))
     return report(rows(runs), given.json)
