@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._measure import Row, report
+from benchmarks._pages import written
 from isles.training.config.presets import preset_file
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
 
-BEGIN, END = "<!-- made by benchmarks.dilocox_clusters -->", "<!-- end -->"
-PAGE = Path(__file__).parent.parent / "docs" / "dilocox.md"
 DENSE = (
     "replicas.rank=0",
     "replicas.window=0",
@@ -157,8 +156,7 @@ def main() -> int:
     if "whole" in found:
         print(table(found))
         if given.write:
-            before, _, rest = PAGE.read_text().partition(BEGIN)
-            PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+            written("dilocox.md", "benchmarks.dilocox_clusters", table(found))
     return report(rows(found), given.json)
 
 

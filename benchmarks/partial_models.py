@@ -1,104 +1,226 @@
 """What leaving out stages costs in loss, and what such models are worth with stages missing.
 
-    python -m benchmarks.partial_models [--steps 300] [--seeds 0,1,2] [--json]
+    python -m benchmarks.partial_models [--steps 300] [--seeds 0,1,2] [--runs FILE] [--known] [--write] [--json]
 
-A decoder of 6 blocks, width 48, over bytes, on the library's own text; every block is a stage. Six microbatches a step,
-in one process: each runs the model in the order of its slot's path, which is what a pipeline does to the bit (see
-tests/pipeline/test_plans.py).
+A decoder of 6 blocks, width 48, over bytes, on the library's own text; every block is a stage. A step is 30 rows of 64
+bytes, two for each of 15 slots, in one process: each slot runs the model in the order of its path, which is what a
+pipeline does to the bit (tests/pipeline/test_plans.py). The rate and its warm-up are those of a bare `isles train`.
 
-    full     all microbatches run all stages
-    skip     each slot runs 4 of the 6 stages, in a legal order of its own for the whole run
+    full                all slots run all stages
+    plan                orders of our plan for the second instance (4 of 6 stages)
+    full, equal time    as many steps as fit into the seconds of "plan" on the second instance's links
+    4 blocks            a model of 4 blocks, all of which run: as many operations as "plan"
+    legal               15 legal orders drawn, all later stages visited alike, the same ones for the whole run
+    anew                the same, drawn anew in every step: no slot always leaves out the same stage
+    stage 0 left out, swaps of 2, swaps of 3, uneven    as "legal", one guideline broken (benchmarks/_skip_orders.py)
+    plan, visits        "plan" with gradients = "visits"
 
-Then stages are dropped, or left early, with no further training. Losses in nats a byte on held-out text. One bound is
-held: with two stages dropped the skip-trained model's loss rises at most half as much as the other's.
+Then stages are dropped, or left early, with no further training. Losses in nats a byte on held-out text. Every run is a
+line of FILE as soon as it is done, and is not done again. --write puts the tables into docs/partial-pipelines.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import random
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
+from itertools import chain, product
+from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import torch
 
 from benchmarks._measure import Row, report
+from benchmarks._pages import written
+from benchmarks._skip_orders import LENGTH, SLOTS, STAGES, Order, drawn, planned, seconds
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.models.decoder import next_token_loss
-from isles.network.routing.legal import PathRules, legal_orders
-from isles.training.config.inner import InnerConfig, lr_factor
+from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
 from isles.training.stage_orders import dropped, order_loss
 
-STAGES, LENGTH, SLOTS = 6, 4, 6
 SHAPE = Shape(d_model=48, layers=STAGES, heads=4, ffn=128, vocab=256, context=64, tie_embeddings=True)
-DATA = DataConfig(batch_size=2 * SLOTS, validation_sequences=64)
+DATA = DataConfig(batch_size=2 * SLOTS, validation_sequences=128)
+INNER = InnerConfig(lr=6e-3, warmup_steps=60)
+BROKEN = ("stage 0 left out", "swaps of 2", "swaps of 3", "uneven")
+KINDS = ("full", "plan", "full, equal time", "4 blocks", "legal", "anew", *BROKEN, "plan, visits")
+
+Losses = Mapping[str, float]
+"""Nats a byte by what runs: "dropped 2" and the like, means over the orders of that kind."""
 
 
-def orders_of(kind: str, seed: int) -> list[tuple[int, ...]]:
-    """Of each slot."""
-    if kind == "full":
-        return [tuple(range(STAGES))] * SLOTS
-    return random.Random(seed).sample(legal_orders(STAGES, LENGTH, PathRules()), SLOTS)
+class SlotOrders:
+    """The orders of the slots, step after step. ValueError where they are those of a plan without its instance."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self._kind, self._rng = kind, random.Random(seed)
+        self._layers = LENGTH if kind == "4 blocks" else STAGES
+        self._fixed = self._chosen()
+
+    def __call__(self) -> Sequence[Order]:
+        return self._chosen() if self._kind == "anew" else self._fixed
+
+    def _chosen(self) -> Sequence[Order]:
+        if self._kind.startswith("full") or self._kind == "4 blocks":
+            return [tuple(range(self._layers))] * SLOTS
+        if self._kind.startswith("plan"):
+            orders = planned()
+            if orders is None:
+                raise ValueError("no reference instances: their file is not beside the repository")
+            return orders
+        return drawn("legal" if self._kind == "anew" else self._kind, self._rng)
+
+
+def steps_of(kind: str, steps: int) -> int:
+    """Of a run of this kind beside others of `steps`."""
+    skip, full = seconds("plan"), seconds("full")
+    if kind != "full, equal time" or skip is None or full is None:
+        return steps
+    return round(steps * skip / full)
 
 
 def trained(kind: str, steps: int, seed: int, loader: Loader) -> Decoder:
     """A model after so many steps."""
-    model, inner = Decoder(SHAPE, seed=seed), InnerConfig()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=inner.lr, betas=inner.betas)
-    orders = orders_of(kind, seed)
+    shape = replace(SHAPE, layers=LENGTH) if kind == "4 blocks" else SHAPE
+    model, orders_now = Decoder(shape, seed=seed), SlotOrders(kind, seed)
+    optimizer = inner_optimizer(model, INNER, "adamw")
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = inner.lr * lr_factor(step, steps, inner)
-        for tokens, order in zip(next(loader).split(DATA.batch_size // SLOTS), orders, strict=True):
-            loss = next_token_loss(model.logits(tokens[:, :-1], order=order), tokens[:, 1:])
-            (loss / SLOTS).backward()
+            group["lr"] = INNER.lr * lr_factor(step, steps, INNER)
+        orders = orders_now()
+        for order, rows in _by_order(next(loader), orders).items():
+            loss = next_token_loss(model.logits(rows[:, :-1], order=order), rows[:, 1:])
+            (loss * len(rows) / DATA.batch_size).backward()
+        _complete(model, orders, shared="visits" in kind)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
     return model
 
 
-def judged(model: Decoder, loader: Loader) -> Iterator[tuple[str, float]]:
-    """(what runs, mean loss over the orders of that kind)."""
+def _by_order(batch: torch.Tensor, orders: Sequence[Order]) -> dict[Order, torch.Tensor]:
+    """The rows of the slots with one order together: the mean loss over all is the same, in fewer passes."""
+    parts: defaultdict[Order, list[torch.Tensor]] = defaultdict(list)
+    for rows, order in zip(batch.split(len(batch) // len(orders)), orders, strict=True):
+        parts[order].append(rows)
+    return {order: torch.cat(rows) for order, rows in parts.items()}
+
+
+def _complete(model: Decoder, orders: Sequence[Order], *, shared: bool) -> None:
+    """Zeros where nobody came by; shared: means over those who came by (gradients = "visits")."""
+    visits = Counter(chain(*orders))
+    for stage, block in enumerate(model.blocks):
+        for own in block.parameters():
+            own.grad = torch.zeros_like(own) if own.grad is None else own.grad
+            if shared and visits[stage]:
+                own.grad *= len(orders) / visits[stage]
+
+
+def judged(model: Decoder, loader: Loader) -> Losses:
+    """Losses with stages dropped, and left early."""
     batches = list(loader.validation_batches())
     loss = partial(order_loss, model, batches, autocast=nullcontext())
+    stages = len(model.blocks)
+    found = {}
+    for count in range(stages):
+        orders = dropped(stages, count)
+        found[f"dropped {count}"] = mean(loss(blocks=order) for order in orders)
+        found[f"left early {count}"] = loss(blocks=range(stages - count))
+    return found
 
-    def mean(orders: Sequence[Sequence[int]]) -> float:
-        return sum(loss(blocks=order) for order in orders) / len(orders)
 
-    for count in range(4):
-        yield f"{count} of 5 dropped", mean(dropped(STAGES, count))
-    for left in range(1, 4):
-        yield f"left {left} early", mean([range(STAGES - left)])
+@cache
+def _corpus() -> Any:
+    return load_corpus(DATA)
 
 
-def rows(steps: int, seeds: Sequence[int]) -> list[Row]:
-    """Means over seeds, with the smallest and the largest."""
-    corpus = load_corpus(DATA)
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for seed in seeds:
-        for kind in ("full", "skip"):
-            loader = Loader(corpus, DATA, context=SHAPE.context, seed=seed)
-            for what, loss in judged(trained(kind, steps, seed, loader), loader):
-                found[kind, what].append(loss)
-    made = [
-        Row(f"{kind}: {what}", sum(losses) / len(losses), "nats", None, f"{min(losses):.3f} to {max(losses):.3f}")
-        for (kind, what), losses in found.items()
-    ]
-    means = {key: sum(losses) / len(losses) for key, losses in found.items()}
-    base = "0 of 5 dropped"
-    rise = {kind: means[kind, "2 of 5 dropped"] - means[kind, base] for kind in ("full", "skip")}
+def known_runs(steps: int, path: Path) -> dict[tuple[str, int], Losses]:
+    """By kind and seed: those of FILE."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(one["kind"], one["seed"]): one["losses"] for one in lines if one["steps"] == steps}
+
+
+def all_runs(steps: int, seeds: Sequence[int], path: Path) -> dict[tuple[str, int], Losses]:
+    """By kind and seed: those of FILE, and then the ones that were not there."""
+    done = known_runs(steps, path)
+    for kind, seed in product(KINDS, seeds):
+        if (kind, seed) in done:
+            continue
+        loader = Loader(_corpus(), DATA, context=SHAPE.context, seed=seed)
+        losses = judged(trained(kind, steps_of(kind, steps), seed, loader), loader)
+        with path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "seed": seed, "steps": steps, "losses": losses}) + "\n")
+        print(kind, seed, losses["dropped 0"], file=sys.stderr, flush=True)
+        done[kind, seed] = losses
+    return {key: losses for key, losses in done.items() if key[1] in seeds}
+
+
+def rows(runs: Mapping[tuple[str, int], Losses]) -> list[Row]:
+    """Means over seeds with the smallest and the largest, and the bounds."""
+    means = averages(runs)
+    made = []
+    for kind, losses in means.items():
+        for what in losses:
+            each = [one[what] for (name, _), one in runs.items() if name == kind]
+            made.append(Row(f"{kind}: {what}", mean(each), "nats", None, f"{min(each):.3f} to {max(each):.3f}"))
+    full, skip = means["full"], means["plan"]
+    rise = [one["dropped 2"] - one["dropped 0"] for one in (full, skip)]
     return [
         *made,
-        Row("skip above full", means["skip", base] - means["full", base], "nats", None, "0.10 was hoped for"),
-        Row("rise with 2 dropped, skip / full", rise["skip"] / rise["full"], "", ("<=", 0.5)),
-    ]
+        Row("plan above full", skip["dropped 0"] - full["dropped 0"], "nats", ("<=", 0.10)),
+        Row("rise with 2 dropped, plan / full", rise[1] / rise[0], "", ("<=", 0.5)),
+        Row("perplexity with 3 dropped, plan", _percent(skip), "% more", None, "the paper: 7"),
+        Row("perplexity with 3 dropped, full", _percent(full), "% more"),
+        Row("plan above full, equal time", skip["dropped 0"] - means["full, equal time"]["dropped 0"], "nats",
+            ("<=", 0.0)),
+    ]  # fmt: skip
+
+
+def averages(runs: Mapping[tuple[str, int], Losses]) -> dict[str, dict[str, float]]:
+    """By kind, what runs: means over seeds."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        each = [losses for (name, _), losses in runs.items() if name == kind]
+        if each:
+            found[kind] = {what: mean(one[what] for one in each) for what in each[0]}
+    return found
+
+
+def _percent(losses: Losses) -> float:
+    return 100 * math.expm1(losses["dropped 3"] - losses["dropped 0"])
+
+
+def tables(runs: Mapping[tuple[str, int], Losses]) -> str:
+    """In Markdown: stages missing, and what each guideline buys."""
+    means = averages(runs)
+    missing = ["", "| | all | 1 dropped | 2 | 3 | 1 left early | 2 | 3 | 4 | 5 |", f"|{'---|' * 10}"]
+    for kind in ("full", "plan", "4 blocks"):
+        shown = [f"dropped {count}" for count in range(4)] + [f"left early {count}" for count in range(1, 6)]
+        cells = [f"{means[kind][what]:.3f}" if what in means[kind] else "" for what in shown]
+        missing.append(f"| {kind} | {' | '.join(cells)} |")
+    guidelines = ["", "| | seeds | loss | from, to | above full | 2 dropped | seconds of a step |", f"|{'---|' * 7}"]
+    for kind, losses in means.items():
+        each = [one["dropped 0"] for (name, _), one in runs.items() if name == kind]
+        above = mean(each) - mean(runs["full", seed]["dropped 0"] for name, seed in runs if name == kind)
+        takes = seconds(kind.split(",")[0])
+        cells = [
+            f"{len(each)}",
+            f"{losses['dropped 0']:.3f}",
+            f"{min(each):.3f} to {max(each):.3f}",
+            f"{above:+.3f}",
+            f"{losses['dropped 2']:.3f}",
+            "-" if takes is None else f"{takes:.1f}",
+        ]
+        guidelines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join([*missing, *guidelines, ""])
 
 
 def main() -> int:
@@ -106,10 +228,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--runs", type=Path, default=Path("partial_models.jsonl"))
+    parser.add_argument("--known", action="store_true", help="only what FILE has")
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    return report(rows(given.steps, [int(seed) for seed in given.seeds.split(",")]), given.json)
+    if seconds("plan") is None:
+        print("not measured: SkipPipe's instances are not beside the repository")
+        return 0
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    runs = known_runs(given.steps, given.runs) if given.known else all_runs(given.steps, seeds, given.runs)
+    if given.write:
+        written("partial-pipelines.md", "benchmarks.partial_models", tables(runs))
+    return report(rows(runs), given.json)
 
 
 if __name__ == "__main__":

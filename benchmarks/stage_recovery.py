@@ -1,10 +1,11 @@
 """A stage lost in the middle of a run, and the loss 20 and 60 steps later, by what it was made of.
 
-    python -m benchmarks.stage_recovery [--steps 150] [--seeds 0,1,2,3,4] [--json]
+    python -m benchmarks.stage_recovery [--steps 150] [--seeds 0,1,2,3,4] [--write] [--json]
 
 A decoder of 6 blocks, width 48, over bytes, on the library's own text; every block is a stage, and stage 3 is lost
 after `--steps` steps. One process, with the means of `isles.pipeline.recovery` over the neighbours' weights, empty
-moments and a rate 1.1 times as high for the stage. Losses in nats a byte on held-out text.
+moments and a rate 1.1 times as high for the stage. Losses in nats a byte on held-out text. --write puts the table into
+docs/partial-pipelines.md.
 
 At this size all ways lie close together: blocks begin near the identity, so a stage more or less is a small loss. Only
 one bound is held: weighted by gradient norms is not worse than drawn anew, by more than 0.01 after 20 steps.
@@ -16,13 +17,15 @@ import argparse
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from statistics import mean
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks._measure import Row, report
+from benchmarks._pages import written
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.pipeline.recovery import RATE, merged
@@ -32,6 +35,8 @@ from isles.training.evaluation import validation_loss
 LOST, LATER = 3, (20, 60)
 SHAPE = Shape(d_model=48, layers=6, heads=4, ffn=128, vocab=256, context=64, tie_embeddings=True)
 DATA = DataConfig(batch_size=12, validation_sequences=64)
+INNER = InnerConfig(lr=6e-3, warmup_steps=60)
+"""The rate of a bare `isles train`, whose model is of this size."""
 KINDS = ("nothing lost", "checkfree", "average", "copy", "random", "checkpoint")
 BACK = 30
 """Steps before the loss at which "checkpoint" kept its copy."""
@@ -41,20 +46,20 @@ class Training:
     """A model, its optimizer by block, its text."""
 
     def __init__(self, seed: int, steps: int, loader: Loader) -> None:
-        self.model, self.inner, self.loader = Decoder(SHAPE, seed=seed), InnerConfig(), loader
+        self.model, self.loader = Decoder(SHAPE, seed=seed), loader
         self.seed, self.steps, self.done = seed, steps, 0
         blocks = [list(block.parameters()) for block in self.model.blocks]
         inside = {id(own) for block in blocks for own in block}
         others = [own for own in self.model.parameters() if id(own) not in inside]
         self.rates = [1.0] * (len(blocks) + 1)
-        self.optimizer = torch.optim.AdamW([{"params": own} for own in [*blocks, others]], betas=self.inner.betas)
+        self.optimizer = torch.optim.AdamW([{"params": own} for own in [*blocks, others]], betas=INNER.betas)
         self.norms = [0.0] * len(blocks)
 
     def go(self, steps: int) -> None:
         """Train on."""
         for _ in range(steps):
             self.done += 1
-            rate = self.inner.lr * lr_factor(self.done, self.steps, self.inner)
+            rate = INNER.lr * lr_factor(self.done, self.steps, INNER)
             for group, factor in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
             self.optimizer.zero_grad()
@@ -102,20 +107,43 @@ def losses(seed: int, steps: int) -> dict[tuple[str, int], float]:
     return found
 
 
-def rows(steps: int, seeds: Sequence[int]) -> list[Row]:
-    """Means over seeds, with the smallest and the largest difference to the run that lost nothing."""
+Found = Mapping[tuple[str, int], Sequence[float]]
+"""Losses, one a seed, by kind and steps after the loss."""
+
+
+def measured(steps: int, seeds: Sequence[int]) -> Found:
+    """All of them."""
     by_kind: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for seed in seeds:
         for key, loss in losses(seed, steps).items():
             by_kind[key].append(loss)
+            print(seed, *key, loss, file=sys.stderr, flush=True)
+    return by_kind
+
+
+def rows(by_kind: Found) -> list[Row]:
+    """Means over seeds, with the smallest and the largest difference to the run that lost nothing."""
     made = []
     for (kind, later), found in by_kind.items():
         apart = [one - whole for one, whole in zip(found, by_kind["nothing lost", later], strict=True)]
         note = "" if kind == "nothing lost" else f"{min(apart):+.4f} to {max(apart):+.4f} of nothing lost"
-        made.append(Row(f"{kind}, {later} steps later", sum(found) / len(found), "nats", None, note))
+        made.append(Row(f"{kind}, {later} steps later", mean(found), "nats", None, note))
     first = LATER[0]
     apart = [one - other for one, other in zip(by_kind["checkfree", first], by_kind["random", first], strict=True)]
-    return [*made, Row("checkfree above random", sum(apart) / len(apart), "nats", ("<=", 0.01))]
+    return [*made, Row("checkfree above random", mean(apart), "nats", ("<=", 0.01))]
+
+
+def table(by_kind: Found) -> str:
+    """In Markdown: means over seeds, and the spread of their differences to the run that lost nothing."""
+    lines = ["", f"| steps later | {' | '.join(KINDS)} |", f"|{'---|' * (1 + len(KINDS))}"]
+    for later in LATER:
+        whole = by_kind["nothing lost", later]
+        cells = [f"{mean(whole):.3f}"]
+        for kind in KINDS[1:]:
+            apart = [one - other for one, other in zip(by_kind[kind, later], whole, strict=True)]
+            cells.append(f"{mean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})")
+        lines.append(f"| {later} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:
@@ -123,10 +151,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    return report(rows(given.steps, [int(seed) for seed in given.seeds.split(",")]), given.json)
+    found = measured(given.steps, [int(seed) for seed in given.seeds.split(",")])
+    if given.write:
+        written("partial-pipelines.md", "benchmarks.stage_recovery", table(found))
+    return report(rows(found), given.json)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def export(
 
 def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, trust: bool) -> None:
     from isles.models.hf import save_as_llama
+    from isles.training.config.kept import KEPT
     from isles.training.records.saved import load_run
 
     saved = load_run(run, trust=trust)
@@ -51,5 +52,6 @@ def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, tru
         save_as_llama(saved.model, folder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("model.safetensors", "config.toml"):
+        kept = [name for name in KEPT if (run / name).is_file()]
+        for name in ("model.safetensors", "config.toml", *kept):
             shutil.copyfile(run / name, folder / name)

@@ -25,9 +25,6 @@ def plan(
         str, typer.Option(help="Nodes of each stage: how many, such as 5,3,3; or which, such as 0,1/2,3/4,5.")
     ],
     out: Annotated[Path, typer.Option(help="Write the plan here, and its pictures beside it.")],
-    forward: Annotated[
-        str, typer.Option(help="Seconds of a forward of one microbatch: for all, or for each node: 0.4,0.4,1.6.")
-    ],
     message: Annotated[
         str | None, typer.Option("--bytes", help="Bytes of a microbatch between stages, such as 33.5M.")
     ] = None,
@@ -35,6 +32,19 @@ def plan(
     width: Annotated[int | None, typer.Option(help="With --tokens: of the stream.")] = None,
     boundary: Annotated[str | None, typer.Option(help="With --tokens: what crosses, such as dct:0.9.")] = None,
     boundary_codec: Annotated[str | None, typer.Option(help="With --tokens: in what form, such as int8.")] = None,
+    forward: Annotated[
+        str | None,
+        typer.Option(help="Seconds of a forward of one microbatch: for all, or for each node: 0.4,0.4,1.6."),
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Instead: machines, one for all or for each node: 'A100-40,RTX 3060,my.toml'.")
+    ] = None,
+    operations: Annotated[
+        str | None, typer.Option(help="With --hardware: operations of such a forward through a stage, as 1.2T.")
+    ] = None,
+    step_factors: Annotated[
+        str | None, typer.Option(help="How many times as long each node takes, as world.step_factors: 1,1,4.")
+    ] = None,
     path_length: Annotated[int | None, typer.Option(help="Stages that a microbatch runs. Default: all.")] = None,
     skip_ratio: Annotated[float | None, typer.Option(help="Instead: the share of stages left out, as 0.33.")] = None,
     memory: Annotated[int, typer.Option(help="Microbatches that a node holds.")] = 3,
@@ -51,11 +61,14 @@ def plan(
 ) -> None:
     """Find paths for all microbatches of a step, and say what each strategy would take."""
     from isles.network.named import links as named
-    from isles.network.routing.delays import fingerprint
+    from isles.network.routing.assign import assign
+    from isles.network.routing.delays import delays_of, fingerprint
     from isles.network.routing.plan import PipelinePlan, as_json
     from isles.network.routing.problem import Costs, Problem
     from isles.network.routing.search import Effort
+    from isles.network.routing.speeds import forward_seconds
     from isles.network.routing.strategies import strategies
+    from isles.network.units import parse_seconds
     from isles.report.sheets.pipeline import pipeline_sheet
 
     if not out.parent.is_dir():
@@ -63,7 +76,10 @@ def plan(
     effort = Effort(seconds=0.6 * time_budget_s)
     nbytes = _message_bytes(message, tokens, width, boundary, boundary_codec)
     network = named(links)
-    seats, delays, times = _nodes(network, stages, forward, nbytes, overhead, 0.3 * time_budget_s, seed)
+    sizes, given = _stages(stages)
+    times = forward_seconds(sum(sizes), forward=forward, hardware=hardware, operations=operations, factors=step_factors)
+    delays = delays_of(network, len(times), nbytes, parse_seconds("--overhead", overhead))
+    seats = given or assign(sizes, delays, times, seed=seed, seconds=0.3 * time_budget_s)
     problem = Problem(
         stages=seats,
         delays=delays,
@@ -183,25 +199,12 @@ def _message_bytes(
     return crosses.sizes(parse_count("--tokens", tokens), width).forward
 
 
-def _nodes(
-    network: Links, stages: str, forward: str, nbytes: int, overhead: str, seconds: float, seed: int
-) -> tuple[Stages, tuple[tuple[float, ...], ...], tuple[float, ...]]:
-    """(stages, delays, seconds of a forward by node); nodes are assigned to stages where only sizes are given."""
-    from isles.network.routing.assign import assign
-    from isles.network.routing.delays import delays_of
-    from isles.network.units import parse_seconds
-
-    given = "/" in stages
-    listed = [_numbers("--stages", part, 0 if given else 1) for part in stages.split("/")]
-    sizes = [len(part) for part in listed] if given else listed[0]
-    nodes = sum(sizes)
-    each = [parse_seconds("--forward", word) for word in forward.split(",")]
-    times = each * nodes if len(each) == 1 else each
-    if len(times) != nodes:
-        raise ValueError(f"--forward has {len(times)} values: give one, or one for each of {nodes} nodes")
-    delays = delays_of(network, nodes, nbytes, parse_seconds("--overhead", overhead))
-    seats = tuple(map(tuple, listed)) if given else assign(sizes, delays, times, seed=seed, seconds=seconds)
-    return seats, delays, tuple(times)
+def _stages(words: str) -> tuple[list[int], Stages | None]:
+    """(nodes of each stage, which they are where that is said)."""
+    if "/" not in words:
+        return _numbers("--stages", words, 1), None
+    given = tuple(tuple(_numbers("--stages", part, 0)) for part in words.split("/"))
+    return [len(part) for part in given], given
 
 
 def _on_lines(made: PipelinePlan, network: Links, nbytes: int, overhead: str) -> float | None:
@@ -278,8 +281,11 @@ def _show(sheet: Sheet, json: bool) -> None:
 def _plan_of(run: Path) -> str:
     """The file that the run's configuration names. ValueError for a run without a plan."""
     from isles.tables import read_toml
+    from isles.training.config.kept import beside
 
-    table = read_toml(str(run / "config.toml")).get("pipeline", {})
+    tables = read_toml(str(run / "config.toml"))
+    beside(tables, run)
+    table = tables.get("pipeline", {})
     name = table.get("plan") if isinstance(table, dict) else None
     if not name:
         raise ValueError(f'{run}: a run without a plan; name one with pipeline.routing = "skippipe"')

@@ -14,9 +14,10 @@ from isles.replicas.replica import PeerQuestion, Plain, summed
 
 
 class StageCopy(Plain):
-    """One of `copies` workers that hold `model` and step it alike, for their gradients are averaged first. Nobody has a
-    column of stages of its own to ask for the norm of the whole gradient, so `everyone` is asked: the holders of all
-    stages, each of which answers for its share of its stage.
+    """One of `copies` workers that hold `model`. Nobody has a column of stages of its own to ask for the norm of the
+    whole gradient, so `everyone` is asked: the holders of all stages, each of which answers for its share of its stage.
+    Of copies that step alike, for their gradients are averaged first, that is the norm of the whole; of others the mean
+    square over the copies counts for a stage.
     """
 
     def __init__(self, model: nn.Module, inner: Optimizer, everyone: Group, copies: int) -> None:

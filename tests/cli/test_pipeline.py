@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -98,6 +99,16 @@ def test_nodes_are_assigned_where_only_sizes_are_given(pipeline):
     assert [len(stage) for stage in read_plan("plan.json").problem.stages] == [2, 2, 2]
 
 
+def test_nodes_have_speeds_of_their_own(pipeline):
+    asked = ["plan", "links.toml", *ASKED[:4], *ASKED[6:], "--out", "plan.json"]
+    hardware = "A100-40,A100-40,RTX 3060,A100-40,A100-40,A100-40"
+    assert pipeline(*asked, "--hardware", hardware, "--operations", "14.04T", "--step-factors", "1,1,1,1,1,4")[0] == 0
+    forward = read_plan("plan.json").problem.forward
+    assert forward == pytest.approx([0.1, 0.1, 14.04 / (51 * 0.4), 0.1, 0.1, 0.4])
+    loads = Counter(node for path in read_plan("plan.json").paths.values() for node in path)
+    assert loads[2] < loads[3]
+
+
 def test_every_broken_rule_is_said(pipeline, tmp_path):
     assert pipeline("plan", "links.toml", *ASKED, "--out", "plan.json")[0] == 0
     table = json.loads((tmp_path / "plan.json").read_text())
@@ -119,6 +130,9 @@ def test_every_broken_rule_is_said(pipeline, tmp_path):
         (["--skip-ratio", "0.3"], "--path-length and --skip-ratio say the same"),
         (["--memory", "0"], "memory = 0: choose 1 or more"),
         (["--forward", "1,2"], "--forward has 2 values: give one, or one for each of 6 nodes"),
+        (["--hardware", "A100-40"], "give either --forward or --hardware"),
+        (["--operations", "1T"], "--hardware and --operations belong together"),
+        (["--step-factors", "1,0"], "--step-factors 0: choose numbers above 0"),
         (["--forward", "fast"], "--forward = 'fast': write a number and a unit"),
         (["--bytes", "0"], "--bytes = 0: choose a number above 0"),
         (["--time-budget-s", "0"], "time_budget_s"),
@@ -130,6 +144,11 @@ def test_mistakes_are_one_line(pipeline, change, told):
     code, _out, err = pipeline("plan", "links.toml", *ASKED, "--out", "plan.json", *change)
     assert code == 2 and err.count("\n") == 1 and err.startswith("isles: ")
     assert any(part in err for part in told.split("|"))
+
+
+def test_eleven_stages_are_too_many_to_assign_nodes_to(pipeline):
+    code, _, err = pipeline("plan", "lan", "--stages", ",".join("1" * 11), *ASKED[2:], "--out", "plan.json")
+    assert code == 2 and "11 stages: nodes are assigned to at most 10" in err and err.count("\n") == 1
 
 
 def test_torch_is_not_loaded(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks._reference import paths_of
 from isles import cli
 from isles.network.own import read_links
 from isles.network.routing.delays import delays_of, fingerprint
 from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind
+from isles.training.config.kept import settled
+from isles.training.config.planned import plan_of
+from isles.training.config.reading import read_config, run_name
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
-from tests.network.routing.instances import drawn, paths_of, reference
+from tests.network.routing.instances import drawn, reference
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
+from tests.training.test_stage_loss import CHANCE, STEPS, seed_of
 
 SIZES = (2, 1, 2)
 
@@ -75,24 +81,83 @@ def config_of(folder: Path, made: PipelinePlan, *more: str, steps: int = 4, **gi
     return tiny(folder / "text.txt", *words(folder, made), *more, steps=steps, **asked)
 
 
-def test_a_run_by_a_plan_goes_on_with_the_same_bits_and_is_judged_in_full_order(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("ddp", []),
+        pytest.param("diloco", ["replicas.sync_every=3"], marks=pytest.mark.long),
+        pytest.param("noloco", ["replicas.sync_every=3"], marks=pytest.mark.long),
+        pytest.param("demo", [], marks=pytest.mark.long),
+    ],
+)
+def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_full_order(
+    folder: Path, method: str, more: list[str]
+) -> None:
     made = write_plan(folder, small())
-    whole, copy = folder / "whole", folder / "copy"
-    config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits")
-    run(config, whole)
+    whole, copy, told = folder / "whole", folder / "copy", Told()
+    config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits", *more, method=method)
+
+    def spoil(line: dict[str, Any]) -> None:  # the run has its own by now
+        for name in ("plan.json", "links.toml"):
+            (folder / name).write_text("of another run by now")
+
+    launch(config, whole, spoil, told.notices.append)
     summary = json.loads((whole / "summary.json").read_text())
     weights = load_file(whole / "model.safetensors")
     assert summary["stages"] == 3 and summary["parameters"] == sum(own.numel() for own in weights.values())
-    # As many rows as the one model is judged on by itself, in the order of all its blocks.
-    assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-6)
+    if method != "noloco":  # whose replicas differ from the one model
+        # As many rows as the one model is judged on by itself, in the order of all its blocks.
+        assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-6)
     assert load_run(whole).model is not None
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
-    told = Told()
-    launch(config, copy, told.lines.append, told.notices.append, resume=2)
+    again = read_config(str(copy / "config.toml"), {}, [])
+    assert again.pipeline.plan == str(copy / "plan.json") and run_name(again) == run_name(config)
+    launch(again, copy, told.lines.append, told.notices.append, resume=2)
     lines = [sorted(str(without_clocks(line)) for line in metrics(one)) for one in (whole, copy)]
     assert lines[0] == lines[1]
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_never_began_leaves_no_copies(folder: Path) -> None:
+    config = config_of(folder, write_plan(folder, small()))
+    (folder / "run").mkdir()
+    with pytest.raises(RuntimeError), settled(config, folder / "run") as own:
+        assert Path(own.pipeline.plan) == folder / "run" / "plan.json" != Path(config.pipeline.plan)
+        assert Path(own.world.links).read_bytes() == (folder / "links.toml").read_bytes()
+        raise RuntimeError
+    assert not list((folder / "run").iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ddp", "diloco"])
+def test_real_processes_compute_the_same_bits_by_a_plan(folder: Path, method: str) -> None:
+    made = write_plan(folder, small())
+    more = ["replicas.sync_every=2"] if method == "diloco" else []
+    run(config_of(folder, made, *more, method=method), folder / "virtual")
+    words = ["world.backend=distributed", "world.links=home-fibre", *more]
+    run(config_of(folder, made, *words, method=method), folder / "real")
+    virtual, real = (load_file(folder / name / "model.safetensors") for name in ("virtual", "real"))
+    assert all(torch.equal(virtual[name], real[name]) for name in virtual)
+
+
+def test_a_round_after_each_step_of_sgd_is_the_mean_gradient_and_rare_rounds_leave_the_plans_seconds(
+    folder: Path,
+) -> None:
+    made = write_plan(folder, small())
+    plain = ["inner.optimizer=sgd", "inner.lr=0.1", "inner.max_norm=0.0"]
+    run(config_of(folder, made, *plain, steps=3), folder / "ddp")
+    run(config_of(folder, made, "replicas.sync_every=1", *plain, steps=3, method="localsgd"), folder / "each")
+    one, other = (load_file(folder / name / "model.safetensors") for name in ("ddp", "each"))
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-6) for name in one)
+    run(config_of(folder, made, "replicas.sync_every=3", *plain, steps=3, method="localsgd"), folder / "rare")
+    ends = defaultdict(float)
+    for line in metrics(folder / "rare"):
+        if "worker" in line:
+            ends[line["step"]] = max(ends[line["step"]], line["clock_seconds"])
+    assert ends[2] - ends[1] == pytest.approx(made.step_seconds, abs=1e-6)
+    rare = load_file(folder / "rare" / "model.safetensors")
+    assert not all(torch.allclose(one[name], rare[name], rtol=0, atol=1e-6) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +173,12 @@ def test_a_run_by_a_plan_goes_on_with_the_same_bits_and_is_judged_in_full_order(
         (["pipeline.loss_at=last"], 'pipeline.loss_at = "last": with a plan'),
         (["pipeline.in_flight=2"], "pipeline.in_flight = 2: a plan says"),
         (["pipeline.routing=fixed"], 'pipeline.plan = ".*" acts with routing = "skippipe" only'),
-        (["replicas.method=diloco"], 'replicas.method = "diloco": the nodes of a stage share'),
+        (["replicas.method=dilocox"], 'replicas.method = "dilocox" takes one rank'),
+        (["replicas.method=ist"], 'replicas.method = "ist" cuts subnets'),
+        (
+            ["replicas.method=noloco", "replicas.on_peer_failure=solo"],
+            'replicas.on_peer_failure = "solo": the paths of a plan',
+        ),
         (["world.workers=6", "world.links=lan"], "the plan is for 5 workers, there are 6"),
         (["world.inner=5"], "world.inner = 5: the nodes of a plan are single workers"),
     ],
@@ -149,6 +219,12 @@ def test_the_shipped_assignment_trains_on_twenty_nodes(folder: Path) -> None:
     problem = replace(problem, delays=delays)
     made = write_plan(folder, problem, paths_of(problem, shipped["paths_ca_one_per_origin"]))
     run(config_of(folder, made, "pipeline.clip=stage", "run.checkpoint_every=2"), folder / "run")
+    shutil.copytree(folder / "run", folder / "copy")
+    (folder / "copy" / "summary.json").unlink()
+    again, told = read_config(str(folder / "copy" / "config.toml"), {}, []), Told()
+    launch(again, folder / "copy", told.lines.append, told.notices.append, resume=2)
+    weights = [(folder / name / "model.safetensors").read_bytes() for name in ("run", "copy")]
+    assert weights[0] == weights[1]
     ends = {}
     for line in metrics(folder / "run"):
         if "worker" in line:
@@ -170,11 +246,12 @@ def test_a_new_plan_is_made_for_the_speeds_that_were_measured(
     problem = drawn(5, (1, 3), path_length=2, memory=3, waves=1, slowest=0.2001)
     paths = {(0, 0): (0, 1), (0, 1): (0, 1), (0, 2): (0, 2)}
     made = write_plan(folder, problem, paths)
-    run(config_of(folder, made, "world.step_factors=[1.0, 4.0, 1.0, 1.0]", steps=3), folder / "run")
+    slow = ["world.step_factors=[1.0, 4.0, 1.0, 1.0]", "run.checkpoint_every=2"]
+    run(config_of(folder, made, *slow, steps=3), folder / "run")
+    out = str(folder / "run" / "plan.json")  # which the run goes on by
     monkeypatch.setattr(
-        sys, "argv", ["isles", "pipeline", "replan", str(folder / "run"), "--out", "new.json", "--time-budget-s", "1"]
+        sys, "argv", ["isles", "pipeline", "replan", str(folder / "run"), "--out", out, "--time-budget-s", "1"]
     )
-    monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     out, err = capsys.readouterr()
@@ -182,7 +259,28 @@ def test_a_new_plan_is_made_for_the_speeds_that_were_measured(
     rows = [line.split() for line in out.splitlines()[1:5]]
     assert [float(row[4]) for row in rows] == [1.0, 4.0, 1.0, 1.0]
     assert [int(row[5]) for row in rows] == [3, 2, 1, 0] and int(rows[1][6]) < 2
-    new = read_plan(folder / "new.json")
+    new = read_plan(folder / "run" / "plan.json")
     assert new.problem.forward[1] == pytest.approx(4 * made.problem.forward[1], rel=1e-6)
     slowed = replay_paths(new.problem, made.paths).makespan
     assert new.step_seconds < slowed and f"a new plan takes {new.step_seconds:.6g} s" in out
+    (folder / "run" / "summary.json").unlink()
+    told, again = Told(), read_config(str(folder / "run" / "config.toml"), {}, [])
+    launch(again, folder / "run", told.lines.append, told.notices.append, resume=2)
+    assert plan_of(again.pipeline) == new and (folder / "run" / "summary.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ddp", "none"])
+def test_a_lost_stage_of_unequal_columns_is_made_anew_alike_at_all_its_nodes(folder: Path, method: str) -> None:
+    made = write_plan(folder, small())
+    more = [f"pipeline.stage_loss={CHANCE}", f"run.seed={seed_of(3, [2], 4)}"]
+    told = Told()
+    launch(
+        config_of(folder, made, *more, method=method, steps=STEPS),
+        folder / "run",
+        told.lines.append,
+        told.notices.append,
+    )
+    assert any('stage 2 was lost after inner step 4, mended by "checkfree"' in notice for notice in told.notices)
+    spread = json.loads((folder / "run" / "summary.json").read_text())["replica_std"]
+    assert spread == 0 if method == "ddp" else spread > 0

@@ -10,6 +10,12 @@ from isles.pipeline.config import PipelineConfig
 
 _STEPS_WAITED = 5
 """Of a plan's steps, before somebody who is silent counts as lost: its last microbatch may come at the step's end."""
+_CANNOT = {
+    "fsdp": "shards whole models, and a node of a plan holds a stage",
+    "ist": "cuts subnets out of whole models, and a node of a plan holds a stage",
+    "dilocox": "takes one rank and one number of steps for all stages of a replica, and a plan has no replicas",
+}
+"""Why methods do not go between the nodes of a stage."""
 
 
 def plan_of(pipeline: PipelineConfig) -> PipelinePlan | None:
@@ -42,10 +48,10 @@ def check_plan(
     except ValueError as error:
         raise ValueError(f"pipeline.plan = {pipeline.plan}: {error}") from None
     problem, own = plan.problem, plan.problem.memory * plan.problem.waves
-    if method != "ddp":
+    if method in _CANNOT:
         raise ValueError(
-            f'replicas.method = "{method}": the nodes of a stage share the gradient of each step of a plan; choose '
-            '"ddp"'
+            f'replicas.method = "{method}" {_CANNOT[method]}; with a plan choose "ddp", or an outer method such as '
+            '"diloco"'
         )
     if len(problem.stages) != pipeline.stages:
         raise ValueError(

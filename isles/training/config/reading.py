@@ -22,6 +22,7 @@ from isles.imports import is_place
 from isles.parsing import parse_toml
 from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
+from isles.training.config.kept import SettingKey, beside, kept_names
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.trust import check
 
@@ -79,6 +80,8 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
     `read_config`.
     """
     given = _parse_file(path) if path is not None else {}
+    if path is not None:
+        beside(given, Path(path).parent)
     for key, value in flags.items():
         if value is not None:
             _assign(given, key, value)
@@ -121,18 +124,21 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
 
 
-def to_toml(config: Config) -> str:
-    """The whole configuration as TOML that `read_config` reads back to an equal one."""
-    document = tomlkit.document()
+def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> str:
+    """The whole configuration as TOML that `read_config` reads back to an equal one. named: what it says in place of a
+    few settings.
+    """
+    document, others = tomlkit.document(), named or {}
     for section in ORDER:
         first = {"method": config.method} if section == "replicas" else {}
-        document.add(section, _table(first | asdict(getattr(config, section))))
+        values = first | asdict(getattr(config, section))
+        document.add(section, _table({key: others.get((section, key), value) for key, value in values.items()}))
     return tomlkit.dumps(document)
 
 
 def run_name(config: Config) -> str:
-    """16 hex digits that tell a run from those of any other configuration."""
-    return hashlib.sha256(to_toml(config).encode()).hexdigest()[:16]
+    """16 hex digits that tell a run from those of any other configuration, wherever its directory lies."""
+    return hashlib.sha256(to_toml(config, kept_names(config)).encode()).hexdigest()[:16]
 
 
 def _table(values: Mapping[str, Any]) -> Any:

@@ -265,6 +265,10 @@ class Config:
             inner=world.inner,
             links=world.links if world.is_simulated else None,
         )
+        if self.replicas.survives:
+            raise ValueError(
+                'replicas.on_peer_failure = "solo": the paths of a plan lead over all of its nodes; choose "abort"'
+            )
         if world.is_simulated and world.step_seconds != type(world).step_seconds:
             raise ValueError(
                 f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "

@@ -15,6 +15,7 @@ from isles.durable import write_text
 from isles.launch.nodes import NodeGroup
 from isles.parsing import parse_json
 from isles.schema import SpreadMetrics
+from isles.training.config.kept import kept_files, kept_names
 from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in, vouch
@@ -129,10 +130,14 @@ def _sampling(config: Config) -> dict[int, int]:
 
 
 def write_config(config: Config, out: Path) -> None:
-    """RUN/config.toml, once, with a record that what it names was typed here."""
+    """RUN/config.toml, once, with the files that it names and a record that what it names was typed here."""
     path = out / CONFIG
     if not path.exists():
-        write_text(path, to_toml(config))
+        names = kept_names(config)
+        for place, file in kept_files(config).items():
+            if not (out / names[place]).exists():
+                write_text(out / names[place], file.read_text(encoding="utf-8"))
+        write_text(path, to_toml(config, names))
         vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
 
 

@@ -18,6 +18,7 @@ from isles.comm.credentials import read
 from isles.launch import rendezvous
 from isles.launch.fields import Unfit, integer
 from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.training.config.kept import kept_names
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -55,7 +56,7 @@ def met(
             "of all of them; raise it"
         )
     description = {
-        "config": tomllib.loads(to_toml(config)),
+        "config": tomllib.loads(to_toml(config, kept_names(config))),
         "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }

@@ -17,6 +17,7 @@ from isles.launch.fields import port
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
+from isles.training.config.kept import settled
 from isles.training.config.sections import Config
 from isles.training.records.events import begun, committed, host_heard
 from isles.training.records.rundir import LOGS, METRICS, run_directory
@@ -44,7 +45,10 @@ def follow(
     with run_directory(out, resume, node_spec):
         if resume is None:
             (out / METRICS).unlink()
-        with met(config, node_spec, out, resume, on_notice) as node_group:
+        with (
+            met(config, node_spec, out, resume, on_notice) as node_group,
+            settled(config, out) as config,
+        ):
             try:
                 results = _work(config, out, on_line, node_group)
             except GraceOver as late:

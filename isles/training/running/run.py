@@ -29,6 +29,7 @@ from isles.comm.errors import WorkerFailed
 from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
+from isles.training.config.kept import settled
 from isles.training.config.sections import Config
 from isles.training.memory import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
@@ -76,6 +77,7 @@ def launch(
     with (
         run_directory(out, resume, node_spec) as lock,
         met(config, node_spec, out, resume, on_notice) as node_group,
+        settled(config, out) as config,
     ):
         resume = node_group.facts.get("resume", resume)
         with (

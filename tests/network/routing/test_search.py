@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks._reference import paths_of
 from isles.network.links import Links
 from isles.network.named import links
 from isles.network.routing.assign import assign
@@ -21,7 +22,7 @@ from isles.network.routing.stopwatch import Stopwatch
 from isles.network.routing.strategies import strategies
 from isles.network.routing.wires import MessageLines, Sizes
 from isles.network.topology import Topology
-from tests.network.routing.instances import drawn, paths_of, reference
+from tests.network.routing.instances import drawn, reference
 
 QUICK = Effort(moves=1500)
 
