@@ -30,6 +30,7 @@ from isles.comm.elastic.messages import Examine, Finished, Load, Over
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.session import Session
 from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
@@ -38,13 +39,14 @@ from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
+from isles.training.draws import draws_seed
 from isles.training.elastic.terms import last_round, positions, sync_every
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
 from isles.training.records.saved import load_weights
 from isles.training.records.tensors import write_tensors
 from isles.training.running.starting import deadlines
-from isles.training.trainer import Trainer, draws_seed
+from isles.training.trainer import Trainer
 
 STATE, MODEL = "state", "model"
 _STRUCTURE = "__structure__"
@@ -261,11 +263,15 @@ class Participant:
         result = self.trainer.conclude(self.folder)
         self.giver.offer(MODEL, self.folder / "model.safetensors", {})
         self.company.report({"result": result})
+        heard, patience = time.monotonic(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):
             if isinstance(self.company.ended, Examine):
                 self._judge()
                 self.company.ended = None
-            self.company.ask(Finished())
+            if self.company.ask(Finished()) is not None:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > patience:
+                raise RendezvousFailed(f"the lighthouse has not taken this worker's model within {patience:g} s")
             self.company.wait(lambda: self.company.ended is not None, 1.0)
         self.company.reported(_WAIT)
 
