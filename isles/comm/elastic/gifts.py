@@ -1,7 +1,7 @@
 """Files that one member of a run hands to another: the state to begin with, what a worker came to, the one model.
 
-    giver       offers a file under a name; a newer one takes its place. Who asks for what is not there yet is told to
-                ask again, and `wanted` tells the giver.
+    giver       offers a file under a name; a newer one takes its place. Who asks for what is not there yet is answered
+                once it is, and `wanted` tells the giver.
     taker       asks for its length, then for its pieces, `WINDOW` at a time; checks length and checksum
 
 The giver goes on training meanwhile: pieces are read from the disk as they are asked for.
@@ -26,6 +26,7 @@ PIECE = 1 << 20
 WINDOW = 4
 _AGAIN = 0.2  # seconds
 _MOST_FACTS = 1 << 16  # bytes of what is said beside a file
+_MOST_WAITING = 64
 _KEPT = 3  # offers under one name whose takers may still go on
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
 
@@ -53,6 +54,7 @@ class Giver:
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
+    _waiting: list[tuple[str, IncomingQuery]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
         self.session.serve(f"{GIFT}/{self.name}", self._asked)
@@ -69,6 +71,7 @@ class Giver:
         self._offers[self._made] = _Offer(what, path, size, {**facts, "crc32": checksum})
         self._open[what] = self._made
         self.wanted.clear()
+        self.session.later(self._answer)
         for number in [number for number, offer in self._offers.items() if offer.what == what][:-_KEPT]:
             old = self._offers.pop(number)
             if all(offer.path != old.path for offer in self._offers.values()):
@@ -87,17 +90,33 @@ class Giver:
         except (ValueError, KeyError, TypeError):
             query.refuse(b"never")
             return
-        number = self._open.get(what, -1) if number < 0 else number
+        if number < 0:
+            self._waiting = [*self._waiting, (what, query)][-_MOST_WAITING:]
+            self.wanted.set()
+            self._answer()
+            return
         offer = self._offers.get(number)
         if offer is None or offer.what != what or offset > offer.size:
-            self.wanted.set()
-            query.refuse(b"later" if self.patient and asked["number"] < 0 else b"never")
-        elif asked["number"] < 0:
-            query.reply(json.dumps({**offer.facts, "number": number, "size": offer.size}).encode("ascii"))
+            query.refuse(b"never")
         else:
             with offer.path.open("rb") as file:
                 file.seek(offset)
                 query.reply(file.read(PIECE))
+
+    def _answer(self) -> None:
+        """Tell those who wait for what is there now. In the session's thread."""
+        waiting, self._waiting = self._waiting, []
+        for what, query in waiting:
+            number = self._open.get(what)
+            offer = None if number is None else self._offers.get(number)
+            if offer is not None:
+                query.reply(json.dumps({**offer.facts, "number": number, "size": offer.size}).encode("ascii"))
+            elif self.patient:
+                self._waiting.append((what, query))
+            else:
+                query.refuse(b"never")
+        if not self._waiting:
+            self.wanted.clear()
 
 
 def take(session: Session, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import parse_token
+from isles.comm.elastic.messages import Over
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import in_run
 from isles.training.elastic.joining import Participant
@@ -75,8 +76,9 @@ class Run:
         return number
 
     def vanish(self, number: int) -> None:
-        """Its connection breaks, as when its process is killed. It is not waited for any more."""
+        """Its connection breaks, as when its process is killed; then it ends."""
         self.workers[number].session.close()
+        self.workers[number].company.ended = Over()
 
     def until(self, over: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait. TimeoutError."""
