@@ -8,8 +8,7 @@ It wraps the user's inner optimizer and is used like one:
     optimizer.zero_grad()
 
 Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, `before_inner_step`
-(at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method is a subclass with a
-`Config`.
+(at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method has a `Config`.
 """
 
 from __future__ import annotations

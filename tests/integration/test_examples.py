@@ -104,7 +104,7 @@ def test_the_next_commands_of_the_readme(
     monkeypatch.setattr("signal.signal", lambda *_: None)
     readme = (ROOT / "README.md").read_text()
     block = readme[readme.index("Next, on a text of your own") :].split("```")[1]
-    commands = [line.split()[1:] for line in block.splitlines() if line.startswith("isles ")]
+    commands = [line.split()[1:] for line in block.replace("\\\n", " ").splitlines() if line.startswith("isles ")]
     assert [command[0] for command in commands] == ["train", "train", "compare"]
     for number, command in enumerate(commands):
         command[command.index("--out") + 1] = str(tmp_path / str(number))

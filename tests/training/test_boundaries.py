@@ -63,7 +63,7 @@ def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
 
 def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
     plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")) for name in ("none", "subspace:4"))
-    assert bounded.stages[1].memory.weights - plain.stages[1].memory.weights == 4 * (16 * 4 + 256 * 16)
+    assert bounded.stages[1].memory.tables - plain.stages[1].memory.tables == 4 * (16 * 4 + 256 * 16)
     tokens, beside = 16, 17 + 4  # of a microbatch: ids of a byte, and the loss
     assert plain.stream_ratio == 1
     assert bounded.stream_ratio == (tokens * 2 * 16 * 4 + beside) / (tokens * 2 * 4 * 4 + beside)
