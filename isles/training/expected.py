@@ -6,12 +6,14 @@ from isles.comm.transport import Line
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
 
+_ROUNDS, _STEPS = 20, 10_000
+
 
 def expectation(optimizer: ReplicaSync, config: Config, line: Line) -> str:
     """One line. A round is what the method plans to exchange at a time; seconds are those of its bytes alone, at the
     rate that `line` has shown so far, or where it has shown none at world.slowest_link.
     """
-    world, planned = config.world, optimizer.outline(config.run.steps)
+    world, planned = config.world, optimizer.outline(_few(optimizer, config.run.steps))
     nbytes = (max(planned.sent) - planned.inside) / max(planned.rounds, 1)
     rate = world.slowest_link if line.rate is None else line.rate
     source = "world.slowest_link" if line.rate is None else "the slowest line of worker 0 so far"
@@ -23,3 +25,9 @@ def expectation(optimizer: ReplicaSync, config: Config, line: Line) -> str:
     cut = "" if line.tries_soon else f", or {2 * world.silence:g} s while a line is cut"
     said.append(f"who gives no sign of life for {world.silence:g} s{cut} counts as lost (world.silence)")
     return "; ".join(said if nbytes else said[1:])
+
+
+def _few(optimizer: ReplicaSync, steps: int) -> int:
+    """Inner steps of a run that is like this one and soon looked through: those at the beginning, and some rounds."""
+    rhythm = optimizer.rhythm(steps)
+    return min(steps, rhythm.start + _ROUNDS * rhythm.every, max(_STEPS, rhythm.start + rhythm.every))
