@@ -42,6 +42,8 @@ def resume(
     end_in_order()
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
+    if (run / "members.jsonl").exists():
+        raise ValueError(f"{run}: its workers come and go: light it again with `isles lighthouse {run}`, and they join")
     if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):
         option = f"--stages {stages}" if workers is None else f"--workers {workers}"
         raise ValueError(

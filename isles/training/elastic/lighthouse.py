@@ -74,6 +74,8 @@ class Keeper:
         is left to tell what the run came to.
         """
         with held(self.out), contextlib.ExitStack() as stack:
+            if (self.out / SUMMARY).exists() and (self.out / NAME).exists():
+                raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, _ = host_credentials(self.out, None)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isles.cli.resume import resume
 from isles.comm.view import View
 from isles.training.config.reading import gather
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.entering import _configuration
+from isles.training.elastic.lighthouse import Keeper
 from isles.training.elastic.terms import elastic, last_round, positions, rules
 from tests.training.runs import TINY
 
@@ -87,3 +89,14 @@ def test_the_mean_of_models(tmp_path: Path) -> None:
     (tmp_path / "damaged").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="no safetensors"):
         write_mean([tmp_path / "damaged"], tmp_path / "mean")
+
+
+def test_a_run_of_a_lighthouse_is_lit_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`isles resume` says how; one that is complete is not begun anew."""
+    (tmp_path / "members.jsonl").touch()
+    with pytest.raises(ValueError, match="isles lighthouse"):
+        resume(tmp_path)
+    (tmp_path / "summary.json").touch()
+    keeper = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
+    with pytest.raises(ValueError, match="complete"):
+        keeper.run()
