@@ -145,6 +145,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--method", "json:loads"], ["json:loads", "ReplicaSync"]),
     (["train", "--set", "run.steps"], ["section.key=value"]),
     (["train", "--set", "run.stepz=5"], ["unknown key 'run.stepz'", "did you mean 'run.steps'"]),
+    (["train", "--set", "run.device=cpu"], ["unknown key 'run.device'", "did you mean 'model.device'?"]),
+    (["token", "text.txt"], ["text.txt: is there and holds no token"]),
     (["train", "--set", "ruin.steps=5"], ["unknown section 'ruin'", "did you mean 'run'"]),
     (["train", "--set", "replicas.sync_evry=5"], ["did you mean 'replicas.sync_every'"]),
     (train("--method", "custom", "replicas.landing=carry"), ["replicas.landing carry", "choose outer_delay = 1"]),
