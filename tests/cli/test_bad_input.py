@@ -392,7 +392,7 @@ def test_an_empty_directory_is_no_run(answer: Answer, folder: Path) -> None:
 
 
 def test_help_answers_with_zero(answer: Answer) -> None:
-    for arguments in ([], ["--help"], ["train", "--help"], ["report", "--help"]):
+    for arguments in ([], ["--help"], ["train", "--help"], ["report", "--help"], ["memory"], ["experts"]):
         assert answer(*arguments) == (0, "")
 
 
