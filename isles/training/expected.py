@@ -6,12 +6,14 @@ from isles.comm.transport import Line
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
 
+_ROUNDS, _STEPS = 20, 10_000
+
 
 def expectation(optimizer: ReplicaSync, config: Config, line: Line) -> str:
     """One line. A round is what the method plans to exchange at a time; seconds are those of its bytes alone, at the
     rate that `line` has shown so far, or where it has shown none at world.slowest_link.
     """
-    world, planned = config.world, optimizer.outline(config.run.steps)
+    world, planned = config.world, optimizer.outline(_few(optimizer, config.run.steps))
     nbytes = (max(planned.sent) - planned.inside) / max(planned.rounds, 1)
     rate = world.slowest_link if line.rate is None else line.rate
     source = "world.slowest_link" if line.rate is None else "the slowest line of worker 0 so far"
@@ -29,3 +31,9 @@ def _in_full(number: float, digits: int) -> str:
     """Rounded to so many digits, and no power of ten in it: 1,200."""
     short = f"{number:.{digits}g}"
     return f"{float(short):,.0f}" if "e+" in short else short
+
+
+def _few(optimizer: ReplicaSync, steps: int) -> int:
+    """Inner steps of a run that is like this one and soon looked through: those at the beginning, and some rounds."""
+    rhythm = optimizer.rhythm(steps)
+    return min(steps, rhythm.start + _ROUNDS * rhythm.every, max(_STEPS, rhythm.start + rhythm.every))

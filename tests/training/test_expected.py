@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from isles import run_virtual
+from isles.comm.mesh import Mesh
 from isles.comm.tcp import is_far
 from isles.comm.transport import Line
 from isles.comm.virtual.transport import VirtualTransport
+from isles.replicas.loop.outer import OuterSync
+from isles.training.expected import expectation
+from isles.training.trainer import Trainer
 from tests.training.runs import ON_VIRTUAL, Told, lines_of, run, tiny, write_text
 
 
@@ -78,3 +83,19 @@ def test_real_processes_on_one_machine_are_near(text: Path, tmp_path: Path) -> N
     told = Told()
     run(tiny(text, "world.backend=distributed"), tmp_path / "run", told)
     assert not any("counts as lost" in notice for notice in told.notices)
+
+
+def test_a_long_run_is_not_planned_to_its_end(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many steps are said as fast as a few, and in the same words."""
+    asked: list[int] = []
+    through(monkeypatch, 0.5e6)
+    outline = OuterSync.outline
+    monkeypatch.setattr(OuterSync, "outline", lambda self, steps: asked.append(steps) or outline(self, steps))
+
+    def told(world: Mesh, steps: int) -> str:
+        config = tiny(text, f"run.steps={steps}", method="noloco")
+        return expectation(Trainer(config, world).optimizer, config, Line(0.5e6, True))
+
+    short, long = (run_virtual(told, 3, args=(steps,)) for steps in (60, 60_000))
+    assert short == long
+    assert max(asked) <= 60

@@ -1,0 +1,116 @@
+"""Real processes that are killed, frozen, told to leave and joined, at random moments: `make test-long`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.comm.credentials import read
+from isles.training.config.reading import to_toml
+from tests.comm.elastic.sessions import free_port
+from tests.training.elastic.test_runs import events, small
+
+pytest.importorskip("zenoh")
+EVENTS, MOST, LEAST = 20, 4, 2
+
+
+class Processes:
+    """A lighthouse and its workers as commands, each with a log in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "run"
+        self.address = f"127.0.0.1:{free_port()}"
+        (folder / "config.toml").write_text(to_toml(small(folder, 60_000, LEAST, "inner.lr=0.001")))
+        port = self.address.rpartition(":")[2]
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.light = self.start("lighthouse", str(folder / "config.toml"), "--port", port, "--out", str(self.out))
+        self.until(lambda: (self.out / "config.toml").exists())
+        token = folder / "token"
+        token.write_text(str(read(self.out / "credentials").token))
+        self.token = f"@{token}"
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{len(self.started)}.log").open("wb") as log:
+            command = [sys.executable, "-m", "isles", *words]
+            self.started.append(subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log))
+        return self.started[-1]
+
+    def join(self) -> subprocess.Popen[bytes]:
+        return self.start("join", self.address, "--token", self.token)
+
+    def until(self, over: Any, seconds: float = 90.0) -> None:
+        ends = time.monotonic() + seconds
+        while not over():
+            assert time.monotonic() < ends, self.logs()
+            time.sleep(0.05)
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def end(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+
+def connected(out: Path) -> set[int]:
+    """Seats that are there, as the journal has it."""
+    there: set[int] = set()
+    for line in (out / "members.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if entry["event"] in ("join", "back"):
+            there.add(entry["seat"])
+        elif entry["event"] == "gone":
+            there.discard(entry["seat"])
+    return there
+
+
+@pytest.mark.long
+def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
+    """No hang, no traceback, no orphan; in the end the last view is the living, and they train."""
+    draw, world = random.Random(7), Processes(tmp_path)
+    try:
+        living = [world.join() for _ in range(LEAST)]
+        world.until(lambda: events(world.out, "view"))
+        for _ in range(EVENTS):
+            time.sleep(draw.uniform(0.5, 3.0))
+            what = draw.choice(["kill", "leave", "freeze", "join", "join"])
+            if (what == "join" and len(living) < MOST) or len(living) <= LEAST:
+                living.append(world.join())
+                continue
+            victim = draw.choice(living)
+            if what == "freeze":
+                victim.send_signal(signal.SIGSTOP)
+                time.sleep(5.0)
+                victim.send_signal(signal.SIGCONT)
+                continue
+            living.remove(victim)
+            victim.send_signal(signal.SIGKILL if what == "kill" else signal.SIGTERM)
+            if what == "leave":
+                assert victim.wait(60.0) in (0, 143), world.logs()  # 143: it was not in yet
+        world.until(lambda: len(connected(world.out)) == len(living))
+        wanted = connected(world.out)
+        world.until(lambda: set(events(world.out, "view")[-1]["view"]["seats"]) == wanted)
+        lines = (world.out / "metrics.jsonl").read_text().count("\n")
+        world.until(lambda: (world.out / "metrics.jsonl").read_text().count("\n") > lines + 10)
+        assert all(process.poll() is None for process in living), world.logs()
+        for process in living:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60.0) for process in living] == [0] * len(living), world.logs()
+        world.light.send_signal(signal.SIGINT)
+        assert world.light.wait(60.0) == 130
+        assert "Traceback" not in world.logs()
+        assert os.path.getsize(world.out / "members.jsonl") < 1 << 22
+    finally:
+        world.end()
