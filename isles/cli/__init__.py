@@ -89,7 +89,8 @@ def _run() -> int:
         with _warnings_in_a_line():
             return _command()(standalone_mode=False) or 0
     except _UsageError as error:
-        return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        message = error.format_message()  # type: ignore[attr-defined]
+        return _fail(message, 2) if message else 0  # none: a room such as `isles memory` has shown its help
     except ValueError as error:
         return _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isles.memory.plan import MemoryPlan
     from isles.network.machines import Machine
 
-app = typer.Typer(help="Models larger than the device: plans.", pretty_exceptions_enable=False)
+app = typer.Typer(help="Models larger than the device: plans.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()

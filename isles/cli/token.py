@@ -20,6 +20,8 @@ def token(
     from isles.comm.credentials import write_private
     from isles.training.records.tokens import make_token
 
+    if file is not None and file.exists() and not _is_token(file):
+        raise ValueError(f"{file}: is there and holds no token; name another file")
     made = make_token()
     if file is None:
         print(made)
@@ -30,3 +32,13 @@ def token(
     except OSError as error:
         raise ValueError(f"{file}: cannot be written ({error.strerror}); name another file") from error
     print(f"{file}; give it to every machine: --token @{file}")
+
+
+def _is_token(file: Path) -> bool:
+    from isles.comm.credentials import parse_token
+
+    try:
+        parse_token(f"@{file}")
+    except ValueError:
+        return False
+    return True

@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 _TCP_INFO, _USER_TIMEOUT, _RTO_MAX = 11, 18, 44  # of linux/tcp.h
 _AGAIN = 2000  # milliseconds until the next try, at most
+_SELDOM = 120_000  # the most that Linux takes
 _PATIENCE = 600.0  # seconds for which it is tried, at least
 _PROBES = 6.0  # of those that are left last for at least a silence
+_LONGEST = (1 << 31) - 1  # milliseconds that a socket can be told
 _CUTS = 10.0  # times the silence after which somebody counts as lost
 # state, retransmits, probes, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1);
 # notsent_bytes (4.6); busy_time (us, 4.10)
@@ -85,7 +87,7 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
         connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, _AGAIN)
     except OSError:
         return False
-    patience = int(1000 * max(_PATIENCE, _CUTS * silence))
+    patience = int(min(1000 * max(_PATIENCE, _CUTS * silence), _LONGEST))
     connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, patience)
     return True
 
@@ -93,7 +95,7 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
 def keep_trying(connection: socket.socket, look: Seen, silence: float) -> None:
     """At every look at a connection for which `try_soon` was true: see above."""
     with contextlib.suppress(OSError):
-        longest = int(1000 * max(silence / _PROBES, _AGAIN / 1000)) if look.probes else _AGAIN
+        longest = int(min(max(1000 * silence / _PROBES, _AGAIN), _SELDOM)) if look.probes else _AGAIN
         if connection.getsockopt(socket.IPPROTO_TCP, _RTO_MAX) != longest:
             connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, longest)
         if look.probes:

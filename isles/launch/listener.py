@@ -57,9 +57,11 @@ class Listener:
         self._seconds, self._tls, self._most = seconds, tls, most
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self._gone = 0
-        gc.freeze()
         listening.setblocking(False)
         listening.listen(_BACKLOG)
+        self._set_aside = not gc.get_freeze_count()  # what somebody else has set aside stays so
+        if self._set_aside:
+            gc.freeze()
 
         async def begin() -> asyncio.Task[None]:
             return asyncio.get_running_loop().create_task(self._accept())
@@ -75,7 +77,8 @@ class Listener:
         with contextlib.suppress(TimeoutError, RuntimeError):
             loop.run(self._end(), 2.0)
         self._listening.close()
-        gc.unfreeze()
+        if self._set_aside:
+            gc.unfreeze()
 
     async def _accept(self) -> None:
         own = asyncio.get_running_loop()

@@ -279,7 +279,8 @@ class _Share:
 
     def _refuse_own(self, what: str, vector: Tensor) -> None:
         """WorkerFailed where what this worker is about to send is not finite, so that nobody else says so."""
-        if not vector.detach().sum().isfinite():
+        total = vector.detach().sum(dtype=torch.promote_types(vector.dtype, torch.float32))  # float16 ends at 65,504
+        if not total.isfinite():
             reason = f"{what} are not finite: lower the learning rate (inner.lr)"
             raise WorkerFailed(self.group.transport.rank, reason)
 

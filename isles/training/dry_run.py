@@ -34,7 +34,7 @@ from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.replicas import method
+from isles.replicas import METHODS, method
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
@@ -187,12 +187,13 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
 
 def refuse(config: Config) -> None:
     """ValueError for the settings that a dry run refuses, so that a run can be refused before its processes start.
-    Models of the user's own and of Hugging Face are not made for that: workers do, and refuse there.
+    Models of the user's own and of Hugging Face, and methods of the user's own, which may read weights that a sketch
+    does not have, are not made for that: workers do, and refuse there.
     """
     if config.pipeline.routing == "skippipe":
         return
     _refuse_files(config)
-    if config.model.factory is None and config.model.hf is None:
+    if config.model.factory is None and config.model.hf is None and config.method in METHODS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run says it again
             _seats(config, _pieces(config, sketch(config.model))[0])
@@ -212,7 +213,12 @@ def _refuse_files(config: Config) -> int:
 def _seats(config: Config, pieces: Sequence[nn.Module]) -> list[tuple[ReplicaSync, list[str]]]:
     """The optimizers of one replica's workers; all replicas are alike."""
     places = range(len(pieces) * config.world.inner)
-    return [_seat(config, pieces[place // config.world.inner], place) for place in places]
+    try:
+        return [_seat(config, pieces[place // config.world.inner], place) for place in places]
+    except RuntimeError as error:  # of torch, whose sketches have no numbers
+        if config.method in METHODS:
+            raise
+        raise ValueError(f"replicas.method = {config.method!r} cannot be planned: {told(error)}") from error
 
 
 def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None, Scheme | None]:

@@ -19,12 +19,18 @@ def expectation(optimizer: ReplicaSync, config: Config, line: Line) -> str:
     source = "world.slowest_link" if line.rate is None else "the slowest line of worker 0 so far"
     every = "step" if planned.every == 1 else f"{planned.every} steps"
     said = [
-        f"a round, every {every}: {nbytes / 1e6:.3g} MB from a worker, about {8 * nbytes / rate:.2g} s at "
-        f"{rate / 1e6:.3g} Mbit/s ({source})"
+        f"a round, every {every}: {_in_full(nbytes / 1e6, 3)} MB from a worker, "
+        f"about {_in_full(8 * nbytes / rate, 2)} s at {_in_full(rate / 1e6, 3)} Mbit/s ({source})"
     ]
     cut = "" if line.tries_soon else f", or {2 * world.silence:g} s while a line is cut"
     said.append(f"who gives no sign of life for {world.silence:g} s{cut} counts as lost (world.silence)")
     return "; ".join(said if nbytes else said[1:])
+
+
+def _in_full(number: float, digits: int) -> str:
+    """Rounded to so many digits, and no power of ten in it: 1,200."""
+    short = f"{number:.{digits}g}"
+    return f"{float(short):,.0f}" if "e+" in short else short
 
 
 def _few(optimizer: ReplicaSync, steps: int) -> int:

@@ -145,6 +145,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--method", "json:loads"], ["json:loads", "ReplicaSync"]),
     (["train", "--set", "run.steps"], ["section.key=value"]),
     (["train", "--set", "run.stepz=5"], ["unknown key 'run.stepz'", "did you mean 'run.steps'"]),
+    (["train", "--set", "run.device=cpu"], ["unknown key 'run.device'", "did you mean 'model.device'?"]),
+    (["token", "text.txt"], ["text.txt: is there and holds no token"]),
     (["train", "--set", "ruin.steps=5"], ["unknown section 'ruin'", "did you mean 'run'"]),
     (["train", "--set", "replicas.sync_evry=5"], ["did you mean 'replicas.sync_every'"]),
     (train("--method", "custom", "replicas.landing=carry"), ["replicas.landing carry", "choose outer_delay = 1"]),
@@ -390,7 +392,7 @@ def test_an_empty_directory_is_no_run(answer: Answer, folder: Path) -> None:
 
 
 def test_help_answers_with_zero(answer: Answer) -> None:
-    for arguments in ([], ["--help"], ["train", "--help"], ["report", "--help"]):
+    for arguments in ([], ["--help"], ["train", "--help"], ["report", "--help"], ["memory"], ["experts"]):
         assert answer(*arguments) == (0, "")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
 from isles.launch.addresses import listen, own_address
+from isles.launch.listener import Listener
 from isles.launch.store import join_store, open_store
 from tests.launch.local_workers import heard_at
 
@@ -37,3 +39,17 @@ def test_a_rendezvous_is_at_an_address_that_others_can_reach(monkeypatch: pytest
         own_address("my-machine", "--rendezvous my-machine")
     with listen(0, "127.0.0.1") as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_listener_leaves_the_garbage_collector_as_it_was(before: bool) -> None:
+    """What a program has set aside (gc.freeze) is still aside afterwards; what a listener did is not."""
+    counts = gc.get_freeze_count
+    gc.unfreeze()
+    if before:
+        gc.freeze()
+    aside = counts()
+    with Listener(listen(0, "127.0.0.1"), None, seconds=1.0):  # type: ignore[arg-type]  # nobody comes
+        assert counts() > 0
+    assert (counts() > 0.9 * aside) if before else counts() == 0
+    gc.unfreeze()

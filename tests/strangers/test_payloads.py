@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,6 +305,18 @@ def test_a_stage_whose_own_numbers_end_says_so_itself() -> None:
     first, second = isles.run_virtual(worker, 2, links=LINKS, deadlines=SHORT)
     assert isinstance(first, WorkerFailed) and "lower the learning rate" in str(first), first
     assert not isinstance(second, Refused), second
+
+
+def test_a_stage_in_half_precision_is_not_taken_for_broken() -> None:
+    """Its entries are finite although their sum is no float16."""
+    from isles.pipeline.executor import _Share
+
+    own: Any = SimpleNamespace(group=SimpleNamespace(transport=SimpleNamespace(rank=0)))
+    whole = torch.ones(100_000, dtype=torch.float16)
+    _Share._refuse_own(own, "its activations", whole)
+    whole[7] = torch.inf
+    with pytest.raises(WorkerFailed, match="its activations are not finite"):
+        _Share._refuse_own(own, "its activations", whole)
 
 
 def sharded(world: Mesh, change: str) -> Any:

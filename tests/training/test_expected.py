@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def test_what_is_not_known_is_said(text: Path, tmp_path: Path, monkeypatch: pyte
     assert "no sign of life for 40 s, or 80 s while a line is cut counts as lost" in line
     (line,) = said(text, tmp_path / "none", "none", "world.silence=40")
     assert line.startswith("who gives no sign of life for 40 s")
+
+
+def test_a_long_round_is_said_in_full(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As "about 1,200 s", not as 1.2e+03."""
+    through(monkeypatch, 200.0)
+    (line,) = said(text, tmp_path / "run", "ddp")
+    assert "e+" not in line and re.search(r"about \d+,\d{3} s at 0\.0002 Mbit/s", line), line
 
 
 @pytest.mark.long

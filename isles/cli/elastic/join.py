@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isles.cli.signals import end_in_order
+
+if TYPE_CHECKING:
+    from isles.comm.credentials import Token
 
 
 def join(
@@ -39,7 +42,7 @@ def join(
         raise ValueError(f"--workers {workers}: choose 1 or more")
     parsed = parse_token(text)
     if workers > 1:
-        raise typer.Exit(_several(address, text, workers, data, device))
+        raise typer.Exit(_several(address, parsed, workers, data, device))
     print(take_part(address, parsed, data=data, device=device, tell=_tell), flush=True)
 
 
@@ -47,19 +50,29 @@ def _tell(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)
 
 
-def _several(address: str, token: str, workers: int, data: str | None, device: str | None) -> int:
-    """Each in a process of its own, which hears Ctrl-C itself; the worst of their exit codes."""
-    import subprocess
+def _several(address: str, token: Token, workers: int, data: str | None, device: str | None) -> int:
+    """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
+    asks each of them once to leave: a second signal would end them within the round.
+    """
+    from isles.training.running.starting import first_interrupt
 
     command = [sys.executable, "-m", "isles", "join", address]
     command += [*(["--data", data] if data else []), *(["--device", device] if device else [])]
-    environment = {**os.environ, "ISLES_TOKEN": Path(token[1:]).read_text().strip() if token[0] == "@" else token}
-    started = [subprocess.Popen(command, env=environment) for _ in range(workers)]
-    try:
-        return max(process.wait() for process in started)
-    except BaseException:
+    environment = {**os.environ, "ISLES_TOKEN": str(token)}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def leave() -> None:
         for process in started:
             process.terminate()
+
+    try:
+        with first_interrupt(leave):
+            for _ in range(workers):
+                started.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0))
+            codes = [process.wait() for process in started]
+    except BaseException:
+        leave()
         for process in started:
             process.wait()
         raise
+    return max(code if code >= 0 else 128 - code for code in codes)

@@ -113,6 +113,12 @@ def resolve(tables: Tables) -> Config:
 
 
 def _sections(tables: Tables) -> dict[str, Any]:
+    keys = {section: [field.name for field in fields(cls)] for section, cls in SECTIONS.items()}
+    for section, known in keys.items():
+        for key in tables.get(section, {}):
+            for other in keys if key not in known else ():
+                if key in keys[other]:
+                    raise ValueError(f"unknown key '{section}.{key}': did you mean '{other}.{key}'?")
     return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
 
 

@@ -9,7 +9,7 @@ parameter, slot after slot (the weight, then what travels of the inner optimizer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,23 +92,17 @@ class Store:
 
     def up(self, call: Call, live: Tensors, kept: dict[Key, Tensor], round: int) -> Steps[None]:
         """Bring what all workers hold in `round` to its keepers: into `kept` here. Its keys are what travels."""
-        everyone, lengths = range(self.division.workers), self.messages(round, moments=_has_moments(kept))
-        outgoing = [self._pack(live, list(kept), self.rank, other, round, held=True) for other in everyone]
+        keys, lengths = list(kept), self.messages(round, moments=_has_moments(kept))
+        holder, keeper = self._end(live, keys, round, held=True), self._end(kept, keys, round, held=False)
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[:, self.rank]]
-        yield from all_to_all(call, outgoing, incoming)
-        self._judge(call, incoming, kept, list(kept), round, held=False)
-        for other in everyone:
-            self._unpack(incoming[other], kept, list(kept), other, self.rank, round, held=False)
+        yield from _exchange(call, holder, keeper, incoming)
 
     def down(self, call: Call, live: Tensors, round: int) -> Steps[None]:
         """Bring to all workers what they hold in `round`: into the tensors of `live` here."""
-        everyone, keys, lengths = range(self.division.workers), list(self.kept), self.messages(round)
-        outgoing = [self._pack(self.kept, keys, other, self.rank, round, held=False) for other in everyone]
+        keys, lengths = list(self.kept), self.messages(round)
+        keeper, holder = self._end(self.kept, keys, round, held=False), self._end(live, keys, round, held=True)
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[self.rank]]
-        yield from all_to_all(call, outgoing, incoming)
-        self._judge(call, incoming, live, keys, round, held=True)
-        for other in everyone:
-            self._unpack(incoming[other], live, keys, self.rank, other, round, held=True)
+        yield from _exchange(call, keeper, holder, incoming)
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, by parameter and slot."""
@@ -122,68 +116,43 @@ class Store:
         for key, tensor in self.kept.items():
             tensor.copy_(state[key.name][key.slot])
 
-    def _pack(
-        self, tensors: Tensors, keys: Sequence[Key], holder: int, keeper: int, round: int, *, held: bool
-    ) -> Tensor:
-        """The message between the two as bytes. held: `tensors` are the holder's; else the keeper's."""
-        parts = []
-        for key in keys:
-            places = self.division.places(key.name, holder, keeper, round)
-            if places is not None:
-                part = take(tensors[key], self.division.axes[key.name], places.held if held else places.kept)
-                parts.append(as_bytes(part.contiguous().cpu()))
+    def _end(self, tensors: Tensors, keys: Sequence[Key], round: int, *, held: bool) -> _End:
+        return _End(division=self.division, rank=self.rank, tensors=tensors, keys=keys, round=round, held=held)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """This worker's end of a round's messages: they come out of `tensors`, or go into them. held: these are what it
+    holds in the round, and the other one is the keeper; else what it keeps, and the other one is the holder.
+    """
+
+    division: Division
+    rank: int
+    tensors: Tensors
+    keys: Sequence[Key]
+    round: int
+    held: bool
+
+    def pack(self, other: int) -> Tensor:
+        """The message to `other` as bytes."""
+        parts = [
+            as_bytes(take(self.tensors[key], self.division.axes[key.name], units).contiguous().cpu())
+            for key, units in self._units(other)
+        ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
-    def _unpack(
-        self,
-        wire: Tensor,
-        tensors: Tensors,
-        keys: Sequence[Key],
-        holder: int,
-        keeper: int,
-        round: int,
-        *,
-        held: bool,
-    ) -> None:
-        """Write the message between the two to its places in `tensors`."""
-        for key, units, part in self._parts(wire, tensors, keys, holder, keeper, round, held=held):
-            put(tensors[key], self.division.axes[key.name], units, part.to(tensors[key].device))
+    def unpack(self, wire: Tensor, other: int) -> None:
+        """Write the message from `other` to its places."""
+        for key, units, part in self._parts(wire, other):
+            put(self.tensors[key], self.division.axes[key.name], units, part.to(self.tensors[key].device))
 
-    def _parts(
-        self,
-        wire: Tensor,
-        tensors: Tensors,
-        keys: Sequence[Key],
-        holder: int,
-        keeper: int,
-        round: int,
-        *,
-        held: bool,
-    ) -> Iterator[tuple[Key, Any, Tensor]]:
-        """What lies in the message between the two: whose it is, its units in `tensors`, and its entries."""
-        at = 0
-        for key in keys:
-            places = self.division.places(key.name, holder, keeper, round)
-            if places is None:
-                continue
-            units = places.held if held else places.kept
-            out = tensors[key]
-            shape = take(torch.empty(out.shape, device="meta"), self.division.axes[key.name], units).shape
-            end = at + shape.numel() * out.itemsize
-            yield key, units, wire[at:end].clone().view(out.dtype).view(shape)  # cloned: a view wants to be aligned
-            at = end
-        assert at == len(wire), "a message of another length"
-
-    def _judge(
-        self, call: Call, wires: Sequence[Tensor], tensors: Tensors, keys: Sequence[Key], round: int, *, held: bool
-    ) -> None:
+    def judge(self, call: Call, wires: Sequence[Tensor]) -> None:
         """Refused, by name, for what cannot be units of this round; nothing was written yet. Weights are compared with
         weights, each moment with its like, where a gradient's leeway is allowed.
         """
         found: dict[str, dict[int, list[Tensor]]] = {}
         for other, wire in enumerate(wires):
-            ends = (self.rank, other) if held else (other, self.rank)
-            for key, _, part in self._parts(wire, tensors, keys, *ends, round, held=held):
+            for key, _, part in self._parts(wire, other):
                 if part.is_floating_point():
                     found.setdefault(key.slot, {}).setdefault(other, []).append(part.view(-1))
         for number, slot in enumerate(sorted(found)):
@@ -191,8 +160,35 @@ class Store:
             squares = {other: mean_square(flat) for other, flat in flats.items()}
             own = squares.pop(self.rank, 0.0)
             judged = call if slot == WEIGHT else replace(call, leeway=JUMPS)
-            kind = -1 - 2 * number - held  # means have the numbers from 0 on
+            kind = -1 - 2 * number - self.held  # means have the numbers from 0 on
             judged.accept(kind, squares, own, min(flat.numel() for flat in flats.values()))
+
+    def _parts(self, wire: Tensor, other: int) -> Iterator[tuple[Key, Any, Tensor]]:
+        """What lies in a message from `other`: whose it is, its units in `tensors`, and its entries."""
+        at = 0
+        for key, units in self._units(other):
+            out = self.tensors[key]
+            shape = take(torch.empty(out.shape, device="meta"), self.division.axes[key.name], units).shape
+            end = at + shape.numel() * out.itemsize
+            yield key, units, wire[at:end].clone().view(out.dtype).view(shape)  # cloned: a view wants to be aligned
+            at = end
+        assert at == len(wire), "a message of another length"
+
+    def _units(self, other: int) -> Iterator[tuple[Key, Any]]:
+        """What a message with `other` consists of, in its order: units in `tensors`."""
+        holder, keeper = (self.rank, other) if self.held else (other, self.rank)
+        for key in self.keys:
+            places = self.division.places(key.name, holder, keeper, self.round)
+            if places is not None:
+                yield key, places.held if self.held else places.kept
+
+
+def _exchange(call: Call, source: _End, target: _End, incoming: list[Tensor]) -> Steps[None]:
+    """From `source` of all to `target` of all. incoming: buffers for what comes, by position."""
+    yield from all_to_all(call, [source.pack(other) for other in range(len(incoming))], incoming)
+    target.judge(call, incoming)
+    for other, wire in enumerate(incoming):
+        target.unpack(wire, other)
 
 
 def _has_moments(tensors: Tensors) -> bool:
