@@ -19,8 +19,12 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config, WorldConfig
 from isles.training.dry_stages import turns_of
 from isles.training.memory import step_seconds
+from isles.training.placement import holders_of, layout_of
 
 UTILISATION = 0.95  # for which a bandwidth is asked
+
+_Together = tuple[Sequence[int], list[PlannedExchange]]
+"""Ranks, and what goes between them, by their positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +93,15 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
     island = world.inner * config.pipeline.neighbours
     near = links(world.inner_links) if island > 1 else None
     topology = Topology(world.workers, links(world.links), near, island)
-    rhythms = [one.rhythm(steps) for one in (seats[0], _island(seats[0])) if one is not None]
+    widest, holders = max(seats, key=lambda seat: seat.group.size), holders_of(layout_of(config))
+    rhythms = [one.rhythm(steps) for one in (widest, _island(widest)) if one is not None]
     account = replay_run(
-        lambda taken: exchanges(seats, world, taken),
+        lambda taken: exchanges(seats, holders, world, taken),
         Rhythm(max(rhythm.start for rhythm in rhythms), rhythms[0].every),
         topology,
         [factor * step_seconds(config) for factor in world.factors],
         steps,
-        opening(seats, world),
+        opening(seats, holders, world),
         config.run.seed,
         staged=staged,
     )
@@ -106,10 +111,16 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
     return account.plus(turn[1], turn[0].account(topology))
 
 
-def exchanges(seats: Sequence[ReplicaSync], world: WorldConfig, steps: int) -> list[PlannedExchange]:
-    """Of all workers: inside the islands, across them, and what makes islands whole again. Groups are of ranks."""
+def exchanges(
+    seats: Sequence[ReplicaSync], holders: Sequence[Sequence[int]], world: WorldConfig, steps: int
+) -> list[PlannedExchange]:
+    """Of all workers: inside the islands, across them, and what makes islands whole again. Groups are of ranks.
+    holders: the ranks that each seat stands for, which exchange with each other.
+    """
     places = len(seats)
-    found = [(_across(world, place, places), seat.schedule(steps)) for place, seat in enumerate(seats)]
+    found: list[tuple[Sequence[int], list[PlannedExchange]]] = [
+        (ranks, seat.schedule(steps)) for ranks, seat in zip(holders, seats, strict=True)
+    ]
     before = []
     for first in range(0, places, world.inner):
         own, islands = seats[first : first + world.inner], _islands(world, first, places)
@@ -127,14 +138,17 @@ def exchanges(seats: Sequence[ReplicaSync], world: WorldConfig, steps: int) -> l
     return sorted(made, key=lambda one: (ceil(one.sent), one.sent))
 
 
-def opening(seats: Sequence[ReplicaSync], world: WorldConfig) -> list[PlannedExchange]:
+def opening(
+    seats: Sequence[ReplicaSync], holders: Sequence[Sequence[int]], world: WorldConfig
+) -> list[PlannedExchange]:
     """What goes before the first step, one after the other."""
-    found, places = [], len(seats)
+    found: list[_Together] = []
+    places = len(seats)
     for first in range(0, places, world.inner):
         inside = _island(seats[first])
         theirs = [] if inside is None else inside.opening_exchanges()
         found += [(island, theirs) for island in _islands(world, first, places)]
-    found += [(_across(world, place, places), seat.opening_exchanges()) for place, seat in enumerate(seats)]
+    found += [(ranks, seat.opening_exchanges()) for ranks, seat in zip(holders, seats, strict=True)]
     numbers = count()
     return [one for ranks, planned in found for one in among(ranks, planned, numbers)]
 
@@ -142,11 +156,6 @@ def opening(seats: Sequence[ReplicaSync], world: WorldConfig) -> list[PlannedExc
 def _island(seat: ReplicaSync) -> ReplicaSync | None:
     """The method that makes the workers of an island one replica, where there are islands."""
     return seat.replica.inside if isinstance(seat.replica, Together) else None
-
-
-def _across(world: WorldConfig, place: int, places: int) -> range:
-    """Ranks at one of the places of a replica, which exchange across replicas."""
-    return range(place, world.workers, places)
 
 
 def _islands(world: WorldConfig, first: int, places: int) -> list[range]:
