@@ -8,7 +8,7 @@ from itertools import count
 from math import ceil
 
 from isles.network.named import links
-from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, among, by_size
+from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, Tree, among, by_size, gathered
 from isles.network.planner.replay import TimeAccount, replay_run
 from isles.network.planner.stages import StagedSteps
 from isles.network.topology import Topology
@@ -16,6 +16,7 @@ from isles.replicas.island.island import Together
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
+from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config, WorldConfig
 from isles.training.dry_stages import turns_of
 from isles.training.memory import step_seconds
@@ -101,7 +102,7 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
         topology,
         [factor * step_seconds(config) for factor in world.factors],
         steps,
-        opening(seats, holders, world),
+        opening(seats, holders, world) if plan_of(config.pipeline) is None else opening_of_plan(config, seats),
         config.run.seed,
         staged=staged,
     )
@@ -151,6 +152,18 @@ def opening(
     found += [(ranks, seat.opening_exchanges()) for ranks, seat in zip(holders, seats, strict=True)]
     numbers = count()
     return [one for ranks, planned in found for one in among(ranks, planned, numbers)]
+
+
+def opening_of_plan(config: Config, seats: Sequence[ReplicaSync]) -> list[PlannedExchange]:
+    """That of a run by a plan: each column is told whether there is text to judge with, and all compare their plans."""
+    layout = layout_of(config)
+    columns = tuple({tuple(layout.sharing(rank, "replica", "inner")): None for rank in range(layout.size)})
+    told = PlannedExchange(0, 0, 0, "opening", columns, by_size(columns, lambda _: Tree(1)), 0, "control")
+    all_of_them = (tuple(range(layout.size)),)
+    compared = by_size(all_of_them, lambda size: gathered(8, size))
+    same = PlannedExchange(0, 0, 0, "opening", all_of_them, compared, 0, "control")
+    found = [told, *opening(seats, holders_of(layout), config.world), same]
+    return [one._replace(flight=number) for number, one in enumerate(found)]
 
 
 def _island(seat: ReplicaSync) -> ReplicaSync | None:
