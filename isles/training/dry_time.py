@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil
 
 from isles.network.named import links
 from isles.network.planner.planned import Groups, PlannedExchange, Rhythm, Swap, Tree, among, by_size, gathered
 from isles.network.planner.replay import TimeAccount, replay_run
-from isles.network.planner.stages import StagedSteps
+from isles.network.planner.stages import ANSWER, StagedSteps
 from isles.network.topology import Topology
+from isles.replicas import method
 from isles.replicas.island.island import Together
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.schedule import Outline
@@ -96,8 +97,11 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
     topology = Topology(world.workers, links(world.links), near, island)
     widest, holders = max(seats, key=lambda seat: seat.group.size), holders_of(layout_of(config))
     rhythms = [one.rhythm(steps) for one in (widest, _island(widest)) if one is not None]
+    norms = staged is not None and staged.asks_norm and reduces_first(config)
+    if norms and staged is not None:
+        staged = replace(staged, asks_norm=False)
     account = replay_run(
-        lambda taken: exchanges(seats, holders, world, taken),
+        lambda taken: _in_turn(exchanges(seats, holders, world, taken), _norms(world.workers, taken if norms else 0)),
         Rhythm(max(rhythm.start for rhythm in rhythms), rhythms[0].every),
         topology,
         [factor * step_seconds(config) for factor in world.factors],
@@ -110,6 +114,22 @@ def replayed(config: Config, seats: Sequence[ReplicaSync], staged: StagedSteps |
     if account is None or turn is None:
         return account
     return account.plus(turn[1], turn[0].account(topology))
+
+
+def reduces_first(config: Config) -> bool:
+    """Whether the nodes of a plan average their gradients before anybody asks for a norm."""
+    return plan_of(config.pipeline) is not None and method(config.method).level == "gradient"
+
+
+def _norms(workers: int, steps: int) -> list[PlannedExchange]:
+    """What all workers tell each other of the gradient's norm."""
+    groups = (tuple(range(workers)),)
+    pattern = by_size(groups, lambda size: gathered(ANSWER, size))
+    return [PlannedExchange(step, step, 0, "norm", groups, pattern, -step, "inner") for step in range(1, steps + 1)]
+
+
+def _in_turn(*rows: Sequence[PlannedExchange]) -> list[PlannedExchange]:
+    return sorted((one for row in rows for one in row), key=lambda one: (ceil(one.sent), one.sent))
 
 
 def exchanges(
@@ -136,7 +156,7 @@ def exchanges(
     found = before + found
     numbers = count()
     made = [one for ranks, planned in found for one in among(ranks, planned, numbers)]
-    return sorted(made, key=lambda one: (ceil(one.sent), one.sent))
+    return _in_turn(made)
 
 
 def opening(
