@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def of(folder: Path, problem: Problem, seed: int, *more: str, steps: int = 3, **given: Any) -> tuple[Config, float]:
     """A run by a plan of drawn legal paths, and the seconds that the plan says."""
     made = write_plan(folder, problem, blind(problem, seed))
-    asked = {"method": "ddp", "workers": problem.nodes, **given}
+    asked: dict[str, Any] = {"method": "ddp", "workers": problem.nodes, **given}
     config = tiny(folder / "text.txt", *words(folder, made), *QUIET, *more, steps=steps, **asked)
     return config, made.step_seconds
 
@@ -118,7 +118,7 @@ def test_narrow_lines_and_slow_nodes_are_those_of_the_run(folder: Path) -> None:
     made = replace(made, links=fingerprint(read_links(str(lines)), problem.nodes))
     (folder / "plan.json").write_text(as_json(made))
     more = ["inner.max_norm=0.0", "replicas.sync_every=4", "world.step_factors=[1.0, 3.0]"]
-    asked = {"method": "localsgd", "workers": problem.nodes}
+    asked: dict[str, Any] = {"method": "localsgd", "workers": problem.nodes}
     config = tiny(folder / "text.txt", *words(folder, made), *QUIET, *more, steps=4, **asked)
     planned = check(config, 1e-6)
     assert planned.step_seconds is not None and abs(planned.step_seconds - made.step_seconds) > 0.1
