@@ -153,9 +153,11 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 def _write(pair: MeasuredPair, found: Findings) -> Check:
     from isles.network.measured_links import write_pair
 
-    unknown = write_pair(
-        pair.path, pair.here, pair.there, out=found.rate_out, back=found.rate_back, latency=found.round_trip / 2
-    )
+    rates = {"out": found.rate_out, "back": found.rate_back}
+    try:
+        unknown = write_pair(pair.path, pair.here, pair.there, **rates, latency=found.round_trip / 2)
+    except OSError as error:
+        return Check("links", False, f"{pair.path} cannot be written ({error.strerror}): name another file")
     more = ", ".join(f"{u} and {v}" for u, v in unknown)
     missing = f"; not measured yet: {more}" if more else ""
     return Check("links", True, f"{pair.path} has the line between nodes {pair.here} and {pair.there}{missing}")

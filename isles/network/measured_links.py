@@ -37,6 +37,8 @@ def write_pair(path: str, here: int, there: int, *, out: float, back: float, lat
 
 def refuse_file(path: str) -> None:
     """ValueError as `write_pair`, before anything is measured."""
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {Path(path).parent}: make it, or name another file")
     if not Path(path).exists():
         return
     table = read_toml(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.measured_links import write_pair
+from isles.network.measured_links import refuse_file, write_pair
 from isles.network.own import read_links
 from isles.network.routing.delays import delays_of
 
@@ -39,6 +39,11 @@ def test_what_was_there_stays(tmp_path: Path) -> None:
     again = read_links(str(path))
     assert (again.way_rate(0, 1), again.way_rate(1, 0), again.base_latency(1, 0)) == (9e6, 8e6, 0.01)
     assert again.way_rate(2, 1) == 6e6
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        refuse_file(str(tmp_path / "nowhere" / "links.toml"))
 
 
 @pytest.mark.parametrize(
