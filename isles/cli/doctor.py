@@ -40,6 +40,14 @@ def doctor(
         str | None,
         typer.Option(metavar="[HOST:]PORT", help="Wait at this address of this machine for the other's --peer."),
     ] = None,
+    write_links: Annotated[
+        str | None,
+        typer.Option(metavar="LINKS.toml", help="With --peer: write what was measured into this matrix of pairs."),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="HERE,THERE", help="With --write-links: which nodes the two machines are. Default: 0,1."),
+    ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
     from isles.launch.addresses import listen as open_port
@@ -47,6 +55,9 @@ def doctor(
 
     if peer is not None and listen is not None:
         raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
+    if nodes is not None and write_links is None:
+        raise ValueError("--nodes: goes with --write-links LINKS.toml; add it, or take it out")
+    pair = None if write_links is None else _pair(write_links, nodes or "0,1", peer)
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
     listener = None
@@ -55,7 +66,7 @@ def doctor(
         listener = open_port(port, host)
     good = [_show(check) for check in machine()]
     if target is not None:
-        good += [_show(check) for check in call(*target)]
+        good += [_show(check) for check in call(*target, pair)]
     if listener is not None:
         with listener:
             good += [_show(check) for check in wait_for_call(listener)]
@@ -117,8 +128,43 @@ def _directory(free: str) -> Check:
     return Check("directory", True, f"{here} can be written to, {free} free")
 
 
-def call(host: str, port: int) -> Iterator[Check]:
-    """The checks with a doctor that listens at `host`:`port`."""
+@dataclass(frozen=True)
+class MeasuredPair:
+    """Where a measured line is written: a links file, and the numbers of this node and the other one."""
+
+    path: str
+    here: int
+    there: int
+
+
+def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
+    from isles.network.measured_links import refuse_file
+
+    if peer is None:
+        raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
+    words = nodes.split(",")
+    numbers = [int(word) for word in words if word.strip().isdecimal() and len(word) < 4]
+    if len(words) != 2 or len(set(numbers)) != 2:
+        raise ValueError(f"--nodes {nodes}: write two different numbers, 0 to 999, this machine's first, such as 0,3")
+    refuse_file(path)
+    return MeasuredPair(path, *numbers)
+
+
+def _write(pair: MeasuredPair, found: Findings) -> Check:
+    from isles.network.measured_links import write_pair
+
+    rates = {"out": found.rate_out, "back": found.rate_back}
+    try:
+        unknown = write_pair(pair.path, pair.here, pair.there, **rates, latency=found.round_trip / 2)
+    except OSError as error:
+        return Check("links", False, f"{pair.path} cannot be written ({error.strerror}): name another file")
+    more = ", ".join(f"{u} and {v}" for u, v in unknown)
+    missing = f"; not measured yet: {more}" if more else ""
+    return Check("links", True, f"{pair.path} has the line between nodes {pair.here} and {pair.there}{missing}")
+
+
+def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Check]:
+    """The checks with a doctor that listens at `host`:`port`. pair: where the line between the two is written."""
     from isles.launch import probe
     from isles.launch.link import LinkLost
 
@@ -128,6 +174,8 @@ def call(host: str, port: int) -> Iterator[Check]:
         yield Check("peer", False, f"{host}:{port}: {error}")
         return
     yield from findings_in_words(findings)
+    if pair is not None:
+        yield _write(pair, findings)
 
 
 def wait_for_call(listener: socket.socket) -> Iterator[Check]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ def show(config: Config, *, probe: bool, as_json: bool) -> None:
         return
     for notice in planned.notices:
         print(f"note: {notice}", file=sys.stderr)
-    before = (_head(config, planned), _memory(planned), _placed(planned), _stages(config, planned))
+    before = (_head(config, planned), _memory(planned), _placed(planned), _stages(config, planned), _nodes(planned))
     for block in (*before, _exchanges(planned), _cost(planned)):
         if block:
             print("\n".join(block), end="\n\n")
@@ -50,7 +51,10 @@ def _head(config: Config, plan: DryRun) -> list[str]:
         model = "a decoder of your own numbers"
     flops = "FLOPs not counted" if plan.flops is None else f"{format_short(plan.flops)} FLOPs a token (with backward)"
     made_of = ""
-    if plan.stages:
+    if plan.nodes:
+        counts = Counter(node.stage for node in plan.nodes)
+        made_of = f" = stages of {', '.join(str(counts[stage]) for stage in sorted(counts))} by a plan"
+    elif plan.stages:
         inner = f" x {config.world.inner} inside" if config.world.inner > 1 else ""
         made_of = f" = {config.replicas_in_all} replicas x {len(plan.stages)} stages{inner}"
     return [
@@ -111,11 +115,28 @@ def _stages(config: Config, plan: DryRun) -> list[str]:
         rows.append([str(number), blocks, format_count(stage.parameters), peak, str(stage.forwards), kept, sent])
     if len(rows) == 1:
         return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = _right(rows)
     pipeline = config.pipeline
     lines.append(f"{pipeline.microbatches} microbatches, {pipeline.routing} routes; validations send more, uncounted")
     return [_line("stages" if line is lines[0] else "", line) for line in lines]
+
+
+def _nodes(plan: DryRun) -> list[str]:
+    """Those of a plan of paths."""
+    from isles.report.units import format_bytes
+
+    rows = [["node", "stage", "microbatches", "memory", "forwards kept", "of what came", "sends a step"]]
+    for number, node in enumerate(plan.nodes):
+        memory, kept, sent = map(format_bytes, (node.memory, node.kept, node.bytes_a_step))
+        rows.append([str(number), str(node.stage), str(node.visits), memory, str(node.forwards), kept, sent])
+    lines = _right(rows) if plan.nodes else []
+    return [_line("nodes" if line is lines[0] else "", line) for line in lines]
+
+
+def _right(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its columns flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _exchanges(plan: DryRun) -> list[str]:
@@ -178,7 +199,10 @@ def _cost(plan: DryRun) -> list[str]:
     every = f"{plan.outline.every} step{'s' if plan.outline.every > 1 else ''} between two rounds"
     if plan.step_seconds is None:
         return [*lines, _line("time", f"{every}; how long a step takes is not known: add --probe to measure it here")]
-    source = "world.step_seconds" if BACKENDS[plan.backend].is_simulated else "measured here, one worker alone"
+    if plan.nodes:
+        source = "the plan's way of it, first task to last"
+    else:
+        source = "world.step_seconds" if BACKENDS[plan.backend].is_simulated else "measured here, one worker alone"
     computing = plan.outline.every * plan.step_seconds
     lines.append(
         _line("time", f"{every}: {format_seconds(computing)} ({format_seconds(plan.step_seconds)} a step, {source})")
@@ -203,10 +227,14 @@ def _pipelined(plan: DryRun, transfers: Transfers) -> list[str]:
 
     if plan.step_seconds is None or transfers.step is None or transfers.bubble is None:
         return []
+    waits = f"{format_percent(transfers.bubble)} of the time waiting for other stages (the bubble)"
+    if plan.nodes:
+        by_plan = f"{format_seconds(plan.step_seconds)} from its first task to its last;"
+        return [_line("step", f"{format_seconds(transfers.step)} of the clock, {by_plan}"), _line("", waits)]
     each = plan.step_seconds / len(plan.stages)
     return [
         _line("step", f"{format_seconds(transfers.step)} of the clock, {format_seconds(each)} of computing a worker;"),
-        _line("", f"{format_percent(transfers.bubble)} of the time waiting for other stages (the bubble)"),
+        _line("", waits),
     ]
 
 

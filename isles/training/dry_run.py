@@ -21,6 +21,7 @@ from torch import nn
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.dry import dry_mesh
+from isles.comm.layout import Layout
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
@@ -39,7 +40,9 @@ from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
+from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
+from isles.training.dry_plans import NodePlan, node_plans, plan_notices, seconds_of_step
 from isles.training.dry_stages import (
     StagePlan,
     form,
@@ -51,6 +54,7 @@ from isles.training.dry_stages import (
 )
 from isles.training.dry_time import Transfers, transfers
 from isles.training.memory import prepared, refusals, step_seconds
+from isles.training.placement import holders_of, layout_of
 from isles.training.records.saved import start_file
 from isles.training.staged import planned_cut, run_scheme
 from isles.training.text import check_vocabulary
@@ -66,9 +70,10 @@ class DryRun(WorkerMemory):
 
     flops: of a token, forward and backward, at a worker or where there are stages in the whole model; None where they
     cannot be counted. device: for "auto", what this machine has. outline: of the worker that sends most. stages: of a
-    replica, where it is cut. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other
-    stages, on average; stream_ratio: how many times as much the whole stream would be. ddp_bytes: what data parallel
-    would send, a worker. step_seconds: None: not known. placed: the plan of a worker's memory, where there is one.
+    replica, where it is cut; nodes: where a plan says the paths, its own. bytes_sent: by worker, of the whole run;
+    between_stages: what of that goes to other stages, on average; stream_ratio: how many times as much the whole stream
+    would be. ddp_bytes: what data parallel would send, a worker. step_seconds: None: not known; by a plan from a step's
+    start to the end of its last task. placed: the plan of a worker's memory, where there is one.
     """
 
     method: str
@@ -81,6 +86,7 @@ class DryRun(WorkerMemory):
     device: str
     outline: Outline
     stages: tuple[StagePlan, ...]
+    nodes: tuple[NodePlan, ...]
     bytes_sent: tuple[int, ...]
     between_stages: float
     stream_ratio: float | None
@@ -110,14 +116,10 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
     """
-    if config.pipeline.routing == "skippipe":
-        raise ValueError(
-            'pipeline.routing = "skippipe": its plan says what a step takes (`isles pipeline check PLAN`); a dry run '
-            "knows fixed and random routes"
-        )
     context = _refuse_files(config)
     world, run = config.world, config.run
-    readers = world.workers // config.pipeline.stages
+    layout, plan = layout_of(config), plan_of(config.pipeline)
+    readers = layout.reader(0)[1]
     sequences = config.data.batch_size_per_worker(readers) * config.inner.accumulation
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -131,7 +133,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
     outlines = [seat.outline(run.steps) for seat, _ in seats]
     outline = max(outlines, key=lambda one: max(one.sent))
-    stages = _stage_plans(config, [seat for seat, _ in seats], pieces, staged, scheme)
+    stages, nodes = _stage_plans(config, [seat for seat, _ in seats], pieces, staged, scheme)
     memory = max((_memory(config, seat) for seat, _ in seats[:: world.inner]), key=lambda one: one.peak)
     if world.is_simulated:
         seconds: float | None = step_seconds(config)
@@ -147,6 +149,9 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         seconds = measured_step(config, sequences, context) if probe else None
         if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
+    if plan is not None and staged is not None:
+        seconds = seconds_of_step(plan, staged.sizes, world, run.seed)
+        notices += plan_notices(plan, world, seconds)
     if staged is not None:
         notices += _of_stages(config)
     found = transfers(config, [seat for seat, _ in seats], outline, seconds, staged)
@@ -155,7 +160,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     between, ratio, first = [0] * world.workers, None, pieces[0]
     if staged is not None and scheme is not None and isinstance(first, Stage):
         ratio = stream_ratio(form(config, scheme, first), scheme.place.width)
-        between = _between_stages(config, staged, world.workers if scheme.compares else 0)
+        between = _between_stages(config, staged, opening_bytes(layout, int(scheme.compares) + int(plan is not None)))
     dtype = optimizer.parameters[0].dtype
     ddp = [sent_bytes(parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return DryRun(
@@ -174,7 +179,8 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         tables=memory.tables,
         outline=outline,
         stages=stages,
-        bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines), between, strict=True)),
+        nodes=nodes,
+        bytes_sent=tuple(own + more for own, more in zip(_by_worker(outlines, layout), between, strict=True)),
         between_stages=sum(between) / len(between),
         stream_ratio=ratio,
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
@@ -190,8 +196,6 @@ def refuse(config: Config) -> None:
     Models of the user's own and of Hugging Face, and methods of the user's own, which may read weights that a sketch
     does not have, are not made for that: workers do, and refuse there.
     """
-    if config.pipeline.routing == "skippipe":
-        return
     _refuse_files(config)
     if config.model.factory is None and config.model.hf is None and config.method in METHODS:
         with warnings.catch_warnings():
@@ -212,9 +216,9 @@ def _refuse_files(config: Config) -> int:
 
 def _seats(config: Config, pieces: Sequence[nn.Module]) -> list[tuple[ReplicaSync, list[str]]]:
     """The optimizers of one replica's workers; all replicas are alike."""
-    places = range(len(pieces) * config.world.inner)
+    holders = holders_of(layout_of(config))
     try:
-        return [_seat(config, pieces[place // config.world.inner], place) for place in places]
+        return [_seat(config, pieces[place // config.world.inner], ranks[0]) for place, ranks in enumerate(holders)]
     except RuntimeError as error:  # of torch, whose sketches have no numbers
         if config.method in METHODS:
             raise
@@ -236,11 +240,11 @@ def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSt
     return list(stages), staged_steps(config, cut, scheme, stages[0], asks_norm=asks), scheme
 
 
-def _seat(config: Config, part: nn.Module, place: int) -> tuple[ReplicaSync, list[str]]:
-    """The optimizer of the worker at `place` of the first replica, and what its user should know."""
+def _seat(config: Config, part: nn.Module, rank: int) -> tuple[ReplicaSync, list[str]]:
+    """The optimizer of the worker `rank`, and what its user should know."""
     world, stages = config.world, config.pipeline.stages
-    mesh = dry_mesh(world.workers, stage=stages, inner=world.inner, rank=place, native=world.has_processes)
-    return wrapped(config, part, mesh.outer, mesh.inner, mesh.stage if stages > 1 else None)
+    mesh = dry_mesh(world.workers, inner=1, rank=rank, native=world.has_processes).arranged(layout_of(config))
+    return wrapped(config, part, mesh.outer, mesh.inner, mesh.stage if stages > 1 else None, everyone=mesh.world)
 
 
 def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
@@ -261,35 +265,40 @@ def _stage_plans(
     pieces: Sequence[nn.Module],
     staged: StagedSteps | None,
     scheme: Scheme | None,
-) -> tuple[StagePlan, ...]:
+) -> tuple[tuple[StagePlan, ...], tuple[NodePlan, ...]]:
+    """The stages, and the nodes of a plan."""
     if staged is None or scheme is None:
-        return ()
-    forwards, sent = most_forwards(staged), staged.sent()
-    found = []
+        return (), ()
+    forwards, sent, holders = most_forwards(staged), staged.sent(), holders_of(layout_of(config))
+    found, each = [], []
     for number, stage in enumerate(pieces):
         assert isinstance(stage, Stage)
         made, blocks = form(config, scheme, stage), stage.piece.blocks
         ids = made.sequences * (made.length + 1) * 8
+        each.append(ids + (0 if stage.piece.enters else made.held_bytes))
+        held = max(forwards[rank] for rank in holders[number * config.world.inner])
         found.append(
             StagePlan(
                 blocks=(blocks.start, blocks.stop),
                 parameters=sum(parameter.numel() for parameter in stage.parameters()),
                 memory=_memory(config, seats[number * config.world.inner]),
-                forwards=forwards[number],
-                kept=forwards[number] * (ids + (0 if stage.piece.enters else made.held_bytes)),
-                bytes_a_step=sent[number * config.world.inner],
+                forwards=held,
+                kept=held * each[-1],
+                bytes_a_step=max(sent[rank] for rank in holders[number * config.world.inner]),
             )
         )
-    return tuple(found)
+    plan = plan_of(config.pipeline)
+    nodes = () if plan is None else node_plans(plan, staged, [one.memory.peak for one in found], forwards, each)
+    return tuple(found), nodes
 
 
-def _between_stages(config: Config, staged: StagedSteps, compared: int) -> list[int]:
-    """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere."""
-    told, turn = opening_bytes(config.pipeline.stages, config.world.inner, compared), turns_of(config, staged)
-    found = [
-        told[rank % len(told)] + config.run.steps * nbytes  # every route has as many messages in every step
-        for rank, nbytes in enumerate(staged.sent())
-    ]
+def _between_stages(config: Config, staged: StagedSteps, opening: Sequence[int]) -> list[int]:
+    """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere.
+    opening: before the first step.
+    """
+    turn = turns_of(config, staged)
+    # Every route has as many messages in every step.
+    found = [first + config.run.steps * nbytes for first, nbytes in zip(opening, staged.sent(), strict=True)]
     if turn is None:
         return found
     return [own + turn[1] * round(more) for own, more in zip(found, turn[0].bytes_sent, strict=True)]
@@ -305,10 +314,13 @@ def _of_stages(config: Config) -> list[str]:
     return notices
 
 
-def _by_worker(outlines: Sequence[Outline]) -> tuple[int, ...]:
+def _by_worker(outlines: Sequence[Outline], layout: Layout) -> tuple[int, ...]:
     """Bytes that each worker sends in the run, by rank. outlines: of the places in a replica."""
-    columns = [map(sum, zip(outline.opening, outline.sent, strict=True)) for outline in outlines]
-    return tuple(nbytes for replica in zip(*columns, strict=True) for nbytes in replica)
+    total = [0] * layout.size
+    for ranks, outline in zip(holders_of(layout), outlines, strict=True):
+        for rank, opening, sent in zip(ranks, outline.opening, outline.sent, strict=True):
+            total[rank] = opening + sent
+    return tuple(total)
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from isles.comm.codecs.casts import Identity
+from isles.comm.layout import Layout
 from isles.models import limits, sketch
 from isles.models.stages import Stage, width_of
 from isles.network.planner.memory import WorkerMemory
@@ -19,7 +20,10 @@ from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
+from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
+from isles.training.dry_plans import plan_steps
+from isles.training.placement import layout_of
 
 _HASH_BYTES = 8
 
@@ -27,7 +31,8 @@ _HASH_BYTES = 8
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """One stage of a replica. blocks: [first, stop) of the model's. forwards: that it keeps for their backward at the
-    most. kept: bytes of what it got for them. bytes_a_step: that each of its workers sends to other stages in a step.
+    most. kept: bytes of what it got for them. bytes_a_step: that each of its workers sends to other stages in a step;
+    of a plan, the one that sends most.
     """
 
     blocks: tuple[int, int]
@@ -41,8 +46,7 @@ class StagePlan:
 def form(config: Config, scheme: Scheme, stage: Stage) -> StageForm:
     """Of the messages between stages. stage: fitted to `scheme`."""
     context, vocab = limits(config.model)
-    readers = config.world.workers // config.pipeline.stages
-    sequences = config.data.batch_size_per_worker(readers)
+    sequences = config.data.batch_size_per_worker(layout_of(config).reader(0)[1])
     return form_of(stage, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
 
 
@@ -55,19 +59,22 @@ def stream_ratio(made: StageForm, width: int) -> float:
 
 def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks_norm: bool) -> StagedSteps:
     """The steps of the run. stage: one of them."""
+    made, plan = form(config, scheme, stage), plan_of(config.pipeline)
+    sizes = Sizes(
+        forward=made.nbytes(Task("F", 0, 1)),
+        home=made.nbytes(Task("L", 0, 1)),
+        backward=made.nbytes(Task("B", 0, 0)),
+    )
+    if plan is not None:
+        return plan_steps(plan, config.pipeline, layout_of(config), sizes, asks_norm=asks_norm)
     replicas, stages, inner = config.replicas_in_all, config.pipeline.stages, config.world.inner
     ways = ways_of(config.pipeline, cut, replicas)
-    made = form(config, scheme, stage)
     assert ways.shares is not None
     return StagedSteps(
         routes=router_of(config.pipeline, replicas, home=cut.home, seed=config.run.seed).routes,
         most_held=ways.room,
         shares=ways.shares,
-        sizes=Sizes(
-            forward=made.nbytes(Task("F", 0, 1)),
-            home=made.nbytes(Task("L", 0, 1)),
-            backward=made.nbytes(Task("B", 0, 0)),
-        ),
+        sizes=sizes,
         columns=[[position * inner + own for position in range(replicas * stages)] for own in range(inner)],
         stages=stages,
         asks_norm=asks_norm,
@@ -86,19 +93,18 @@ def turns_of(config: Config, staged: StagedSteps) -> tuple[PlannedTurn, int] | N
 
 
 def most_forwards(staged: StagedSteps) -> list[int]:
-    """Forwards that the workers of the first replica's stages hold at once at the most, in the first step."""
-    held: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for rank in staged.columns[0][: staged.stages]:
-        for task in staged.tasks(rank, 1):
-            held[rank] += {"F": 1, "L": 0, "B": -1}[task.kind]
-            most[rank] = max(most[rank], held[rank])
-    return [most[rank] for rank in staged.columns[0][: staged.stages]]
+    """Forwards that each rank holds at once at the most, in the first step."""
+    found = []
+    for rank in range(sum(map(len, staged.columns))):
+        held = accumulate({"F": 1, "L": 0, "B": -1}[task.kind] for task in staged.tasks(rank, 1))
+        found.append(max(held, default=0))
+    return found
 
 
-def opening_bytes(stages: int, inner: int, compared: int) -> list[int]:
-    """By place in a replica: the first stage tells the others whether it has text to judge with, and all tell the
-    `compared` workers which subspace they have.
+def opening_bytes(layout: Layout, hashes: int) -> list[int]:
+    """By rank: the first stage tells the others of its column whether it has text to judge with, and all tell each
+    other so many `hashes`.
     """
-    hashes = _HASH_BYTES * (compared - 1) if compared else 0
-    return [int(Tree(1).sent(stage, stages)) + hashes for stage in range(stages) for _ in range(inner)]
+    asked = _HASH_BYTES * hashes * (layout.size - 1)
+    columns = (layout.sharing(rank, "replica", "inner") for rank in range(layout.size))
+    return [asked + int(Tree(1).sent(column.index(rank), len(column))) for rank, column in enumerate(columns)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isles.comm.layout import Layout, grid_of
+from isles.comm.layout import Coordinate, Layout, grid_of
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 
@@ -13,3 +13,11 @@ def layout_of(config: Config) -> Layout:
     if plan is not None:
         return Layout.columns(plan.problem.stages)
     return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
+
+
+def holders_of(layout: Layout) -> list[list[int]]:
+    """By place in a replica, stage after stage, the ranks that hold the same of the model, in the order of their
+    group.
+    """
+    first = layout.coordinates.index(Coordinate(0, 0, 0))
+    return [layout.sharing(rank, "stage", "inner") for rank in layout.sharing(first, "replica")]

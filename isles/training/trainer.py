@@ -25,6 +25,7 @@ from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.comm.tags import Channel
+from isles.comm.trust import JUMPS
 from isles.data import Corpus
 from isles.models import autocast, build, limits
 from isles.models.own import check_contract
@@ -71,7 +72,8 @@ class Trainer:
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
         self.config, self.world = config, world
-        world.world.ledger.trust.ratio = config.world.trust_ratio
+        uneven = config.pipeline.routing == "skippipe"  # a node learns as much as its visits
+        world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
         self.text = Text(config, world, corpus) if world.place.stage == 0 else None
         judges = told_by_first(world.stage, self.text is not None and self.text.judges)
         self.judges = judges and (config.pipeline.routing != "skippipe" or world.place.replica == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def test_this_machine(tmp_path: Path) -> None:
         (["--peer", "somewhere:70000"], "--peer somewhere:70000: write HOST:PORT"),
         (["--listen", "0"], "--listen 0: choose a port"),
         (["--listen", "29400", "--peer", "a:1"], "give one of them"),
+        (["--write-links", "links.toml"], "--write-links: goes with --peer"),
+        (["--peer", "a:1", "--nodes", "0,1"], "--nodes: goes with --write-links"),
+        (["--peer", "a:1", "--write-links", "links.toml", "--nodes", "1,1"], "--nodes 1,1: write two different"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -54,6 +58,48 @@ def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
     """Exit code 2 and one line, before any check."""
     code, out, error = isles("doctor", *arguments, folder=tmp_path)
     assert (code, out) == (2, "") and words in error and error.count("\n") == 1
+
+
+def test_a_measured_line_is_written_where_a_plan_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from isles import cli
+    from isles.launch import probe
+    from isles.version import __version__
+
+    found = probe.Findings(
+        here="10.0.0.1",
+        there="10.0.0.2",
+        version_there=__version__,
+        port_out=1,
+        port_back=2,
+        ports_there="1-9",
+        out="",
+        back="",
+        round_trip=0.08,
+        rate_out=80e6,
+        rate_back=20e6,
+    )
+    monkeypatch.setattr(probe, "call", lambda host, at: found)
+    monkeypatch.setattr(cli.doctor, "machine", lambda: iter(()))
+    links = str(tmp_path / "links.toml")
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["isles", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0, err) == (0, "")
+        return out
+
+    ask = ["doctor", "--peer", "10.0.0.2:29400", "--write-links", links]
+    assert checks(run(*ask))["links"] == ("ok", f"{links} has the line between nodes 0 and 1")
+    assert "not measured yet: 1 and 2" in run(*ask, "--nodes", "0,2")
+    run(*ask, "--nodes", "2,1")
+    plan = ["--stages", "1,1,1", "--path-length", "2", "--memory", "1", "--forward", "1s", "--bytes", "1M"]
+    run("pipeline", "plan", links, *plan, "--time-budget-s", "1", "--out", str(tmp_path / "plan.json"))
+    delays = json.loads((tmp_path / "plan.json").read_text())["delay_seconds"]
+    assert (delays[0][2], delays[2][0], delays[1][2]) == pytest.approx((0.14, 0.44, 0.44))
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

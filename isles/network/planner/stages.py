@@ -26,7 +26,7 @@ _KEPT = 8  # steps whose tasks are remembered, for workers that are at different
 class PlannedTask(NamedTuple):
     """A task at one worker. kind: forward, loss or backward. share: of an inner step's computing. begins, ends: (the
     other worker's rank, the message's key) where it begins with a message and where it ends with one. nbytes: of the
-    latter.
+    latter. rest: a share that is computed after that has left.
     """
 
     kind: Kind
@@ -34,6 +34,7 @@ class PlannedTask(NamedTuple):
     begins: tuple[int, Hashable] | None
     ends: tuple[int, Hashable] | None
     nbytes: int
+    rest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ class StagedSteps:
     routes: of each step, from 1. most_held: forwards that each position holds, as in `orders`. shares: of an inner
     step's computing, by position. sizes: of the messages. columns: the rank at each position, of each of the workers
     that share a stage; position = replica x stages + stage. asks_norm: the stages of a replica tell each other their
-    gradient's norm after their tasks.
+    gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes them of
+    the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes are
+    together one replica, and count as its `stages`.
     """
 
     routes: Callable[[int], Sequence[Route]]
@@ -67,6 +70,8 @@ class StagedSteps:
     columns: Sequence[Sequence[int]]
     stages: int
     asks_norm: bool
+    listed: Mapping[int, Sequence[Task]] | None = None
+    rest: Callable[[Task], float] = lambda task: 0.0
     _made_for: dict[Sequence[Route], TasksByRank] = field(default_factory=dict)
     _of_step: dict[int, TasksByRank] = field(default_factory=dict)
 
@@ -74,7 +79,7 @@ class StagedSteps:
     def computed(self) -> tuple[float, ...]:
         """Share of an inner step's computing at each rank."""
         tasks = self._tasks(1)
-        return tuple(sum(task.share for task in tasks[rank]) for rank in sorted(tasks))
+        return tuple(sum(task.share + task.rest for task in tasks[rank]) for rank in sorted(tasks))
 
     def tasks(self, rank: int, step: int) -> Sequence[PlannedTask]:
         """Of the worker `rank` in that step, in their order."""
@@ -86,7 +91,7 @@ class StagedSteps:
             return None
         column = next(column for column in self.columns if rank in column)
         first = column.index(rank) // self.stages * self.stages
-        return tuple(column[first : first + self.stages]), gathered(ANSWER, self.stages)
+        return tuple(sorted(column[first : first + self.stages])), gathered(ANSWER, self.stages)
 
     def sent(self, step: int = 1) -> list[int]:
         """Bytes that each rank sends to other stages in a step, but for the norm's."""
@@ -119,7 +124,7 @@ class StagedSteps:
     def _made(self, routes: Sequence[Route]) -> TasksByRank:
         by_number = {route.microbatch: route for route in routes}
         before = {following: task for route in routes for task in route.tasks() if (following := route.following(task))}
-        listed = orders(routes, self.most_held)
+        listed = orders(routes, self.most_held) if self.listed is None else self.listed
         made: TasksByRank = {}
         for column in self.columns:
             for position, tasks in listed.items():
@@ -141,4 +146,5 @@ class StagedSteps:
             begins=None if source == position else (column[source], task),
             ends=None if target == position else (column[target], following),
             nbytes=0 if following is None else self.sizes.of(following),
+            rest=self.rest(task),
         )

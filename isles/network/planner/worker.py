@@ -170,6 +170,8 @@ class PlannedWorker:
             if task.ends is not None:
                 target, message = task.ends
                 self._sends.append(wire.send(self.rank, target, task.nbytes, (step, message), "pipeline"))
+            if task.rest:
+                yield task.rest * self._step_seconds
             self._done += 1
         if not last:
             return
