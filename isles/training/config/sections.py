@@ -94,7 +94,8 @@ class WorldConfig:
     """
     trust_ratio: float = 10.0
     """What a peer sends in a round may be so many times as large as such payloads usually are (a gradient of one step
-    100 times that, and so may all in runs by a plan); more, or what is not finite, is refused. Raise it if honest workers differ that much.
+    100 times that, and all in runs by a plan); more, or what is not finite, is refused. Raise it if honest workers
+    differ that much.
     """
 
     def __post_init__(self) -> None:
