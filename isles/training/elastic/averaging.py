@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def write_mean(models: Sequence[Path], out: Path) -> None:
         means[name] = mean
     with replacing(out) as partial:
         save_file(means, str(partial), metadata=first.metadata())
+
+
+def spread(models: Sequence[Path], mean: Path) -> float:
+    """Of the models about their mean: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
+    middle, squares, count = _opened(mean), 0.0, 0
+    for path in models:
+        file = _opened(path)
+        for name in middle.keys():  # noqa: SIM118  no mapping
+            center = _tensor(mean, middle, name)
+            if np.issubdtype(center.dtype, np.floating):
+                apart = _tensor(path, file, name).astype(np.float64) - center
+                squares, count = squares + float((apart**2).sum()), count + center.size
+    return math.sqrt(squares / count) if count else 0.0
 
 
 def _opened(path: Path) -> safe_open:

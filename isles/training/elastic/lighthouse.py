@@ -20,6 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from isles.comm.codecs import codec
+from isles.comm.collectives.mean import sent_bytes
 from isles.comm.elastic.gifts import Giver, NotGiven, take
 from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
@@ -31,7 +35,7 @@ from isles.durable import settle, write_text
 from isles.launch.fields import Unfit
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.elastic.averaging import write_mean
+from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.joining import MODEL, STATE
 from isles.training.elastic.terms import last_round, rules, sync_every
 from isles.training.records.events import Schema
@@ -41,6 +45,7 @@ from isles.training.records.writer import as_json, write_config
 from isles.training.running.run import SummaryTable, summarise
 from isles.version import __version__
 
+MODEL_FILE = "model.safetensors"
 _LOOK = 1.0  # seconds between looks at what is due
 _MOST = 1 << 40  # bytes of a state or model: no more than a disk holds
 
@@ -65,6 +70,7 @@ class Keeper:
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.judged: list[float | None] = []
+        self.spread = 0.0
         self._schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
@@ -122,11 +128,17 @@ class Keeper:
         summary = summarise(self.config, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
         if self.judged:
             summary["val_loss"] = self.judged[0]
-        summary["workers"] = len(taken)
+        summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": self._ddp(len(taken))}
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
         self.lighthouse.wait(self._all_gone, 10.0)  # they hear it, and go
         return summary
+
+    def _ddp(self, workers: int) -> float:
+        """Bytes that each of so many would have sent in all steps with data parallel."""
+        parameters = max(result["parameters"] for result in self.results.values())
+        sent = [sent_bytes(parameters, torch.float32, codec("none"), workers, place) for place in range(workers)]
+        return self.config.run.steps * sum(sent) / workers
 
     def _is_done(self) -> bool:
         members = self.lighthouse.membership.members()
@@ -168,7 +180,8 @@ class Keeper:
             taken[seat] = path
         (self.out / "looked.partial").unlink(missing_ok=True)
         if taken:
-            write_mean(list(taken.values()), self.out / "model.safetensors")
+            write_mean(list(taken.values()), self.out / MODEL_FILE)
+            self.spread = spread(list(taken.values()), self.out / MODEL_FILE)
         for path in taken.values():
             path.unlink(missing_ok=True)
         return list(taken)
@@ -176,7 +189,7 @@ class Keeper:
     def _judge(self, seats: Sequence[int]) -> None:
         """Have one of `seats` judge the one model."""
         copy = self.out / "judged.partial"
-        os.link(self.out / "model.safetensors", copy)
+        os.link(self.out / MODEL_FILE, copy)
         self.giver.offer(MODEL, copy, {})
         for seat in seats:
             if not self.judged:

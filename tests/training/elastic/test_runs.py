@@ -56,6 +56,8 @@ def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int) -> No
     mine, other = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("elastic", "fixed"))
     assert mine.keys() == other.keys() and all(mine[name].equal(other[name]) for name in mine)
     assert summary["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-12)
+    assert summary["replica_std"] == pytest.approx(whole["replica_std"], rel=1e-4)
+    assert summary["ddp_bytes_per_worker"] == whole["ddp_bytes_per_worker"]
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
