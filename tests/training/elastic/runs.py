@@ -58,6 +58,10 @@ class Run:
         self.keeper.stopping.set()
         self._keeping.join(20.0)
 
+    def rest(self) -> None:
+        """Wait until nobody computes any more: a thread in the midst of torch must not outlive the interpreter."""
+        self.until(lambda: not any(thread.is_alive() for thread in self._threads))
+
     def join(self) -> int:
         """Start a worker; its number."""
         number = len(self._threads)

@@ -100,6 +100,7 @@ def test_workers_come_and_go(tmp_path: Path) -> None:
     world.until(lambda: {first, fourth} <= world.endings.keys())
     assert world.endings[first] == world.endings[fourth] == "left"
     world.stop()
+    world.rest()
     views = [view["view"] for view in events(world.out, "view")]
     assert [view["number"] for view in views] == sorted({view["number"] for view in views})
 
@@ -130,6 +131,7 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     world.workers[fourth].leaving.set()
     world.until(lambda: fourth in world.endings)
     world.stop()
+    world.rest()
 
 
 @pytest.mark.long
@@ -158,6 +160,7 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         world.workers[number].leaving.set()
     world.until(lambda: len(world.endings) == 4)
     world.stop()
+    world.rest()
     looked = 0
     for round in range(begun + 6, begun + 12):
         there = anchors[round]
