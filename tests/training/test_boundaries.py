@@ -254,6 +254,15 @@ def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
         dry_run(config)
 
 
+def test_a_model_of_ones_own_without_a_forward_pass_is_refused_in_a_line(text: Path) -> None:
+    """As it is without stages, though it comes in pieces."""
+    factory = ["model.factory=tests.training.test_boundaries:Unnamed", "model.vocab=256", "model.context=16"]
+    settings = [f"data.path={text}", "pipeline.stages=2", "data.batch_size=4", *factory]
+    config = read_config(None, {"replicas.method": "none", "world.workers": 2}, settings)
+    with pytest.raises(ValueError, match=r"Unnamed'?: its model fails on tokens .*forward"):
+        staged.hold_against_whole(config, staged.planned_cut(config))
+
+
 def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch.Tensor]]:
     """A run that stopped after 3 of 6 steps, and the weights that it would have ended with."""
     run(of(text, "run.checkpoint_every=3", "inner.max_norm=0", *more, method="noloco"), folder)
