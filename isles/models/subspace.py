@@ -229,7 +229,7 @@ def writers(model: nn.Module) -> tuple[Sequence[str], str]:
         raise ValueError(
             f'pipeline.boundary = "subspace": a {type(source).__name__} does not name what writes to its stream; give '
             'it `writers`, names of nn.Linear in a block such as ("attention.out", "mlp.down"), and `entry`, that of '
-            'its nn.Embedding; or choose "dct"'
+            'its nn.Embedding; or choose "dct:0.75"'
         )
     return names, entry
 

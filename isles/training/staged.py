@@ -19,6 +19,7 @@ from isles.models import build, choose_device, limits, sketch
 from isles.models.config import ModelConfig
 from isles.models.cuts import decoder_costs
 from isles.models.factory import DTYPES
+from isles.models.own import check_contract
 from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
@@ -108,6 +109,8 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
     too_large = sum(parameter.nbytes for parameter in whole.parameters()) > _free_bytes() / 2
     if not too_large:
         whole = _on_host(config.model, config.run.seed)
+        if config.model.factory is not None:
+            check_contract(whole, config.model.factory, context)
     tokens = torch.arange(context, device=next(whole.parameters()).device).remainder(vocab or 2)[None]
     check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
     scheme = run_scheme(config, cut)

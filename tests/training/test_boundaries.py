@@ -26,6 +26,7 @@ from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.evaluation import validation_loss
 from isles.training.placement import layout_of
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.recut import first_blocks, with_boundary, with_stages
 from isles.training.records.regroup import _cut_notes, prepare
 from isles.training.records.saved import load_run
@@ -253,6 +254,15 @@ def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
         dry_run(config)
 
 
+def test_a_model_of_ones_own_without_a_forward_pass_is_refused_in_a_line(text: Path) -> None:
+    """As it is without stages, though it comes in pieces."""
+    factory = ["model.factory=tests.training.test_boundaries:Unnamed", "model.vocab=256", "model.context=16"]
+    settings = [f"data.path={text}", "pipeline.stages=2", "data.batch_size=4", *factory]
+    config = read_config(None, {"replicas.method": "none", "world.workers": 2}, settings)
+    with pytest.raises(ValueError, match=r"Unnamed'?: its model fails on tokens .*forward"):
+        staged.hold_against_whole(config, staged.planned_cut(config))
+
+
 def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch.Tensor]]:
     """A run that stopped after 3 of 6 steps, and the weights that it would have ended with."""
     run(of(text, "run.checkpoint_every=3", "inner.max_norm=0", *more, method="noloco"), folder)
@@ -283,6 +293,23 @@ def test_a_subspace_goes_on_in_other_stages(
     launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
     found = load_file(path / "model.safetensors")
     assert max(float((found[name] - own).abs().max()) for name, own in expected.items()) < 1e-5
+
+
+def test_rows_stay_rows_with_other_replicas(text: Path, tmp_path: Path) -> None:
+    """Groups of one weight decay are told apart by the axis along which their rows run; where no weights are in the
+    subspace, the optimizer is another one.
+    """
+    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary=subspace:4", "pipeline.subspace=row-wise")
+
+    def groups() -> list[list[dict[str, Any]]]:
+        shards = [Checkpoints(path).read_shard(3, worker)["optimizer"]["inner"] for worker in range(2)]
+        return [shard["param_groups"] for shard in shards]
+
+    before = groups()
+    assert [group.get("mean_axis") for group in before[0]] == [None, 0, 1, None]
+    ready, told = prepare(path, 2), Told()
+    assert groups() == before
+    launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
 
 
 def test_masks_go_on_where_the_stages_are(text: Path) -> None:

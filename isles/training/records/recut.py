@@ -27,15 +27,18 @@ from isles.training.records.checkpoint import State
 from isles.training.records.totals import latest_clock, total_traffic
 from isles.training.staged import planned_cut, run_scheme
 
+_CARRIED = ("lr", "initial_lr", "betas", "eps", "fused")
+"""Settings that all groups of an inner optimizer share; by the others (weight decay, rows) they differ."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
     """What a worker holds of the model. trained: shapes by name, in the order of its flat vectors. groups: names in
-    each group of the inner optimizer, with its weight decay. kept: names in its weights' state.
+    each group of the inner optimizer, with its settings. kept: names in its weights' state.
     """
 
     trained: Mapping[str, torch.Size]
-    groups: Sequence[tuple[float, Sequence[str]]]
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
     kept: Sequence[str]
 
 
@@ -165,7 +168,7 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
             "optimizer": {
                 **first["optimizer"],
                 "shapes": [list(shape) for shape in holding.trained.values()],
-                "inner": _inner(first["optimizer"]["inner"], before[0], moments, holding),
+                "inner": _inner(first["optimizer"]["inner"], moments, holding),
                 "outer": outer,
                 "traffic": total_traffic([one["optimizer"]["traffic"] for one in inherited], optimizers[0]["traffic"]),
                 "transport": latest_clock(optimizers[0]["transport"], states),
@@ -185,24 +188,29 @@ def _holding(config: Config, model: nn.Module) -> Holding:
     inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
     return Holding(
         trained={name: own.shape for name, own in model.named_parameters() if own.requires_grad},
-        groups=[(group["weight_decay"], [names[id(own)] for own in group["params"]]) for group in inner.param_groups],
+        groups=[(_settings(group), [names[id(own)] for own in group["params"]]) for group in inner.param_groups],
         kept=list(model.state_dict()),
     )
 
 
-def _inner(like: dict[str, Any], held: Holding, moments: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
-    """The inner optimizer's state. like: that of a worker that held `held`."""
-    settings = {decay: group for (decay, _), group in zip(held.groups, like["param_groups"], strict=True)}
+def _inner(like: dict[str, Any], moments: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
+    """The inner optimizer's state. like: that of another worker of the replica."""
     names = [name for _, group in holding.groups for name in group]
     groups, begin = [], 0
-    for decay, group in holding.groups:
-        own = settings.get(decay) or {**like["param_groups"][0], "weight_decay": decay}
-        groups.append({**own, "params": list(range(begin, begin + len(group)))})
+    for own, group in holding.groups:
+        carried = {key: like["param_groups"][0][key] for key in _CARRIED if key in like["param_groups"][0]}
+        groups.append({**own, **carried, "params": list(range(begin, begin + len(group)))})
         begin += len(group)
     return {
         "state": {index: moments[name] for index, name in enumerate(names) if name in moments},
         "param_groups": groups,
     }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `params`, as where there are numbers: then kernels are fused that can be."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    return own | ({"fused": True} if "fused" in own else {})
 
 
 def _schedule(state: dict[str, Any], groups: int) -> dict[str, Any]:
