@@ -162,14 +162,20 @@ class Participant:
         for _ in range(steps):
             self.trainer.step()
         company.pace((time.perf_counter() - began) / steps)
-        self.trainer.report(self._judged(round, every, first=place == 0))
+        loss = self._judged(round, first=place == 0)
+        if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
+            self.trainer.report(loss)
         self._copy_state(round)
 
-    def _judged(self, round: int, every: int, *, first: bool) -> float | None:
+    def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
-        due = self.config.run.validate_every
-        passed = due and (round * every) // due > ((round - 1) * every) // due
-        return self.trainer.validate() if passed and first and round < last_round(self.config) else None
+        due = first and round < last_round(self.config) and self._passes(round, self.config.run.validate_every)
+        return self.trainer.validate() if due else None
+
+    def _passes(self, round: int, number: int) -> bool:
+        """Whether a multiple of so many inner steps is among those of `round`; 0: never."""
+        every = sync_every(self.config)
+        return number > 0 and (round * every) // number > ((round - 1) * every) // number
 
     def _leaves(self, round: int) -> bool:
         """Whether this worker leaves before `round`: the first one of a view without it."""

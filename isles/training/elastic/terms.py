@@ -69,6 +69,14 @@ def check(config: Config) -> None:
         raise ValueError(
             '[memory] and model.autocast = "fp16" are not there yet where workers come and go: leave them out'
         )
+    for key, value, meant in (
+        ("run.loggers", config.run.loggers, ()),
+        ("run.start", config.run.start, ""),
+        ("data.split", config.data.split, "iid"),
+        ("data.batch_mode", config.data.batch_mode, "per_worker"),
+    ):
+        if value != meant:
+            raise ValueError(f"{key} = {value!r} is not there yet where workers come and go: leave it out")
     if config.run.steps % sync_every(config):
         raise ValueError(
             f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "

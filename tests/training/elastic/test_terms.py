@@ -44,6 +44,10 @@ def test_lost_workers_end_nobody() -> None:
         (["world.workers=4", "world.inner=2"], "world.inner"),
         (["world.backend=virtual"], "world.backend"),
         (["run.steps=21"], "replicas.sync_every = 5"),
+        (["run.loggers=['tensorboard']"], "run.loggers"),
+        (["run.start=runs/other"], "run.start"),
+        (["data.split=by_file"], "data.split"),
+        (["data.batch_mode=global", "data.batch_size=6"], "data.batch_mode"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> None:
