@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.mesh import Mesh
+from isles.data import load_corpus
 from isles.replicas import METHODS
 from isles.replicas.methods.none import NoSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
+from isles.training.running.virtual import VirtualWorkers
 from isles.training.trainer import train_worker
 
 CONTEXT, BATCH = 16, 2
@@ -158,3 +160,9 @@ def without_clocks(values: dict[str, Any]) -> dict[str, Any]:
         channels = kept["channels"].items()
         kept["channels"] = {name: without_clocks(told) for name, told in channels}
     return kept
+
+
+def counted(config: Config) -> list[dict[str, Any]]:
+    """What each worker counts on the virtual clock."""
+    args = (config, None, None, load_corpus(config.data))
+    return VirtualWorkers(train_worker, config.world.workers, config, args).join()

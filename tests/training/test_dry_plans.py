@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from isles.data import load_corpus
 from isles.network.own import read_links
 from isles.network.routing.delays import fingerprint
 from isles.network.routing.plan import as_json
@@ -19,10 +18,8 @@ from isles.network.routing.search import blind
 from isles.training.config.sections import Config
 from isles.training.dry_run import DryRun, dry_run
 from isles.training.running.run import launch
-from isles.training.running.virtual import VirtualWorkers
-from isles.training.trainer import train_worker
 from tests.network.routing.instances import drawn
-from tests.training.runs import metrics, tiny, write_text
+from tests.training.runs import counted, metrics, tiny, write_text
 from tests.training.test_partial import words, write_plan
 
 RESTS = Costs(rest=0.05, rest_at_origin=0.02)
@@ -43,15 +40,9 @@ def of(folder: Path, problem: Problem, seed: int, *more: str, steps: int = 3, **
     return config, made.step_seconds
 
 
-def ran(config: Config) -> list[dict[str, Any]]:
-    """What each worker counts on the virtual clock."""
-    args = (config, None, None, load_corpus(config.data))
-    return VirtualWorkers(train_worker, config.world.workers, config, args).join()
-
-
 def check(config: Config, within: float) -> DryRun:
     """Bytes of every worker, forwards kept, and the mean seconds of a step, exchanges included (relative)."""
-    planned, results = dry_run(config), ran(config)
+    planned, results = dry_run(config), counted(config)
     assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
     took = sum(result["compute_seconds"] + result["blocked_seconds"] for result in results)
     waits = [result["channels"].get("pipeline") for result in results]

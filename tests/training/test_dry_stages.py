@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from isles.data import load_corpus
 from isles.network.planner.replay import replay_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import DryRun, dry_run
-from isles.training.running.virtual import VirtualWorkers
-from isles.training.trainer import train_worker
-from tests.training.runs import tiny, write_text
+from tests.training.runs import counted, tiny, write_text
 
 STAGES = ["model.layers=4", "data.batch_size=4", "data.validation_fraction=0"]
 
@@ -33,15 +29,9 @@ def of(text: Path, *more: str, method: str = "noloco", workers: int = 4, steps: 
     return tiny(text, *STAGES, links, f"pipeline.stages={stages}", *more, method=method, workers=workers, steps=steps)
 
 
-def ran(config: Config) -> list[dict[str, Any]]:
-    """What each worker counts on the virtual clock."""
-    args = (config, None, None, load_corpus(config.data))
-    return VirtualWorkers(train_worker, config.world.workers, config, args).join()
-
-
 def check(config: Config, within: float) -> DryRun:
     """Bytes are equal, worker by worker; the shares of computing and of the bubble are so near, in points."""
-    planned, results = dry_run(config), ran(config)
+    planned, results = dry_run(config), counted(config)
     assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
     assert planned.transfers is not None
     assert planned.transfers.utilisation is not None and planned.transfers.bubble is not None
