@@ -54,7 +54,7 @@ def lighthouse(
             started.extend(_start(address, run / "credentials", run, number) for number in range(workers))
 
         keeper = _keeper(resolved, run, address, told, progress)
-        stack.callback(_end, started)
+        stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
         with first_interrupt(keeper.stopping.set, resolved.run.grace):
             summary = keeper.run()
     if summary is None:
@@ -104,8 +104,10 @@ def _start(address: str, credentials: Path, out: Path, number: int) -> subproces
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
-def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    """They go by themselves once the run is over; who does not is ended."""
+def _end(started: list[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+    """They go by themselves once the run is over, and are asked to where it was stopped; who does not is ended."""
+    for process in started if at_once else ():
+        process.terminate()
     until = time.monotonic() + 20.0
     for process in started:
         try:
