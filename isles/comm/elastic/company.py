@@ -158,9 +158,9 @@ class Company:
         with self._changed:
             self.member.seconds = seconds
 
-    def leave(self) -> None:
-        """Ask to leave with the next view."""
-        self.ask(Leave())
+    def leave(self) -> bool:
+        """Ask to leave with the next view; False where nobody is there to make one."""
+        return self.ask(Leave()) is not None
 
     def report(self, event: Mapping[str, Any]) -> None:
         """Have the lighthouse note a line of metrics or a word."""

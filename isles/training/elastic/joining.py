@@ -184,7 +184,8 @@ class Participant:
         if not self._asked_to_leave:
             self._asked_to_leave = True
             self._leave_by = time.monotonic() + self.config.run.grace
-            self.company.leave()
+            if not self.company.leave():
+                return True
         until = self.company.until()
         return (until is not None and round >= until) or time.monotonic() > self._leave_by
 
