@@ -22,7 +22,7 @@ def forward_seconds(
     ValueError, one line that names the option, for what cannot be.
     """
     if (forward is None) == (hardware is None):
-        raise ValueError("give either --forward or --hardware, not both: how long does a node take?")
+        raise ValueError("how long does a node take? give --forward SECONDS or --hardware NAMES, one of the two")
     if (operations is None) != (hardware is None):
         raise ValueError("--hardware and --operations belong together: of which machines, and of how much work")
     if forward is not None:

@@ -1,0 +1,49 @@
+"""A network of machines measured pair by pair by `isles doctor --peer --write-links`, and a plan for it."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from benchmarks._machines import Machine, machines, unavailable
+from isles.network.own import read_links
+from tests.cli.command import Command
+
+RATES = (100e6, 20e6, 50e6)
+"""Bits per second out of and into each machine: a pair has the smaller one."""
+
+
+def measured(folder: Path, here: int, there: int, made: tuple[Machine, ...]) -> None:
+    """One pair more in links.toml."""
+    place = f"{made[there].address}:29400"
+    host = Command("doctor", "--listen", place, folder=folder, machine=made[there])
+    assert host.process.stderr is not None
+    assert "waiting" in host.process.stderr.readline()
+    words = ["--peer", place, "--write-links", "links.toml", "--nodes", f"{here},{there}"]
+    caller = Command("doctor", *words, folder=folder, machine=made[here])
+    ends = [caller.end(), host.end()]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+
+
+@pytest.mark.long
+def test_three_machines_are_measured_and_planned_for(tmp_path: Path) -> None:
+    """All six ways within 15 % of what their token buckets let pass; `isles pipeline plan` reads the file."""
+    if why := unavailable():
+        pytest.skip(why)
+    with machines(3) as made:
+        for machine, rate in zip(made, RATES, strict=True):
+            machine.limit(rate)
+        for here, there in combinations(range(3), 2):
+            measured(tmp_path, here, there, made)
+        words = ["links.toml", "--stages", "1,1,1", "--bytes", "1e6", "--forward", "0.2", "--out", "plan.json"]
+        code, _, error = Command("pipeline", "plan", *words, folder=tmp_path, machine=made[0]).end()
+    assert code == 0, error
+    links = read_links(str(tmp_path / "links.toml"))
+    for here, there in combinations(range(3), 2):
+        rate = min(RATES[here], RATES[there])
+        for way in ((here, there), (there, here)):
+            assert links.way_rate(*way) == pytest.approx(rate, rel=0.15), way
+    assert json.loads((tmp_path / "plan.json").read_text())["paths"]
