@@ -7,15 +7,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache
 
 from benchmarks._reference import instance
+from isles.network.routing.events import play
 from isles.network.routing.legal import PathRules, faults, legal_orders
-from isles.network.routing.problem import Problem, replay_paths
+from isles.network.routing.problem import Problem, Slot, replay_paths, routes_of
+from isles.network.routing.replay import first_come, seconds_of
+from isles.network.routing.routes import Task
 from isles.network.routing.search import Effort, with_collisions, without_collisions
 from isles.network.routing.strategies import full
+from isles.network.routing.wires import Delays
 
 Order = tuple[int, ...]
 
@@ -53,16 +57,16 @@ def drawn(kind: str, rng: random.Random) -> list[Order]:
 def seconds(kind: str) -> float | None:
     """Of a step; None: there is no such plan, or the instance is not at hand.
 
-    full                  fixed pipelines
-    plan, swaps of 2, 3   the best plan found where swaps may be that far apart
-    legal, uneven         drawn orders, each stage of each slot at the node that was found best
+    full                              fixed pipelines
+    plan, swaps of 2, 3               the best plan found where swaps may be that far apart
+    legal, uneven, stage 0 left out   drawn orders, each stage of each slot at the node that was found best
     """
     problem = _problem()
     if problem is None:
         return None
     if kind == "full":
         return full(problem).played.makespan
-    if kind in ("legal", "uneven"):
+    if kind in ("legal", "uneven", "stage 0 left out"):
         return _placed(problem, drawn(kind, random.Random(0)))
     if kind != "plan" and not kind.startswith("swaps of "):
         return None
@@ -92,21 +96,48 @@ def _plan(rules: PathRules) -> tuple[tuple[Order, ...], float] | None:
 
 
 def _placed(problem: Problem, orders: Sequence[Order]) -> float:
-    """Seconds of a step of slots that run `orders`, each stage at the node that was found best, one after the other."""
-    paths = {
-        slot: tuple(problem.stages[stage][index % len(problem.stages[stage])] if stage else slot[0] for stage in order)
-        for index, (slot, order) in enumerate(zip(problem.slots, orders, strict=True))
-    }
-    best, helped = replay_paths(problem, paths).makespan, True
+    """Seconds of a step of slots that run `orders`, each stage at the node that was found best, one after the other.
+
+    Every path begins at its origin, which has the text; where the order leaves stage 0 out it only embeds there, which
+    is taken to cost nothing.
+    """
+    paths: dict[Slot, tuple[int, ...]] = {}
+    for index, (slot, order) in enumerate(zip(problem.slots, orders, strict=True)):
+        later = [problem.stages[stage] for stage in order if stage]
+        paths[slot] = (slot[0], *(nodes[index % len(nodes)] for nodes in later))
+    light = {number for number, order in enumerate(orders) if 0 not in order}
+    best, helped = _makespan(problem, paths, light), True
     while helped:
         helped = False
-        for slot, place in itertools.product(problem.slots, range(1, LENGTH)):
-            for node in problem.stages[problem.stage_of[paths[slot][place]]]:
+        for slot in problem.slots:
+            for place, node in _others(problem, paths[slot]):
                 tried = paths | {slot: (*paths[slot][:place], node, *paths[slot][place + 1 :])}
-                found = replay_paths(problem, tried).makespan
+                found = _makespan(problem, tried, light)
                 if found < best:
                     paths, best, helped = tried, found, True
     return best
+
+
+def _others(problem: Problem, path: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(place, node) of all nodes that could stand at a place after the first, as `path` is at the beginning."""
+    for place in range(1, len(path)):
+        for node in problem.stages[problem.stage_of[path[place]]]:
+            yield place, node
+
+
+def _makespan(problem: Problem, paths: Mapping[Slot, tuple[int, ...]], light: Set[int]) -> float:
+    """Seconds of a step; the first hop of the slots `light`, by their place among the paths, takes no time."""
+    routes = routes_of(paths, problem.waves)
+    by_number = {route.microbatch: route for route in routes}
+
+    def duration(worker: int, task: Task) -> float:
+        if task.hop == 0 and task.kind != "L" and task.microbatch % len(paths) in light:
+            return 0.0
+        return seconds_of(problem.seconds, by_number[task.microbatch], worker, task)
+
+    room = dict.fromkeys(range(problem.nodes), problem.memory)
+    spans = play(routes, first_come, Delays(problem.delays), duration, room, problem.rest)
+    return max(span.end for span in spans)
 
 
 def _fitted(orders: Sequence[Order], visits: Sequence[int], rng: random.Random) -> list[Order]:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.partial_models [--steps 300] [--seeds 0,1,2] [--runs FILE] [--known] [--write] [--json]
 
-A decoder of 6 blocks, width 48, over bytes, on the library's own text; every block is a stage. A step is 30 rows of 64
-bytes, two for each of 15 slots, in one process: each slot runs the model in the order of its path, which is what a
-pipeline does to the bit (tests/pipeline/test_plans.py). The rate and its warm-up are those of a bare `isles train`.
+A decoder of 6 blocks, of width 48 and 128, over bytes, on the library's own text; every block is a stage. A step is 30
+rows of 64 bytes, two for each of 15 slots, in one process: each slot runs the model in the order of its path, which is
+what a pipeline does to the bit (tests/pipeline/test_plans.py). Rates are swept with the first seed for the kinds
+`SWEPT`, each of which then takes its best one; the others take that of "plan".
 
     full                all slots run all stages
     plan                orders of our plan for the second instance (4 of 6 stages)
@@ -15,8 +16,9 @@ pipeline does to the bit (tests/pipeline/test_plans.py). The rate and its warm-u
     stage 0 left out, swaps of 2, swaps of 3, uneven    as "legal", one guideline broken (benchmarks/_skip_orders.py)
     plan, visits        "plan" with gradients = "visits"
 
-Then stages are dropped, or left early, with no further training. Losses in nats a byte on held-out text. Every run is a
-line of FILE as soon as it is done, and is not done again. --write puts the tables into docs/partial-pipelines.md.
+Width 128 has "full" and "plan". Then stages are dropped, or left early, with no further training. Losses in nats a byte
+on held-out text. Every run is a line of FILE as soon as it is done, and is not done again. --write puts the tables into
+docs/partial-pipelines.md.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ import math
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,14 +49,33 @@ from isles.models.decoder import next_token_loss
 from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
 from isles.training.stage_orders import dropped, order_loss
 
-SHAPE = Shape(d_model=48, layers=STAGES, heads=4, ffn=128, vocab=256, context=64, tie_embeddings=True)
+SHAPES = {
+    width: Shape(d_model=width, layers=STAGES, heads=4, ffn=ffn, vocab=256, context=64, tie_embeddings=True)
+    for width, ffn in ((48, 128), (128, 336))
+}
 DATA = DataConfig(batch_size=2 * SLOTS, validation_sequences=128)
-INNER = InnerConfig(lr=6e-3, warmup_steps=60)
+RATES = {48: (6e-3, 1.2e-2, 2e-2, 3e-2), 128: (2e-3, 3e-3, 4e-3, 6e-3)}
+"""Peak learning rates of the sweeps, by width."""
+WARMUP_STEPS = 60
 BROKEN = ("stage 0 left out", "swaps of 2", "swaps of 3", "uneven")
-KINDS = ("full", "plan", "full, equal time", "4 blocks", "legal", "anew", *BROKEN, "plan, visits")
+SWEPT = ("full", "plan", "full, equal time", "4 blocks")
+KINDS = (*SWEPT, "legal", "anew", *BROKEN, "plan, visits")
+KINDS_AT = {48: KINDS, 128: ("full", "plan")}
+"""What is trained, by width."""
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    width: int
+    kind: str
+    rate: float
+    seed: int
+
 
 Losses = Mapping[str, float]
 """Nats a byte by what runs: "dropped 2" and the like, means over the orders of that kind."""
+Runs = dict[Case, Losses]
 
 
 class SlotOrders:
@@ -87,19 +108,22 @@ def steps_of(kind: str, steps: int) -> int:
     return round(steps * skip / full)
 
 
-def trained(kind: str, steps: int, seed: int, loader: Loader) -> Decoder:
+def trained(case: Case, steps: int, loader: Loader) -> Decoder:
     """A model after so many steps."""
-    shape = replace(SHAPE, layers=LENGTH) if kind == "4 blocks" else SHAPE
-    model, orders_now = Decoder(shape, seed=seed), SlotOrders(kind, seed)
-    optimizer = inner_optimizer(model, INNER, "adamw")
+    shape = SHAPES[case.width]
+    if case.kind == "4 blocks":
+        shape = replace(shape, layers=LENGTH)
+    inner = InnerConfig(lr=case.rate, warmup_steps=WARMUP_STEPS)
+    model, orders_now = Decoder(shape, seed=case.seed), SlotOrders(case.kind, case.seed)
+    optimizer = inner_optimizer(model, inner, "adamw")
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = INNER.lr * lr_factor(step, steps, INNER)
+            group["lr"] = case.rate * lr_factor(step, steps, inner)
         orders = orders_now()
         for order, rows in _by_order(next(loader), orders).items():
             loss = next_token_loss(model.logits(rows[:, :-1], order=order), rows[:, 1:])
             (loss * len(rows) / DATA.batch_size).backward()
-        _complete(model, orders, shared="visits" in kind)
+        _complete(model, orders, shared="visits" in case.kind)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -142,46 +166,76 @@ def _corpus() -> Any:
     return load_corpus(DATA)
 
 
-def known_runs(steps: int, path: Path) -> dict[tuple[str, int], Losses]:
-    """By kind and seed: those of FILE."""
+def known_runs(steps: int, path: Path) -> Runs:
+    """Those of FILE."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(one["kind"], one["seed"]): one["losses"] for one in lines if one["steps"] == steps}
+    return {Case(*(one[key] for key in Case._fields)): one["losses"] for one in lines if one["steps"] == steps}
 
 
-def all_runs(steps: int, seeds: Sequence[int], path: Path) -> dict[tuple[str, int], Losses]:
-    """By kind and seed: those of FILE, and then the ones that were not there."""
+def all_runs(steps: int, seeds: Sequence[int], path: Path) -> Runs:
+    """Those of FILE, and then the ones that were not there: first the sweeps."""
     done = known_runs(steps, path)
-    for kind, seed in product(KINDS, seeds):
-        if (kind, seed) in done:
-            continue
-        loader = Loader(_corpus(), DATA, context=SHAPE.context, seed=seed)
-        losses = judged(trained(kind, steps_of(kind, steps), seed, loader), loader)
-        with path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "seed": seed, "steps": steps, "losses": losses}) + "\n")
-        print(kind, seed, losses["dropped 0"], file=sys.stderr, flush=True)
-        done[kind, seed] = losses
-    return {key: losses for key, losses in done.items() if key[1] in seeds}
+    for width, kinds in KINDS_AT.items():
+        for kind, rate in product([kind for kind in SWEPT if kind in kinds], RATES[width]):
+            _do(Case(width, kind, rate, seeds[0]), steps, path, done)
+        for kind, seed in product(kinds, seeds):
+            _do(Case(width, kind, best_rate(done, width, kind), seed), steps, path, done)
+    return done
 
 
-def rows(runs: Mapping[tuple[str, int], Losses]) -> list[Row]:
+def _do(case: Case, steps: int, path: Path, done: dict[Case, Losses]) -> None:
+    """Run it, unless it has been."""
+    if case in done:
+        return
+    loader = Loader(_corpus(), DATA, context=SHAPES[case.width].context, seed=case.seed)
+    losses = judged(trained(case, steps_of(case.kind, steps), loader), loader)
+    with path.open("a") as file:
+        file.write(json.dumps({**case._asdict(), "steps": steps, "losses": losses}) + "\n")
+    print(*case, losses["dropped 0"], file=sys.stderr, flush=True)
+    done[case] = losses
+
+
+def best_rate(runs: Runs, width: int, kind: str) -> float:
+    """With which the swept kind has the least loss with its first seed; of kinds that are not swept, that of "plan"."""
+    swept = kind if kind in SWEPT else "plan"
+    first = min(case.seed for case in runs if (case.width, case.kind) == (width, swept))
+    tried = [case for case in runs if (case.width, case.kind, case.seed) == (width, swept, first)]
+    return min(tried, key=lambda case: runs[case]["dropped 0"]).rate
+
+
+def chosen(runs: Runs, width: int) -> dict[tuple[str, int], Losses]:
+    """By kind and seed, each at its best rate."""
+    return {
+        (case.kind, case.seed): losses
+        for case, losses in runs.items()
+        if case.width == width and case.rate == best_rate(runs, width, case.kind)
+    }
+
+
+def rows(runs: Runs) -> list[Row]:
     """Means over seeds with the smallest and the largest, and the bounds."""
+    return [row for width in KINDS_AT for row in _rows_of(f"{width}: ", chosen(runs, width))]
+
+
+def _rows_of(prefix: str, runs: Mapping[tuple[str, int], Losses]) -> list[Row]:
     means = averages(runs)
     made = []
     for kind, losses in means.items():
         for what in losses:
             each = [one[what] for (name, _), one in runs.items() if name == kind]
-            made.append(Row(f"{kind}: {what}", mean(each), "nats", None, f"{min(each):.3f} to {max(each):.3f}"))
+            made.append(Row(f"{prefix}{kind}: {what}", mean(each), "nats", None, f"{min(each):.3f} to {max(each):.3f}"))
     full, skip = means["full"], means["plan"]
     rise = [one["dropped 2"] - one["dropped 0"] for one in (full, skip)]
-    return [
-        *made,
-        Row("plan above full", skip["dropped 0"] - full["dropped 0"], "nats", ("<=", 0.10)),
-        Row("rise with 2 dropped, plan / full", rise[1] / rise[0], "", ("<=", 0.5)),
-        Row("perplexity with 3 dropped, plan", _percent(skip), "% more", None, "the paper: 7"),
-        Row("perplexity with 3 dropped, full", _percent(full), "% more"),
-        Row("plan above full, equal time", skip["dropped 0"] - means["full, equal time"]["dropped 0"], "nats",
-            ("<=", 0.0)),
-    ]  # fmt: skip
+    made += [
+        Row(f"{prefix}plan above full", skip["dropped 0"] - full["dropped 0"], "nats", ("<=", 0.10)),
+        Row(f"{prefix}rise with 2 dropped, plan / full", rise[1] / rise[0], "", ("<=", 0.5)),
+        Row(f"{prefix}perplexity with 3 dropped, plan", _percent(skip), "% more", None, "the paper: 7"),
+        Row(f"{prefix}perplexity with 3 dropped, full", _percent(full), "% more"),
+    ]
+    if "full, equal time" in means:
+        ahead = skip["dropped 0"] - means["full, equal time"]["dropped 0"]
+        made.append(Row(f"{prefix}plan above full, equal time", ahead, "nats", ("<=", 0.0)))
+    return made
 
 
 def averages(runs: Mapping[tuple[str, int], Losses]) -> dict[str, dict[str, float]]:
@@ -198,29 +252,54 @@ def _percent(losses: Losses) -> float:
     return 100 * math.expm1(losses["dropped 3"] - losses["dropped 0"])
 
 
-def tables(runs: Mapping[tuple[str, int], Losses]) -> str:
-    """In Markdown: stages missing, and what each guideline buys."""
-    means = averages(runs)
-    missing = ["", "| | all | 1 dropped | 2 | 3 | 1 left early | 2 | 3 | 4 | 5 |", f"|{'---|' * 10}"]
-    for kind in ("full", "plan", "4 blocks"):
-        shown = [f"dropped {count}" for count in range(4)] + [f"left early {count}" for count in range(1, 6)]
+def tables(runs: Runs) -> str:
+    """In Markdown: rates, stages missing by width, and what each guideline buys."""
+    parts = ["", *_sweep(runs)]
+    for width in KINDS_AT:
+        parts += [*_missing(width, averages(chosen(runs, width))), ""]
+    return "\n".join([*parts, *_guidelines(runs), ""])
+
+
+def _sweep(runs: Runs) -> Iterator[str]:
+    for width, kinds in KINDS_AT.items():
+        yield f"| width {width}, peak rate | {' | '.join(f'{rate:g}' for rate in RATES[width])} |"
+        yield f"|{'---|' * (1 + len(RATES[width]))}"
+        for kind in (kind for kind in SWEPT if kind in kinds):
+            seed = min(case.seed for case in runs if (case.width, case.kind) == (width, kind))
+            found = [runs.get(Case(width, kind, rate, seed)) for rate in RATES[width]]
+            cells = ["" if losses is None else f"{losses['dropped 0']:.3f}" for losses in found]
+            yield f"| {kind} | {' | '.join(cells)} |"
+        yield ""
+
+
+def _missing(width: int, means: Mapping[str, Losses]) -> Iterator[str]:
+    yield f"| width {width} | all | 1 dropped | 2 | 3 | 1 left early | 2 | 3 | 4 | 5 |"
+    yield f"|{'---|' * 10}"
+    shown = [f"dropped {count}" for count in range(4)] + [f"left early {count}" for count in range(1, 6)]
+    for kind in (kind for kind in ("full", "plan", "4 blocks") if kind in means):
         cells = [f"{means[kind][what]:.3f}" if what in means[kind] else "" for what in shown]
-        missing.append(f"| {kind} | {' | '.join(cells)} |")
-    guidelines = ["", "| | seeds | loss | from, to | above full | 2 dropped | seconds of a step |", f"|{'---|' * 7}"]
-    for kind, losses in means.items():
-        each = [one["dropped 0"] for (name, _), one in runs.items() if name == kind]
-        above = mean(each) - mean(runs["full", seed]["dropped 0"] for name, seed in runs if name == kind)
-        takes = seconds(kind.split(",")[0])
-        cells = [
-            f"{len(each)}",
-            f"{losses['dropped 0']:.3f}",
-            f"{min(each):.3f} to {max(each):.3f}",
-            f"{above:+.3f}",
-            f"{losses['dropped 2']:.3f}",
-            "-" if takes is None else f"{takes:.1f}",
-        ]
-        guidelines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join([*missing, *guidelines, ""])
+        yield f"| {kind} | {' | '.join(cells)} |"
+
+
+def _guidelines(runs: Runs) -> Iterator[str]:
+    yield "| | seeds | rate | loss | from, to | above full | 2 dropped | seconds of a step |"
+    yield f"|{'---|' * 8}"
+    for width in KINDS_AT:
+        own = chosen(runs, width)
+        for kind, losses in averages(own).items():
+            each = [one["dropped 0"] for (name, _), one in own.items() if name == kind]
+            above = mean(each) - mean(own["full", seed]["dropped 0"] for name, seed in own if name == kind)
+            takes = seconds(kind.split(",")[0])
+            cells = [
+                f"{len(each)}",
+                f"{best_rate(runs, width, kind):g}",
+                f"{losses['dropped 0']:.3f}",
+                f"{min(each):.3f} to {max(each):.3f}",
+                f"{above:+.3f}",
+                f"{losses['dropped 2']:.3f}",
+                "-" if takes is None else f"{takes:.1f}",
+            ]
+            yield f"| {kind}{'' if width == 48 else f', width {width}'} | {' | '.join(cells)} |"
 
 
 def main() -> int:

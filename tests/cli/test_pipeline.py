@@ -130,7 +130,7 @@ def test_every_broken_rule_is_said(pipeline, tmp_path):
         (["--skip-ratio", "0.3"], "--path-length and --skip-ratio say the same"),
         (["--memory", "0"], "memory = 0: choose 1 or more"),
         (["--forward", "1,2"], "--forward has 2 values: give one, or one for each of 6 nodes"),
-        (["--hardware", "A100-40"], "give either --forward or --hardware"),
+        (["--hardware", "A100-40"], "give --forward SECONDS or --hardware NAMES"),
         (["--operations", "1T"], "--hardware and --operations belong together"),
         (["--step-factors", "1,0"], "--step-factors 0: choose numbers above 0"),
         (["--forward", "fast"], "--forward = 'fast': write a number and a unit"),
