@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def struck(config: Any, out: Path, number: signal.Signals) -> Interrupted:
     return caught.value
 
 
+@pytest.fixture
+def heard_by_default() -> Iterator[None]:
+    """Also where the tests were begun with nohup, which a run honours."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard_by_default")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_the_run_is_saved_and_goes_on_to_the_same_bits(tmp_path: Path, number: signal.Signals) -> None:
     """No handler and no timer stays behind in a program that calls `launch`."""
