@@ -1,4 +1,6 @@
-"""Real processes that are killed, frozen, told to leave and joined, at random moments: `make test-long`."""
+"""Real processes that are killed, frozen, told to leave and joined, at random moments: twenty times in `make test-long`,
+a thousand times in `make soak`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.test_runs import events, small
 
 pytest.importorskip("zenoh")
-EVENTS, MOST, LEAST = 20, 4, 2
+EVENTS, MOST, LEAST = int(os.environ.get("ISLES_SOAK", "20")), 4, 2
+SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
 
 
 class Processes:
@@ -64,6 +67,12 @@ class Processes:
                 process.wait()
 
 
+def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """(pages of memory, open files)."""
+    own = Path(f"/proc/{process.pid}")
+    return int((own / "statm").read_text().split()[1]), len(list((own / "fd").iterdir()))
+
+
 def connected(out: Path) -> set[int]:
     """Seats that are there, as the journal has it."""
     there: set[int] = set()
@@ -83,7 +92,10 @@ def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
     try:
         living = [world.join() for _ in range(LEAST)]
         world.until(lambda: events(world.out, "view"))
-        for _ in range(EVENTS):
+        settled = (0, 0)
+        for event in range(EVENTS):
+            if event == SETTLED:
+                settled = held(world.light)
             time.sleep(draw.uniform(0.5, 3.0))
             what = draw.choice(["kill", "leave", "freeze", "join", "join"])
             if (what == "join" and len(living) < MOST) or len(living) <= LEAST:
@@ -105,6 +117,8 @@ def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
         lines = (world.out / "metrics.jsonl").read_text().count("\n")
         world.until(lambda: (world.out / "metrics.jsonl").read_text().count("\n") > lines + 10)
         assert all(process.poll() is None for process in living), world.logs()
+        for now, before in zip(held(world.light), settled, strict=True):
+            assert before == 0 or now <= 1.2 * before
         for process in living:
             process.send_signal(signal.SIGTERM)
         assert [process.wait(60.0) for process in living] == [0] * len(living), world.logs()
