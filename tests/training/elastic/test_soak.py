@@ -1,4 +1,4 @@
-"""Real processes that are killed, frozen, told to leave and joined, at random moments: twenty times in `make test-long`,
+"""Real processes that are killed, frozen, told to leave and joined, at random moments: 20 times in `make test-long`,
 a thousand times in `make soak`.
 """
 
