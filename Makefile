@@ -3,6 +3,7 @@
 #   make demo         train a small model with four workers, into runs/demo
 #   make test         ruff, the type checker and the tests (minutes)
 #   make test-long    only the tests marked "long"
+#   make soak         processes of an elastic run killed, frozen and joined a thousand times (most of an hour)
 #   make lint         ruff and the type checker alone; `make format` mends the layout
 #   make bench        every benchmark
 #   make comparison   all methods on one job, three seeds, and a sweep over sizes: docs/comparison.md (most of an hour)
@@ -24,7 +25,7 @@ STAMP := $(VENV)/.isles-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench comparison clean distclean
+.PHONY: help setup demo test test-long soak lint format bench comparison clean distclean
 
 help:
 	@sed -n '1,/^$$/{s/^# \{0,1\}//;p;}' Makefile
@@ -65,6 +66,9 @@ test: lint
 # pytest answers 5 when no test carries the mark; that is no failure.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long || [ $$? -eq 5 ]
+
+soak: $(STAMP)
+	ISLES_SOAK=1000 $(BIN)/python -m pytest -m long -p no:xdist tests/training/elastic/test_soak.py -k outlives
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -32,7 +32,11 @@ def resume(
     token: TokenText = None,
     trust: Trust = False,
 ) -> None:
-    """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped."""
+    """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped.
+
+    A run whose workers come and go: its lighthouse is lit again where it stood, with as many workers here as it had.
+    """
+    from isles.cli.elastic.lighthouse import light_again
     from isles.launch.nodes import NodeSpec
     from isles.training.records.regroup import prepare
     from isles.training.records.tokens import given_token
@@ -43,7 +47,10 @@ def resume(
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
     if (run / "members.jsonl").exists():
-        raise ValueError(f"{run}: its workers come and go: light it again with `isles lighthouse {run}`, and they join")
+        if (step, stages, nodes) != (None, None, 1):
+            raise ValueError(f"{run}: its workers come and go: leave --step, --stages and --nodes out")
+        light_again(run, workers)
+        return
     if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):
         option = f"--stages {stages}" if workers is None else f"--workers {workers}"
         raise ValueError(

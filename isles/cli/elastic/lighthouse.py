@@ -16,6 +16,7 @@ from isles.cli.signals import end_in_order
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
     from isles.training.elastic.lighthouse import Keeper
+    from isles.training.elastic.stand import Stand
 
 
 def lighthouse(
@@ -35,32 +36,52 @@ def lighthouse(
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
 ) -> None:
     """Keep a run that workers join and leave (`isles join`), and show the command that they join with."""
-    from isles.cli.progress import Progress
-    from isles.cli.train import _new_directory, _print_summary
-    from isles.training.running.starting import first_interrupt
+    from isles.cli.train import _new_directory
+    from isles.training.elastic.stand import Stand
 
     end_in_order()
     if not 0 < port < 65536:
         raise ValueError(f"--port {port}: choose 1 to 65535")
+    if workers < 0:
+        raise ValueError(f"--workers {workers}: choose 0 or more")
     resolved, there = _resolved(config, founders, set_ or [], out)
-    run = there or _new_directory(resolved.method)
-    address = f"{host}:{port}"
+    _keep(resolved, there or _new_directory(resolved.method), Stand(host=host, port=port, workers=workers))
+
+
+def light_again(run: Path, workers: int | None) -> None:
+    """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
+    from dataclasses import replace
+
+    from isles.training.elastic.stand import read_stand
+
+    stand = read_stand(run)
+    resolved, _ = _resolved(str(run), None, [], None)
+    _keep(resolved, run, stand if workers is None else replace(stand, workers=workers))
+
+
+def _keep(config: Config, run: Path, stand: Stand) -> None:
+    """Until it ends, or is stopped."""
+    from isles.cli.progress import Progress
+    from isles.cli.train import _print_summary
+    from isles.training.running.starting import first_interrupt
+
+    address = f"{stand.host}:{stand.port}"
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(resolved.method, resolved.world.workers, resolved.run.steps))
+        progress = stack.enter_context(Progress(config.method, config.world.workers, config.run.steps))
         started: list[subprocess.Popen[bytes]] = []
 
         def told(token: str) -> None:
+            stand.write(run)
             progress.notice(f"to join, on a machine that has isles[elastic]: isles join {address} --token {token}")
-            started.extend(_start(address, run / "credentials", run, number) for number in range(workers))
+            started.extend(_start(address, run / "credentials", run, number) for number in range(stand.workers))
 
-        keeper = _keeper(resolved, run, address, told, progress)
+        keeper = _keeper(config, run, address, told, progress)
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
-        with first_interrupt(keeper.stopping.set, resolved.run.grace):
+        with first_interrupt(keeper.stopping.set, config.run.grace):
             summary = keeper.run()
     if summary is None:
         print(
-            f"isles: stopped; workers that stay go on by themselves and come back to: isles lighthouse {run} "
-            f"--host {host} --port {port}",
+            f"isles: stopped; workers that stay go on by themselves and come back to: isles resume {run}",
             file=sys.stderr,
         )
         raise typer.Exit(130)

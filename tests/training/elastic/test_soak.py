@@ -1,4 +1,6 @@
-"""Real processes that are killed, frozen, told to leave and joined, at random moments: `make test-long`."""
+"""Real processes that are killed, frozen, told to leave and joined, at random moments: 20 times in `make test-long`,
+a thousand times in `make soak`.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,17 @@ from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.test_runs import events, small
 
 pytest.importorskip("zenoh")
-EVENTS, MOST, LEAST = 20, 4, 2
+EVENTS, MOST, LEAST = int(os.environ.get("ISLES_SOAK", "20")), 4, 2
+SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
 
 
 class Processes:
     """A lighthouse and its workers as commands, each with a log in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *settings: str) -> None:
         self.folder, self.out = folder, folder / "run"
         self.address = f"127.0.0.1:{free_port()}"
-        (folder / "config.toml").write_text(to_toml(small(folder, 60_000, LEAST, "inner.lr=0.001")))
+        (folder / "config.toml").write_text(to_toml(small(folder, 60_000, LEAST, "inner.lr=0.001", *settings)))
         port = self.address.rpartition(":")[2]
         self.started: list[subprocess.Popen[bytes]] = []
         self.light = self.start("lighthouse", str(folder / "config.toml"), "--port", port, "--out", str(self.out))
@@ -64,6 +67,12 @@ class Processes:
                 process.wait()
 
 
+def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """(pages of memory, open files)."""
+    own = Path(f"/proc/{process.pid}")
+    return int((own / "statm").read_text().split()[1]), len(list((own / "fd").iterdir()))
+
+
 def connected(out: Path) -> set[int]:
     """Seats that are there, as the journal has it."""
     there: set[int] = set()
@@ -83,7 +92,10 @@ def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
     try:
         living = [world.join() for _ in range(LEAST)]
         world.until(lambda: events(world.out, "view"))
-        for _ in range(EVENTS):
+        settled = (0, 0)
+        for event in range(EVENTS):
+            if event == SETTLED:
+                settled = held(world.light)
             time.sleep(draw.uniform(0.5, 3.0))
             what = draw.choice(["kill", "leave", "freeze", "join", "join"])
             if (what == "join" and len(living) < MOST) or len(living) <= LEAST:
@@ -105,6 +117,8 @@ def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
         lines = (world.out / "metrics.jsonl").read_text().count("\n")
         world.until(lambda: (world.out / "metrics.jsonl").read_text().count("\n") > lines + 10)
         assert all(process.poll() is None for process in living), world.logs()
+        for now, before in zip(held(world.light), settled, strict=True):
+            assert before == 0 or now <= 1.2 * before
         for process in living:
             process.send_signal(signal.SIGTERM)
         assert [process.wait(60.0) for process in living] == [0] * len(living), world.logs()
@@ -112,5 +126,45 @@ def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
         assert world.light.wait(60.0) == 130
         assert "Traceback" not in world.logs()
         assert os.path.getsize(world.out / "members.jsonl") < 1 << 22
+    finally:
+        world.end()
+
+
+def steps_of(out: Path, seats: set[int]) -> list[int]:
+    """Steps of the lines of metrics of these seats, in the order in which they came."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["worker"] in seats and "loss" in line]
+
+
+def kill(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_everybody_is_killed(tmp_path: Path) -> None:
+    """All workers at once, then all and the lighthouse: whoever comes next goes on from a state at most
+    `run.checkpoint_every` old.
+    """
+    every, slack = 200, 4 * 5  # a view begins three rounds ahead
+    world = Processes(tmp_path, f"run.checkpoint_every={every}")
+    try:
+        killed = [world.join(), world.join()]
+        world.until(lambda: max(steps_of(world.out, {0, 1}), default=0) > 3 * every)
+        kill(*killed)
+        reached = max(steps_of(world.out, {0, 1}))
+        killed = [world.join(), world.join()]
+        world.until(lambda: len(steps_of(world.out, {2, 3})) > 2)
+        assert reached - every - slack <= steps_of(world.out, {2, 3})[0] <= reached + slack
+        world.until(lambda: max(steps_of(world.out, {2, 3})) > reached + 2 * every)
+        kill(world.light, *killed)
+        reached = max(steps_of(world.out, {2, 3}))
+        world.light = world.start("resume", str(world.out), "--workers", "2")
+        world.until(lambda: len(steps_of(world.out, {4, 5})) > 2)
+        assert reached - every - slack <= steps_of(world.out, {4, 5})[0] <= reached + slack
+        world.light.send_signal(signal.SIGINT)
+        assert world.light.wait(60.0) == 130
+        assert "Traceback" not in world.logs()
     finally:
         world.end()

@@ -96,10 +96,15 @@ def test_the_mean_of_models(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_lighthouse_is_lit_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`isles resume` says how; one that is complete is not begun anew."""
+    """`isles resume` says how, where it cannot know; one that is complete is not begun anew."""
     (tmp_path / "members.jsonl").touch()
-    with pytest.raises(ValueError, match="isles lighthouse"):
-        resume(tmp_path)
+    for text in (None, "{", '{"host": "a", "port": 70000, "workers": 1}'):
+        if text is not None:
+            (tmp_path / "lighthouse.json").write_text(text)
+        with pytest.raises(ValueError, match="isles lighthouse"):
+            resume(tmp_path)
+    with pytest.raises(ValueError, match="--step"):
+        resume(tmp_path, step=3)
     (tmp_path / "summary.json").touch()
     keeper = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
     with pytest.raises(ValueError, match="complete"):

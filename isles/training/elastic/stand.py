@@ -1,0 +1,40 @@
+"""Where a run's lighthouse stood and how many workers it started, for `isles resume`: RUN/lighthouse.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from isles.durable import write_text
+from isles.parsing import parse_json
+from isles.training.records.writer import as_json
+
+NAME = "lighthouse.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """host, port: as workers reach it. workers: started on this machine too."""
+
+    host: str
+    port: int
+    workers: int
+
+    def write(self, out: Path) -> None:
+        """Keep it in the run directory."""
+        write_text(out / NAME, as_json(asdict(self)) + "\n")
+
+
+def read_stand(out: Path) -> Stand:
+    """Of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
+    mend = f"light it with: isles lighthouse {out} --host HOST --port PORT"
+    try:
+        told = parse_json((out / NAME).read_bytes())
+    except OSError:
+        raise ValueError(f"{out / NAME}: is missing, so nobody knows where the lighthouse stood; {mend}") from None
+    except ValueError:
+        told = None
+    match told:
+        case {"host": str(host), "port": int(port), "workers": int(workers)} if 0 < port < 65536 and workers >= 0:
+            return Stand(host=host, port=port, workers=workers)
+    raise ValueError(f"{out / NAME}: is damaged; {mend}")
