@@ -199,10 +199,11 @@ def _launch(config: Config, out: Path) -> None:
     launch(config, out, lambda line: None, lambda notice: None)
 
 
-def _left(out: Path) -> tuple[bytes, dict[str, Any], list[float]]:
+def _left(out: Path) -> tuple[bytes, dict[str, Any], list[tuple[int, float]]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
-    return (out / "model.safetensors").read_bytes(), summary, [line["loss"] for line in lines if "loss" in line]
+    losses = sorted((line["step"], line["loss"]) for line in lines if "loss" in line)  # processes write in any order
+    return (out / "model.safetensors").read_bytes(), summary, losses
 
 
 @pytest.mark.parametrize(
