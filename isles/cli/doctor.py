@@ -57,7 +57,7 @@ def doctor(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="MY.toml", help="With --memory: write it as a machine, for --machine MY.toml."),
+        typer.Option(metavar="MY.toml", help="With --memory: write what was found as a machine."),
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""

@@ -226,7 +226,7 @@ def _links(work: MeasuringEffort, device: torch.device) -> dict[str, float]:
 
 
 def _disk(folder: str, work: MeasuringEffort) -> tuple[dict[str, float], bool]:
-    """Rates of both directions while both are busy, as in the updates of a plan; and whether they went past the cache."""
+    """Rates of both directions while both are busy, as in updates of a plan; whether they went past the cache."""
     file = DiskFile(folder)
     half = 8 * pages(work.filed // 16)
     try:
