@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from isles.models.sizes import Shape, flops_per_token
 from isles.network.machines import Machine
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of control groups, v2 and v1
+_SIZES = ("device_bytes", "host_bytes", "disk_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,8 @@ def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> Measu
 
 def _readable(made: Machine) -> Machine:
     """With four digits of every rate: the others say nothing."""
-    sizes = ("name", "device_bytes", "host_bytes", "disk_bytes")
-    kept = {field.name: getattr(made, field.name) for field in fields(made)}
-    return Machine(**{key: value if key in sizes else float(f"{value:.4g}") for key, value in kept.items()})
+    rates = [field.name for field in fields(made) if field.name not in ("name", *_SIZES)]
+    return replace(made, **{name: float(f"{getattr(made, name):.4g}") for name in rates})
 
 
 def _name(device: torch.device) -> str:
