@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from isles.models.sizes import Shape, flops_per_token
 from isles.network.machines import Machine
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of control groups, v2 and v1
-_SIZES = ("device_bytes", "host_bytes", "disk_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +114,23 @@ def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> Measu
 
 def _readable(made: Machine) -> Machine:
     """With four digits of every rate: the others say nothing."""
-    rates = [field.name for field in fields(made) if field.name not in ("name", *_SIZES)]
-    return replace(made, **{name: float(f"{getattr(made, name):.4g}") for name in rates})
+
+    def short(name: str) -> float:
+        return float(f"{getattr(made, name):.4g}")
+
+    return replace(
+        made,
+        peak=short("peak"),
+        mfu=short("mfu"),
+        device_rate=short("device_rate"),
+        up=short("up"),
+        down=short("down"),
+        up_both=short("up_both"),
+        down_both=short("down_both"),
+        host_update=short("host_update"),
+        disk_read=short("disk_read"),
+        disk_write=short("disk_write"),
+    )
 
 
 def _name(device: torch.device) -> str:
