@@ -159,5 +159,5 @@ def test_a_run_with_early_updates(tmp_path: Path) -> None:
     assert early["val_loss"] == plain["val_loss"]
     left = [(tmp_path / one / "model.safetensors").read_bytes() for one in ("early", "plain")]
     assert left[0] == left[1]
-    with pytest.raises(ValueError, match='set replicas.error_feedback = "none"'):
+    with pytest.raises(ValueError, match=r'set replicas\.error_feedback = "none"'):
         _run(tmp_path / "none", *words, "replicas.error_feedback=local", memory="auto")
