@@ -48,6 +48,9 @@ def doctor(
         str | None,
         typer.Option(metavar="HERE,THERE", help="With --write-links: which nodes the two machines are. Default: 0,1."),
     ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Print this machine's table for `isles ravnest plan`, nothing else.")
+    ] = False,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
     from isles.launch.addresses import listen as open_port
@@ -58,8 +61,13 @@ def doctor(
     if nodes is not None and write_links is None:
         raise ValueError("--nodes: goes with --write-links LINKS.toml; add it, or take it out")
     pair = None if write_links is None else _pair(write_links, nodes or "0,1", peer)
+    if describe and (listen is not None or write_links is not None):
+        raise ValueError("--describe: goes with --peer alone, whose line it tells; leave the others out")
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
+    if describe:
+        _describe(target)
+        return
     listener = None
     if listen is not None:
         host, port = listening_place(listen)
@@ -72,6 +80,18 @@ def doctor(
             good += [_show(check) for check in wait_for_call(listener)]
     if not all(good):
         raise typer.Exit(1)
+
+
+def _describe(target: tuple[str, int] | None) -> None:
+    from isles.cli.ravnest.describe import describe
+    from isles.launch import probe
+    from isles.launch.link import LinkLost
+
+    try:
+        found = None if target is None else probe.call(*target)
+    except LinkLost as error:
+        raise ValueError(f"--peer: {error}") from error
+    print(describe(found), end="")
 
 
 def _show(check: Check) -> bool:
