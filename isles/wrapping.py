@@ -49,6 +49,20 @@ class Deferred(Protocol):
         """Bring weights and state to where the `step`s so far should have left them."""
 
 
+@runtime_checkable
+class Phased(Deferred, Protocol):
+    """A deferred optimizer that may update a parameter before `step`, as soon as its gradient is final."""
+
+    early: bool
+    """Whether it does."""
+
+    def hold(self) -> None:
+        """From here on, gradients are final when `ready` says so, not when they are made."""
+
+    def ready(self, parameters: Sequence[nn.Parameter]) -> None:
+        """What is in `.grad` of these is what `step` would update them by. Theirs may be gone after this call."""
+
+
 class Wrapping(Optimizer):
     """`param_groups`, `state`, `state_dict`, `zero_grad` and `add_param_group` are those of `inner`, whose trainable
     parameters must all be among `parameters`. Deferred where `inner` is.

@@ -23,7 +23,6 @@ from isles.cli import (
     evaluate,
     export,
     generate,
-    memory,
     methods,
     pipeline,
     plan,
@@ -36,6 +35,7 @@ from isles.cli import (
 )
 from isles.cli.elastic import join, lighthouse
 from isles.cli.experts import commands
+from isles.cli.memory import plan as memory
 from isles.cli.ravnest import plan as ravnest
 
 app = typer.Typer(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,8 @@ class Managed(Wrapping):
         self.meter = meter
         if meter is not None:
             meter.track(*model.buffers(), *self.rest)
-        self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
+        self._begun: tuple[Settings, set[int]] | None = None  # updates of the step that began before it
+        self._waits_for_ready, self._final = False, set[int]()  # parameters whose gradients are final, by id
         self._clean = True  # gradients of the last step are gone
         self._hooks = _read_hooks(model, weakref.ref(self))
         self._finalizer = weakref.finalize(self, engine.close)
@@ -131,13 +132,36 @@ class Managed(Wrapping):
         """All gradients of the passes so far are on their parameters."""
         self.runner.gradients()
 
+    @property
+    def early(self) -> bool:
+        """Whether units are updated before `step`."""
+        return self.plan.update == "early"
+
+    def hold(self) -> None:
+        """A method exchanges gradients: they are final when it says so with `ready`."""
+        self._waits_for_ready = True
+
+    def ready(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These have their final gradients: the updates of units on the host that now have all begin. The next forward
+        pass's first blocks go first among those that wait.
+        """
+        self._final.update(map(id, parameters))
+        for unit, brought in self.runner.brought.items():
+            trained = [id(parameter) for parameter in brought.host if parameter.requires_grad]
+            if self._final.issuperset(trained) and not (self._begun and unit in self._begun[1]):
+                self._begin_update(unit)
+
     def _arrived(self, unit: int) -> None:
         """A unit's gradients of the step are all there; with early updates its update begins."""
-        if self.plan.update == "early":
-            if self._early is None:
-                self._early = settings_of(self.inner), set()
-            self._early[1].add(unit)
-            self._queue(unit, self._early[0])
+        if self.early and not self._waits_for_ready:
+            self._begin_update(unit)
+
+    @torch.no_grad()
+    def _begin_update(self, unit: int) -> None:
+        if self._begun is None:
+            self._begun = settings_of(self.inner), set()
+        self._begun[1].add(unit)
+        self._queue(unit, self._begun[0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -151,14 +175,14 @@ class Managed(Wrapping):
         self.gradients()
         settings = settings_of(self.inner)
         done: set[int] = set()
-        if self._early is not None:
-            began_with, done = self._early
+        if self._begun is not None:
+            began_with, done = self._begun
             if not _same(began_with, settings):
                 raise RuntimeError(
                     'memory.update = "early": a setting of the optimizer, such as its learning rate, was changed '
                     'between the backward pass and step(); change it before the forward pass, or use "exact"'
                 )
-        self._early = None
+        self._begun, self._final = None, set()
         began = time.perf_counter()
         for index in (
             reversed(self._parts) if self.engine.first_come else self._parts
@@ -245,9 +269,15 @@ class Managed(Wrapping):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
-        `step`, what the passes since the last one have brought is thrown away.
+        `step`, what the passes since the last one have brought is thrown away. RuntimeError where early updates have
+        begun with it.
         """
         if self.runner.batches:
+            if self._begun is not None:
+                raise RuntimeError(
+                    'memory.update = "early": updates by these gradients have begun, so they cannot be thrown away: '
+                    'call step() first, or use "exact"'
+                )
             self.gradients()
             self.runner.discard()
             for brought in self.runner.brought.values():

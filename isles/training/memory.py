@@ -170,10 +170,15 @@ def refusals(config: Config) -> None:
                 'memory.update = "early" updates blocks before the norm of all gradients is known: set inner.max_norm '
                 '= 0, or memory.update = "exact"'
             )
-        if issubclass(inside, BucketedSync) or kind.level == "optimizer":
+        if kind.level == "optimizer":
             raise ValueError(
                 f'memory.update = "early" would update blocks before {config.method} has exchanged their gradients: '
                 'set memory.update = "exact"'
+            )
+        if getattr(config.replicas, "error_feedback", "none") != "none" and issubclass(kind, BucketedSync):
+            raise ValueError(
+                'memory.update = "early": with error feedback all workers may skip a step when it has begun: set '
+                'replicas.error_feedback = "none", or memory.update = "exact"'
             )
 
 
