@@ -21,7 +21,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from isles.network.clusters.nodes import ClusterNode
-from isles.network.clusters.splitting import ModelLoad, Split, SplitBy, split_model
+from isles.network.clusters.splitting import CutBy, ModelLoad, ModelSplit, split_model
 
 EXACT = 8
 """Nodes up to which every grouping is looked at: 4,140 of eight."""
@@ -37,7 +37,7 @@ class NodeCluster:
     """
 
     nodes: tuple[int, ...]
-    split: Split
+    split: ModelSplit
 
     @property
     def seconds(self) -> float:
@@ -45,7 +45,7 @@ class NodeCluster:
         return max(self.split.seconds)
 
 
-class Score(NamedTuple):
+class ClusterScore(NamedTuple):
     """Of a grouping; the least is best. homeless: clusters that do not hold the model. clusters: their number,
     negative. spread: slowest over fastest. latency: longest way inside of a cluster, seconds. seconds: of the slowest.
     """
@@ -63,7 +63,7 @@ def form_clusters(
     *,
     most: int = 5,
     method: Literal["auto", "exact", "genetic"] = "auto",
-    by: SplitBy = "time",
+    by: CutBy = "time",
     seed: int = 0,
 ) -> list[NodeCluster]:
     """The clusters, that of the first node first. most: how many at most. by: how each is cut. seed: of the genetic
@@ -106,7 +106,7 @@ def members(grouping: Grouping) -> list[frozenset[int]]:
 class _Bench:
     """What groupings are worth; each cluster is cut once."""
 
-    def __init__(self, nodes: Sequence[ClusterNode], load: ModelLoad, by: SplitBy) -> None:
+    def __init__(self, nodes: Sequence[ClusterNode], load: ModelLoad, by: CutBy) -> None:
         self.size, self._nodes, self._load, self._by = len(nodes), nodes, load, by
         self.cluster = cache(self._cluster)
 
@@ -116,15 +116,15 @@ class _Bench:
         split = split_model(self._load, [self._nodes[number] for number in order], self._by)
         return None if split is None else NodeCluster(order, split)
 
-    def score(self, grouping: Grouping) -> Score:
+    def score(self, grouping: Grouping) -> ClusterScore:
         groups = members(grouping)
         made = [self.cluster(inside) for inside in groups]
         whole = [cluster for cluster in made if cluster is not None]
         if len(whole) < len(made):
-            return Score(len(made) - len(whole), 0, math.inf, math.inf, math.inf)
+            return ClusterScore(len(made) - len(whole), 0, math.inf, math.inf, math.inf)
         slowest, fastest = max(one.seconds for one in whole), min(one.seconds for one in whole)
         spread = round(slowest / fastest, 9)  # so that equal ones are equal
-        return Score(0, -len(whole), spread, max(map(self._latency, groups)), slowest)
+        return ClusterScore(0, -len(whole), spread, max(map(self._latency, groups)), slowest)
 
     def _latency(self, inside: frozenset[int]) -> float:
         farthest = sorted((self._nodes[number].latency for number in inside), reverse=True)[:2]
@@ -148,7 +148,7 @@ def _evolved(bench: _Bench, most: int, seed: int) -> Grouping:
     for _ in range(_GENERATIONS):
         scores = {one: bench.score(one) for one in people}
 
-        def parent(people: Sequence[Grouping] = people, scores: dict[Grouping, Score] = scores) -> Grouping:
+        def parent(people: Sequence[Grouping] = people, scores: dict[Grouping, ClusterScore] = scores) -> Grouping:
             return min(draw.sample(people, _TOURNAMENT), key=scores.__getitem__)
 
         children = [best]

@@ -17,7 +17,7 @@ from typing import Any
 from isles.network.units import parse_amount, parse_bytes, parse_latency, parse_rate
 from isles.tables import read_toml, typed
 
-Amount = float | str
+_Amount = float | str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +52,10 @@ class ClusterNode:
 @dataclass(frozen=True, kw_only=True)
 class _NodeTable:
     name: str
-    memory: Amount
-    speed: Amount
-    bandwidth: Amount
-    latency: Amount = 0.0
+    memory: _Amount
+    speed: _Amount
+    bandwidth: _Amount
+    latency: _Amount = 0.0
 
 
 def read_nodes(path: str) -> list[ClusterNode]:

@@ -19,8 +19,8 @@ from typing import Literal, get_args
 
 from isles.network.clusters.nodes import ClusterNode
 
-SplitBy = Literal["time", "memory"]
-SPLITS: tuple[SplitBy, ...] = get_args(SplitBy)
+CutBy = Literal["time", "memory"]
+SPLITS: tuple[CutBy, ...] = get_args(CutBy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class _Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ModelSplit:
     """cuts: the first block of each stage but the first. seconds: of a microbatch at each stage, as predicted; fills:
     shares of the nodes' memory.
     """
@@ -92,7 +92,7 @@ class Split:
     fills: tuple[float, ...]
 
 
-def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: SplitBy = "time") -> Split | None:
+def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: CutBy = "time") -> ModelSplit | None:
     """Cut the model for `nodes`, which take the stages in this order, so that the slowest stage is as fast as can be
     ("time"), or the fullest node as empty ("memory"), and each holds its share; None where no cut does.
     """
@@ -101,7 +101,7 @@ def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: SplitBy = "ti
     if cuts is None:
         return None
     runs = list(enumerate(pairwise([0, *cuts, load.blocks])))
-    return Split(
+    return ModelSplit(
         cuts=tuple(cuts),
         seconds=tuple(costs.seconds(stage, *run) for stage, run in runs),
         fills=tuple(costs.filled(stage, *run) for stage, run in runs),
