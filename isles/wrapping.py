@@ -73,7 +73,7 @@ class Spreading(Protocol):
         """Wait for the others' and write them to the tensors."""
 
 
-Spread = Callable[[int, int, Sequence[Sequence[torch.Tensor]]], Spreading]
+SpreadShares = Callable[[int, int, Sequence[Sequence[torch.Tensor]]], Spreading]
 """(number, round, rows) -> what is under way: rows[k][p] is what position p answers for of tensor k; this worker's are
 sent to all others, theirs come. number: of this list of tensors, 0, 1, ...; round: how often it has gone before.
 """
@@ -87,7 +87,7 @@ class Sharing(Protocol):
         """Bytes of the weights that each of `size` workers updates, by list of tensors; empty: it shares nothing."""
         ...
 
-    def share(self, position: int, size: int, spread: Spread) -> None:
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
         """Update the share of `position`; `spread` brings the others'."""
 
 

@@ -38,7 +38,7 @@ from isles.memory.stored import stored_units
 from isles.memory.units import units_of
 from isles.memory.updates import PartialOptimizer, Settings, same_settings, settings_of
 from isles.network.machines import Machine
-from isles.wrapping import Spread, Wrapping
+from isles.wrapping import SpreadShares, Wrapping
 
 
 def manage(
@@ -148,7 +148,7 @@ class Managed(Wrapping):
             raise ValueError(f"memory.plan shares states among {self.plan.shared} workers, and there are {size}")
         return portions_of([one.host for one in self.runner.brought.values()], size) if self.plan.shared > 1 else []
 
-    def share(self, position: int, size: int, spread: Spread) -> None:
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
         """Keep and update the states of one share of every unit on the host. ValueError where they are on disk."""
         if self.runner.stored:
             raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from isles.memory.engines.base import Engine, LaneEvent
 from isles.memory.updates import PartialOptimizer, Settings
-from isles.wrapping import Spread, Spreading, host_work
+from isles.wrapping import Spreading, SpreadShares, host_work
 
 _RUN = 64  # entries: a multiple of any processor's vector
 _BY_ENTRY = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
@@ -105,7 +105,7 @@ class Gathering:
     units.
     """
 
-    def __init__(self, engine: Engine, names: Sequence[str] = (), spread: Spread | None = None) -> None:
+    def __init__(self, engine: Engine, names: Sequence[str] = (), spread: SpreadShares | None = None) -> None:
         self._engine, self._names, self._spread = engine, names, spread
         self._own: dict[int, LaneEvent] = {}  # of units whose weights are not whole: the own share is on its way
         self._under_way: dict[int, tuple[Spreading, Callable[[], None]]] = {}

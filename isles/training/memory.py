@@ -38,7 +38,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.wrapping import Spread, Wrapping
+from isles.wrapping import SpreadShares, Wrapping
 
 _METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
@@ -292,7 +292,7 @@ class SketchedShares(Wrapping):
         """As `Managed`'s."""
         return portions_of(self._hosted, size)
 
-    def share(self, position: int, size: int, spread: Spread) -> None:
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
         """Nothing is updated."""
 
 
