@@ -41,7 +41,7 @@ from isles.pipeline.shares import StageShares
 from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase
 
-Update = Callable[[int], None]
+StaleUpdate = Callable[[int], None]
 """Steps the newest weights by the gradients in place and clears them; told how many updates old these are at most."""
 
 
@@ -80,7 +80,7 @@ class _Held:
 
 
 class AsyncStage:
-    """One node's stage. group: its cluster, whose positions are the stages. update: see `Update`.
+    """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`.
 
     A neighbour that is lost or late raises PeerLost or DeadlinePassed with its name out of `run`; one that sends what
     cannot be Malformed or Refused. What was under way is then worthless, and so are this cluster's weights since.
@@ -89,7 +89,7 @@ class AsyncStage:
     def __init__(
         self,
         stage: Stage,
-        update: Update,
+        update: StaleUpdate,
         group: Group,
         form: StageForm,
         ways: AsyncWays,
