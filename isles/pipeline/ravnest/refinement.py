@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SharedSegment:
     """holders: one rank of each cluster, in the order of the clusters. names: of parameters, in the model's order."""
 
     holders: tuple[int, ...]
     names: tuple[str, ...]
 
 
-def refinement(clusters: Sequence[Mapping[int, Sequence[str]]]) -> list[Segment]:
+def refinement(clusters: Sequence[Mapping[int, Sequence[str]]]) -> list[SharedSegment]:
     """The segments, in the order of their holders. clusters: of each, by rank, the names of the parameters that the
     node holds. ValueError where a cluster holds a parameter twice, or not what the first one does.
     """
@@ -35,7 +35,7 @@ def refinement(clusters: Sequence[Mapping[int, Sequence[str]]]) -> list[Segment]
     found: dict[tuple[int, ...], list[str]] = {}
     for name in order:
         found.setdefault(tuple(own[name] for own in homes), []).append(name)
-    return [Segment(holders, tuple(names)) for holders, names in sorted(found.items())]
+    return [SharedSegment(holders, tuple(names)) for holders, names in sorted(found.items())]
 
 
 def _homes(number: int, cluster: Mapping[int, Sequence[str]]) -> dict[str, int]:
