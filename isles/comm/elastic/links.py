@@ -39,7 +39,7 @@ class Postman(Protocol):
         ...
 
 
-class Listener:
+class OpenDoor:
     """This worker's own session for others, at host:port; port 0: any."""
 
     def __init__(self, secret: str, folder: Path, host: str, port: int, *, lease: float) -> None:
@@ -54,7 +54,7 @@ class Listener:
         self.session.close()
 
 
-class Links:
+class DirectLinks:
     """The direct links of the worker in the seat of `entry`. ask: the lighthouse, as in `Company`. secret: the run's;
     folder: for what is trusted. listener: where this worker is reached, if the lighthouse reaches it there. notice:
     called with a line for a person.
@@ -74,7 +74,7 @@ class Links:
         self._session, self._entry, self._ask = session, entry, ask
         self._secret, self._folder, self._lease, self._notice = secret, folder, lease, notice
         self._postman: Postman | None = None
-        self._listener: Listener | None = None
+        self._listener: OpenDoor | None = None
         self._listens = False
         self._found: dict[int, Found] = {}
         self._dialled: dict[int, Session] = {}
@@ -91,7 +91,7 @@ class Links:
         lighthouse sees this machine. Says whether the lighthouse reaches it. ValueError where the address cannot be
         had.
         """
-        self._listener = Listener(self._secret, self._folder / "own", host, port, lease=self._lease)
+        self._listener = OpenDoor(self._secret, self._folder / "own", host, port, lease=self._lease)
         self._announced = announced
         self._announce()
 

@@ -3,7 +3,7 @@
 A rank is a seat. A chunk is a question and its receipt the answer, so a sender knows what has arrived; one without an
 answer is sent again, and the receiver knows what it has. To each peer at most `WINDOW` chunks are under way, sent by a
 thread of that peer's own: a slow one keeps nobody else waiting. Who ends, stands still or is cut off fails the works
-with it, and no others. Who is linked directly (`Links`) is reached over that link, and over the lighthouse where it
+with it, and no others. Who is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where it
 breaks; it is gone once both are.
 """
 
@@ -39,7 +39,7 @@ _MAIL, _SEAT = "isles/mail", "isles/seat"
 
 
 class Guide(Protocol):
-    """What a transport asks about its peers: `Links`."""
+    """What a transport asks about its peers: `DirectLinks`."""
 
     def introduction(self, peer: int) -> bytes | None:
         """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""

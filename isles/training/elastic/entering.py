@@ -19,7 +19,7 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO
-from isles.comm.elastic.links import Links
+from isles.comm.elastic.links import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
 from isles.comm.elastic.session import LEASE, Session, open_session, zenoh
 from isles.comm.elastic.transport import ElasticTransport
@@ -89,7 +89,7 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         entry = _seat(session, corpus.sha256)
         company = Company(session, entry)
         stack.callback(company.close)
-        links = Links(session, entry, company.ask, token.secret, folder / "links", lease=LEASE, notice=tell)
+        links = DirectLinks(session, entry, company.ask, token.secret, folder / "links", lease=LEASE, notice=tell)
         stack.callback(links.close)
         if here.listen is not None:
             links.listen(*here.listen, announced=here.announced)
