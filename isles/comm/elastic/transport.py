@@ -3,8 +3,8 @@
 A rank is a seat. A chunk is a question and its receipt the answer, so a sender knows what has arrived; one without an
 answer is sent again, and the receiver knows what it has. To each peer at most `WINDOW` chunks are under way, sent by a
 thread of that peer's own: a slow one keeps nobody else waiting. Who ends, stands still or is cut off fails the works
-with it, and no others. Who is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where it
-breaks; it is gone once both are.
+with it, and no others. Who is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where
+it breaks; it is gone once both are.
 """
 
 from __future__ import annotations
