@@ -17,8 +17,8 @@ what a pipeline does to the bit (tests/pipeline/test_plans.py). Rates are swept 
     plan, visits        "plan" with gradients = "visits"
 
 Width 128 has "full" and "plan". Then stages are dropped, or left early, with no further training. Losses in nats a byte
-on held-out text. Every run is a line of FILE as soon as it is done, and is not done again. --write puts the tables into
-docs/partial-pipelines.md.
+on held-out text. Every run is a line of FILE (benchmarks/partial_models.jsonl) as soon as it is done, and is not done
+again: take lines out of it to measure them anew. --write puts the tables into docs/partial-pipelines.md.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--runs", type=Path, default=Path("partial_models.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--known", action="store_true", help="only what FILE has")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")

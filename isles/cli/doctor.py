@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,6 +49,19 @@ def doctor(
         str | None,
         typer.Option(metavar="HERE,THERE", help="With --write-links: which nodes the two machines are. Default: 0,1."),
     ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Print this machine's table for `isles ravnest plan`, nothing else.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also measure what plans of memory go by: host, disk, link to a GPU.")
+    ] = False,
+    disk: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="With --memory: where the disk is measured. Default: here.")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="MY.toml", help="With --memory: write what was found as a machine."),
+    ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
     from isles.launch.addresses import listen as open_port
@@ -58,13 +72,21 @@ def doctor(
     if nodes is not None and write_links is None:
         raise ValueError("--nodes: goes with --write-links LINKS.toml; add it, or take it out")
     pair = None if write_links is None else _pair(write_links, nodes or "0,1", peer)
+    if describe and (listen is not None or write_links is not None or memory):
+        raise ValueError("--describe: goes with --peer alone, whose line it tells; leave the others out")
+    _refuse_memory(memory, disk, write)
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
+    if describe:
+        _describe(target)
+        return
     listener = None
     if listen is not None:
         host, port = listening_place(listen)
         listener = open_port(port, host)
     good = [_show(check) for check in machine()]
+    if memory:
+        good += [_show(check) for check in of_memory(disk or ".", write)]
     if target is not None:
         good += [_show(check) for check in call(*target, pair)]
     if listener is not None:
@@ -72,6 +94,18 @@ def doctor(
             good += [_show(check) for check in wait_for_call(listener)]
     if not all(good):
         raise typer.Exit(1)
+
+
+def _describe(target: tuple[str, int] | None) -> None:
+    from isles.cli.ravnest.describe import describe
+    from isles.launch import probe
+    from isles.launch.link import LinkLost
+
+    try:
+        found = None if target is None else probe.call(*target)
+    except LinkLost as error:
+        raise ValueError(f"--peer: {error}") from error
+    print(describe(found), end="")
 
 
 def _show(check: Check) -> bool:
@@ -116,6 +150,51 @@ def _loopback() -> Check:
         why = echo_failure("127.0.0.1", echo.port)
     mend = f"port {echo.port} of 127.0.0.1: {why}; bring the loopback interface up and let it through the firewall"
     return Check("loopback", not why, mend if why else "processes of this machine reach each other")
+
+
+def _refuse_memory(asked: bool, disk: str | None, write: Path | None) -> None:
+    """ValueError, one line, for what cannot be, before anything is measured."""
+    if not asked and (disk is not None or write is not None):
+        raise ValueError(f"--{'write' if disk is None else 'disk'}: goes with --memory; add it, or take it out")
+    if write is not None and write.suffix != ".toml":
+        raise ValueError(f"--write {write}: a machine's file ends in .toml; name it so")
+    if write is not None and write.exists():
+        raise ValueError(f"--write {write}: exists already; name a new file")
+    if disk is not None and not os.path.isdir(disk):
+        raise ValueError(f"--disk {disk}: there is no such folder; make it, or name another one")
+
+
+def of_memory(disk: str, write: Path | None) -> Iterator[Check]:
+    """What plans of memory go by, measured in some seconds, and what this machine lacks."""
+    from isles.memory.measuring import measure_machine
+    from isles.network.machines import to_toml
+    from isles.report.units import format_bytes, format_percent, format_short
+
+    try:
+        found = measure_machine(disk)
+    except OSError as error:  # a disk that is full, or fails
+        yield Check("disk", False, str(error))
+        return
+    here = found.machine
+    rate = lambda amount: f"{format_bytes(amount)}/s"  # noqa: E731
+    yield Check("device", True, f"{here.name}: {format_bytes(here.device_bytes)} at {rate(here.device_rate)}")
+    reached = f"{format_percent(here.mfu)} of it by a decoder"
+    yield Check("products", True, f"{format_short(here.peak)} FLOP/s, {reached}")
+    yield Check("updates", True, f"{format_short(here.host_update)} parameters/s, fused AdamW on the host")
+    if here.up:
+        both = f"{rate(here.up_both)} and {rate(here.down_both)} at once"
+        yield Check("link", True, f"{rate(here.up)} up, {rate(here.down)} down; {both}")
+    read, written = rate(here.disk_read), rate(here.disk_write)
+    yield Check("disk", True, f"{read} read, {written} written at once; {format_bytes(here.disk_bytes)} free in {disk}")
+    for note in found.notes:
+        yield Check("note", True, note)
+    if write is not None:
+        try:
+            write.write_text(to_toml(here), encoding="utf-8")
+        except OSError as error:
+            yield Check("machine", False, f"{write} cannot be written ({error.strerror}): name another file")
+        else:
+            yield Check("machine", True, f"{write}, for `isles memory plan --machine {write}` and memory.machine")
 
 
 def _directory(free: str) -> Check:

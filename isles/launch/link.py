@@ -160,7 +160,7 @@ class Link:
                     self._wake()
                     await self._room.wait()
         except (OSError, asyncio.IncompleteReadError, BadFrame) as error:
-            self._lost = LinkLost(reason(error))
+            self._lost = self._lost or LinkLost(reason(error))  # who gave it up first knows why
             self._wake()
 
     async def _body(self, length: int) -> bytes:

@@ -106,6 +106,19 @@ class DiskFile:
             except OSError as error:
                 raise self._failed("writing failed", error) from error
 
+    def sync(self) -> None:
+        """Return once all that was written is on the disk."""
+        try:
+            os.fdatasync(self._cached)
+        except OSError as error:
+            raise self._failed("writing failed", error) from error
+
+    def forget(self) -> None:
+        """Give back what the page cache holds of the file, where the system can be asked to."""
+        self.sync()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def mapped(self, begin: int, nbytes: int) -> Tensor:
         """The bytes as a tensor over the file."""
         return torch.frombuffer(mmap.mmap(self._cached, nbytes, offset=begin), dtype=torch.uint8)

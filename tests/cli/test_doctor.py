@@ -51,6 +51,9 @@ def test_this_machine(tmp_path: Path) -> None:
         (["--write-links", "links.toml"], "--write-links: goes with --peer"),
         (["--peer", "a:1", "--nodes", "0,1"], "--nodes: goes with --write-links"),
         (["--peer", "a:1", "--write-links", "links.toml", "--nodes", "1,1"], "--nodes 1,1: write two different"),
+        (["--write", "my.toml"], "--write: goes with --memory"),
+        (["--memory", "--disk", "none"], "--disk none: there is no such folder"),
+        (["--memory", "--write", "my.json"], "a machine's file ends in .toml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -100,6 +103,31 @@ def test_a_measured_line_is_written_where_a_plan_finds_it(
     run("pipeline", "plan", links, *plan, "--time-budget-s", "1", "--out", str(tmp_path / "plan.json"))
     delays = json.loads((tmp_path / "plan.json").read_text())["delay_seconds"]
     assert (delays[0][2], delays[2][0], delays[1][2]) == pytest.approx((0.14, 0.44, 0.44))
+
+
+def test_a_measured_machine_is_written_for_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from isles import cli
+    from isles.memory import measuring
+    from isles.network.machines import machine
+    from tests.memory.test_measuring import LITTLE
+
+    monkeypatch.setattr(measuring, "usual_effort", lambda cuda: LITTLE)
+    monkeypatch.setattr(cli.doctor, "machine", lambda: iter(()))
+    path = tmp_path / "my.toml"
+    words = ["doctor", "--memory", "--disk", str(tmp_path), "--write", str(path)]
+    ends = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["isles", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        ends.append((ended.value.code or 0, *capsys.readouterr()))
+    assert (ends[0][0], ends[0][2]) == (0, "")
+    found = checks(ends[0][1])
+    assert {"device", "products", "updates", "disk", "machine"} <= found.keys()
+    assert machine(str(path)).disk_read > 0
+    assert (ends[1][0], ends[1][1]) == (2, "") and "exists already; name a new file" in ends[1][2]
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -121,6 +121,21 @@ def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link], mon
     assert time.monotonic() - started < 1.5
 
 
+def test_who_gives_a_link_up_says_why(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the reader meets when the connection is broken off for that reason, which here it does first."""
+    here, _ = ends
+    here.patience(0.2)
+    breaks_off = loop.call
+
+    def slowly(what: Callable[[], object]) -> None:
+        breaks_off(what)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(link.loop, "call", slowly)
+    with pytest.raises(LinkLost, match=r"no sign of life"):
+        here.receive(5.0)
+
+
 def test_addresses() -> None:
     assert parse_address("host:1", "--peer") == ("host", 1)
     assert parse_address("[::1]:29400", "--peer") == ("::1", 29400)

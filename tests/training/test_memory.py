@@ -6,7 +6,10 @@ import json
 import random
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor
 
 import isles
+from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement
 from isles.memory.engines.inline import Inline
+from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
@@ -24,6 +29,7 @@ from isles.replicas import METHODS, method
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
+from tests.gloo import run_gloo
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
 
 PLANS = {
@@ -46,42 +52,91 @@ def _settings(name: str) -> dict[str, Any]:
     return {key: value for key, value in SHORT.items() if key in known}
 
 
-def _worker(world: Any, name: str, plan: str | None, accumulation: int, steps: int = 7) -> tuple[Any, ...]:
-    kind = method(name)
-    model = Decoder(SHAPE)
-    inner: torch.optim.Optimizer = (
-        adamw(model) if kind.usual_inner == "adamw" else torch.optim.SGD(model.parameters(), lr=1e-2)
-    )
-    managed = None
-    if plan is not None:
-        made = profiled(DECODER, "none")
-        chosen = plan_of(made, PLANS[plan], accumulation=accumulation)
-        managed = manage(chosen, model, inner, profile=made, machine=MACHINES["H100"], engine=Inline())
-    optimizer = kind(model, managed or inner, world.outer, kind.Config(**_settings(name)), max_norm=1.0)
-    optimizer.batches = accumulation
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done))
+@dataclass(frozen=True)
+class Pause:
+    """Where a run stops, and the plan under which it goes on; None: without one."""
+
+    after: int
+    plan: str | None
+
+
+class _Part:
+    """A worker's model and optimizer, under a plan or not; without clipping where updates are early."""
+
+    def __init__(self, world: Any, name: str, plan: str | None, accumulation: int, update: str = "exact") -> None:
+        kind = method(name)
+        self.model, self.managed = Decoder(SHAPE), None
+        self.inner: torch.optim.Optimizer = (
+            adamw(self.model) if kind.usual_inner == "adamw" else torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        )
+        if plan is not None:
+            made = profiled(DECODER, "none")
+            chosen = plan_of(made, PLANS[plan], accumulation=accumulation, update=update)
+            engine = Inline() if isinstance(world.world.transport, VirtualTransport) else Paced()
+            self.managed = manage(chosen, self.model, self.inner, profile=made, machine=MACHINES["H100"], engine=engine)
+        taken = self.managed or self.inner
+        max_norm = 1.0 if update == "exact" else None
+        self.optimizer = kind(self.model, taken, world.outer, kind.Config(**_settings(name)), max_norm=max_norm)
+        self.optimizer.batches = accumulation
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
+
+    def close(self) -> None:
+        if self.managed is not None:
+            self.managed.close()
+
+    def handed_to(self, other: _Part) -> _Part:
+        """The other one, which goes on from here."""
+        saved = deepcopy([self.optimizer.state_dict(), self.optimizer.weights(), self.schedule.state_dict()])
+        self.close()
+        other.optimizer.load_weights(saved[1])
+        other.optimizer.load_state_dict(saved[0])
+        other.schedule.load_state_dict(saved[2])
+        return other
+
+
+def _worker(
+    world: Any,
+    name: str,
+    plan: str | None,
+    accumulation: int,
+    steps: int = 7,
+    pause: Pause | None = None,
+    update: str = "exact",
+) -> tuple[Any, ...]:
+    part = _Part(world, name, plan, accumulation, update)
     losses = []
     for step in range(steps):
+        if pause is not None and step == pause.after:
+            part = part.handed_to(_Part(world, name, pause.plan, accumulation, update))
         for index in range(accumulation):
-            with optimizer.no_sync() if index + 1 < accumulation else nullcontext():
+            with part.optimizer.no_sync() if index + 1 < accumulation else nullcontext():
                 number = 1000 * world.rank + step * accumulation + index
-                loss = model(DECODER.batch(number)).loss / accumulation
+                loss = part.model(DECODER.batch(number)).loss / accumulation
                 loss.backward()
                 losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        part.optimizer.step()
+        part.optimizer.zero_grad()
+        part.schedule.step()
         if step == 4:
-            with optimizer.evaluation_weights() as judged, torch.no_grad():
+            with part.optimizer.evaluation_weights() as judged, torch.no_grad():
                 losses.append(judged(DECODER.batch(99)).loss.item())
-    optimizer.finish()
-    optimizer.catch_up()
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    state = [v.clone() for p in model.parameters() for v in inner.state[p].values() if isinstance(v, Tensor)]
+    part.optimizer.finish()
+    part.optimizer.catch_up()
+    parameters = list(part.model.parameters())
+    weights = [parameter.detach().clone() for parameter in parameters]
+    state = [v.clone() for p in parameters for v in part.inner.state[p].values() if isinstance(v, Tensor)]
     sent = world.world.traffic.total("bytes_sent")
-    if managed is not None:
-        managed.close()
+    part.close()
     return losses, weights, state, sent
+
+
+def _is_same(got: Sequence[tuple[Any, ...]], wanted: Sequence[tuple[Any, ...]]) -> None:
+    for one, plain in zip(got, wanted, strict=True):
+        assert one[0] == plain[0]
+        for own, theirs in ((one[1], plain[1]), (one[2], plain[2])):
+            assert len(own) == len(theirs)
+            assert all(map(torch.equal, own, theirs))
+        assert one[3] == plain[3]
 
 
 def _cases() -> list[Any]:
@@ -96,20 +151,45 @@ def _cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.parametrize(("name", "plan", "accumulation"), _cases())
-def test_every_method_keeps_its_bits(name: str, plan: str, accumulation: int) -> None:
+def _virtual(*args: Any) -> list[tuple[Any, ...]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wanted, got = (
-            isles.run_virtual(lambda world, one=one: _worker(world, name, one, accumulation), workers=2)
-            for one in (None, plan)
-        )
-    for plain, planned in zip(wanted, got, strict=True):
-        assert planned[0] == plain[0]
-        assert all(map(torch.equal, planned[1], plain[1]))
-        assert len(planned[2]) == len(plain[2])
-        assert all(map(torch.equal, planned[2], plain[2]))
-        assert planned[3] == plain[3]
+        return isles.run_virtual(lambda world: _worker(world, *args), workers=2)
+
+
+@pytest.mark.parametrize(("name", "plan", "accumulation"), _cases())
+def test_every_method_keeps_its_bits(name: str, plan: str, accumulation: int) -> None:
+    _is_same(_virtual(name, plan, accumulation), _virtual(name, None, accumulation))
+
+
+@pytest.mark.parametrize("then", [None, "mixed"])
+@pytest.mark.parametrize(
+    "name", [name if name == "noloco" else pytest.param(name, marks=pytest.mark.long) for name in COMPOSED]
+)
+def test_every_method_goes_on_from_a_checkpoint(name: str, then: str | None) -> None:
+    """Under another plan, or under none: against a run that was stopped and went on without plans."""
+    wanted = _virtual(name, None, 1, 7, Pause(3, None))
+    _is_same(_virtual(name, "host" if then else "optimizer", 1, 7, Pause(3, then)), wanted)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "plan", [one if one == "mixed" else pytest.param(one, marks=pytest.mark.long) for one in PLANS]
+)
+def test_ddp_hands_buckets_on_as_they_come(plan: str, accumulation: int) -> None:
+    """KARMA's phased exchange: the bits of plain ddp."""
+    wanted, got = (_virtual("ddp", one, accumulation, 5, Pause(3, one), "early") for one in (None, plan))
+    _is_same(got, wanted)
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plan", [one if one == "mixed" else pytest.param(one, marks=pytest.mark.long) for one in PLANS]
+)
+@pytest.mark.parametrize("name", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ("diloco", "noloco"))])
+def test_methods_keep_their_bits_between_processes(name: str, plan: str, accumulation: int) -> None:
+    wanted, got = (run_gloo(_worker, args=(name, one, accumulation)) for one in (None, plan))
+    _is_same(got, wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,10 +216,11 @@ def _launch(config: Config, out: Path) -> None:
     launch(config, out, lambda line: None, lambda notice: None)
 
 
-def _left(out: Path) -> tuple[bytes, dict[str, Any], list[float]]:
+def _left(out: Path) -> tuple[bytes, dict[str, Any], list[tuple[int, float]]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
-    return (out / "model.safetensors").read_bytes(), summary, [line["loss"] for line in lines if "loss" in line]
+    losses = sorted((line["step"], line["loss"]) for line in lines if "loss" in line)  # processes write in any order
+    return (out / "model.safetensors").read_bytes(), summary, losses
 
 
 @pytest.mark.parametrize(
@@ -210,3 +291,10 @@ def test_places_and_activations_are_all_tried() -> None:
     tried = {one for plan in PLANS.values() for one in plan}
     assert {one.place for one in tried} == set(PLACES) - {"disk", "file"}
     assert {one.activations for one in tried} == set(ACTIVATIONS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLANS)
+def test_ddp_hands_buckets_on_between_processes(plan: str) -> None:
+    wanted, got = (run_gloo(_worker, args=("ddp", one, 2, 5, None, "early")) for one in (None, plan))
+    _is_same(got, wanted)

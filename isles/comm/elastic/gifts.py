@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from isles.comm.elastic.keys import GIFT
 from isles.comm.elastic.session import IncomingQuery, Session
@@ -33,6 +33,27 @@ _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
 
 class NotGiven(Exception):
     """A gift did not come; the reason is a line for a person."""
+
+
+class Gifts(Protocol):
+    """What a worker gives and takes."""
+
+    @property
+    def wanted(self) -> threading.Event:
+        """Set while somebody asks for what is not offered."""
+        ...
+
+    def offer(self, what: str, path: Path, facts: dict[str, Any]) -> None:
+        """See `Giver.offer`."""
+        ...
+
+    def shut(self, what: str) -> None:
+        """See `Giver.shut`."""
+        ...
+
+    def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+        """See `take`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +101,10 @@ class Giver:
     def shut(self, what: str) -> None:
         """It is too old for new takers; those who have begun to take it go on."""
         self._open.pop(what, None)
+
+    def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+        """What another one offers; see `take`."""
+        return take(self.session, giver, what, path, most=most, seconds=seconds)
 
     def _asked(self, query: IncomingQuery) -> None:
         try:

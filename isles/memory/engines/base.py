@@ -10,7 +10,7 @@ from typing import Literal
 EngineLane = Literal["up", "down", "host", "read", "write"]
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
 Urgency = tuple[int, ...]
-_DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
+DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
 
 
 class LaneFailed(RuntimeError):
@@ -99,7 +99,7 @@ class Engine(ABC):
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
         with self.changed:
-            come = self.changed.wait_for(lambda: event.happened or self.failed is not None, _DEADLINE)
+            come = self.changed.wait_for(lambda: event.happened or self.failed is not None, DEADLINE)
         self.check()
         if not come:
-            raise TimeoutError(f"memory: {what} did not come within {_DEADLINE:.0f} s")
+            raise TimeoutError(f"memory: {what} did not come within {DEADLINE:.0f} s")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from isles.memory.engines.base import LANES, Engine, EngineLane, Urgency
+from isles.memory.engines.base import DEADLINE, LANES, Engine, EngineLane, Urgency
 
 
 class _Job(NamedTuple):
@@ -70,12 +70,14 @@ class Paced(Engine):
             self.log.append(LaneSpan("device", began, time.perf_counter() - began))
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what has."""
+        """Drop what has not begun, wait for what has. TimeoutError where that does not end."""
         with self.changed:
             self._closing = True
             self.changed.notify_all()
-        for thread in self._threads.values():
-            thread.join()
+        for lane, thread in self._threads.items():
+            thread.join(DEADLINE)
+            if thread.is_alive():
+                raise TimeoutError(f"memory: the {lane} lane did not end within {DEADLINE:.0f} s")
 
     def _serve(self, lane: EngineLane) -> None:
         torch.set_num_threads(1)  # of this lane alone: more would change the last bits of no update, but take its cores

@@ -17,9 +17,11 @@ import torch
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
+from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO
 from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
 from isles.errors import printable
@@ -75,7 +77,16 @@ def in_run(
         corpus = load_corpus(config.data)
         company = Company(session, _seat(session, corpus.sha256))
         stack.callback(company.close)
-        worker = Participant(config, session, company, corpus, folder, tell)
+        transport = ElasticTransport(
+            session,
+            company.seat,
+            config.world.workers,
+            gone=lambda seat: company.connection(seat, broken=True),
+            back=lambda seat: company.connection(seat, broken=False),
+        )
+        stack.callback(transport.close)
+        gifts = Giver(session, str(company.seat))
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell)
         stack.callback(worker.close)
         yield worker
 

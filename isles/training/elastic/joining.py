@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -24,16 +23,15 @@ from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
 from isles.comm.elastic.company import Company
-from isles.comm.elastic.gifts import Giver, NotGiven, take
+from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
 from isles.comm.elastic.roster import ElasticRoster
-from isles.comm.elastic.session import Session
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
+from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, enter
@@ -60,39 +58,33 @@ Ending = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
-    """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way."""
+    """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
+    transport, gifts: between seats; they are whoever's who made them.
+    """
 
     def __init__(
         self,
         config: Config,
-        session: Session,
         company: Company,
+        transport: Transport,
+        gifts: Gifts,
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
     ) -> None:
-        self.config, self.session, self.company, self.folder = config, session, company, folder
-        self.leaving, self.notice = threading.Event(), notice
+        self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
+        self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
         self._has = 0  # the round of the state that it began with
-
-        def connected(seat: int) -> None:
-            company.connection(seat, broken=False)
-
-        def broken(seat: int) -> None:
-            company.connection(seat, broken=True)
-
-        self.transport = ElasticTransport(session, company.seat, config.world.workers, gone=broken, back=connected)
-        alone = Group(self.transport, (company.seat,), "outer", deadlines(config), Ledger())
+        alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
         self.roster = ElasticRoster(company, alone)
         self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
-        self.giver = Giver(session, str(company.seat))
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -114,8 +106,7 @@ class Participant:
         return ending if company.ended is None or ending != "again" else "over"
 
     def close(self) -> None:
-        """Give back threads; company and session are whoever's who made them."""
-        self.transport.close()
+        """Give back threads of its own."""
         self.trainer.memory.close()
 
     # Rounds
@@ -158,10 +149,10 @@ class Participant:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began = time.perf_counter()
+        began = self.transport.now()
         for _ in range(steps):
             self.trainer.step()
-        company.pace((time.perf_counter() - began) / steps)
+        company.pace((self.transport.now() - began) / steps)
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
@@ -183,19 +174,19 @@ class Participant:
             return False
         if not self._asked_to_leave:
             self._asked_to_leave = True
-            self._leave_by = time.monotonic() + self.config.run.grace
+            self._leave_by = self.transport.now() + self.config.run.grace
             if not self.company.leave():
                 return True
         until = self.company.until()
-        return (until is not None and round >= until) or time.monotonic() > self._leave_by
+        return (until is not None and round >= until) or self.transport.now() > self._leave_by
 
     # States
 
     def _copy_state(self, round: int) -> None:
         """For whoever has asked: a copy of everything, right after the landing of `round`."""
         if round - self._copied >= _FRESH:
-            self.giver.shut(STATE)
-        if not self.giver.wanted.is_set():
+            self.gifts.shut(STATE)
+        if not self.gifts.wanted.is_set():
             return
         path = self.folder / f"state-{round}.safetensors"
         structure, tensors = split_state(
@@ -204,7 +195,7 @@ class Participant:
         text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
         write_tensors(path, {**tensors, _STRUCTURE: text})
         left_out = {str(seat): number for seat, number in self.company.left_out().items()}
-        self.giver.offer(STATE, path, {"round": round, "left_out": left_out})
+        self.gifts.offer(STATE, path, {"round": round, "left_out": left_out})
         self._copied = round
 
     def _take(self, load: Load) -> bool:
@@ -236,7 +227,7 @@ class Participant:
         path = self.folder / "taken.safetensors"
         weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
         try:
-            facts = take(self.session, giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
+            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
             return self._adopt(path), _left_out(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)
@@ -268,16 +259,16 @@ class Participant:
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # there is no round that it was sent ahead for
         result = self.trainer.conclude(self.folder)
-        self.giver.offer(MODEL, self.folder / "model.safetensors", {})
+        self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
         self.company.report({"result": result})
-        heard, patience = time.monotonic(), self.config.world.eval_deadline
+        heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):
             if isinstance(self.company.ended, Examine):
                 self._judge()
                 self.company.ended = None
             if self.company.ask(Finished()) is not None:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > patience:
+                heard = self.transport.now()
+            elif self.transport.now() - heard > patience:
                 raise RendezvousFailed(f"the lighthouse has not taken this worker's model within {patience:g} s")
             self.company.wait(lambda: self.company.ended is not None, 1.0)
         self.company.reported(_WAIT)
@@ -285,7 +276,7 @@ class Participant:
     def _judge(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
-            take(self.session, LIGHTHOUSE, MODEL, path, most=1 << 62, seconds=_SLOW)
+            self.gifts.take(LIGHTHOUSE, MODEL, path, most=1 << 62, seconds=_SLOW)
         except NotGiven as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return

@@ -81,7 +81,7 @@ class Run:
 
     def vanish(self, number: int) -> None:
         """Its connection breaks, as when its process is killed; then it ends."""
-        self.workers[number].session.close()
+        self.workers[number].company._session.close()
         self.workers[number].company.ended = Over()
 
     def until(self, over: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -110,7 +110,7 @@ def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
             living.remove(victim)
             victim.send_signal(signal.SIGKILL if what == "kill" else signal.SIGTERM)
             if what == "leave":
-                assert victim.wait(60.0) in (0, 143), world.logs()  # 143: it was not in yet
+                assert victim.wait(60.0) in (0, 143, -15), world.logs()  # 143, -15: it was not in yet
         world.until(lambda: len(connected(world.out)) == len(living))
         wanted = connected(world.out)
         world.until(lambda: set(events(world.out, "view")[-1]["view"]["seats"]) == wanted)

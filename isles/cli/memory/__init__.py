@@ -1,0 +1,1 @@
+"""Commands of memory: plans, and what this machine can do."""
