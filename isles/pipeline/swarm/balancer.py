@@ -20,8 +20,8 @@ ALPHA = 0.1
 class MovingAverage:
     """Exponential, with the bias of its first values taken out: after n equal measurements it is that measurement.
 
-    The weights of n measurements, alpha (1 - alpha)^(n-1) ... alpha, are divided by their sum; kept as the mean itself, so
-    that equal measurements leave it as it is, to the bit.
+    The weights of n measurements, alpha (1 - alpha)^(n-1) ... alpha, are divided by their sum; kept as the mean itself,
+    so that equal measurements leave it as it is, to the bit.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:

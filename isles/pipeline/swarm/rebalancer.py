@@ -7,8 +7,8 @@ Two policies:
     throughput   best response, as Petals has it: the move that most raises the throughput of the slowest stage, if it
                  raises it by more than the hysteresis
 
-SWARM adds up the queues of a stage. Here it is their mean: with sums, a stage of twice the work has the longer queue even
-when twice as many peers serve it, and a balanced swarm would go on moving.
+SWARM adds up the queues of a stage. Here it is their mean: with sums, a stage of twice the work has the longer queue
+even when twice as many peers serve it, and a balanced swarm would go on moving.
 
 Guarantees: the same table gives the same answer everywhere. At most one peer moves a period. The last peer of a stage
 stays. With "throughput" and constant rates the moves come to an end, for each of them raises the slowest stage, or
