@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 TaskKind = Literal["forward", "top", "backward", "bottom"]
-Way = Literal["forward", "backward"]
+PassWay = Literal["forward", "backward"]
 
 
 class PassTask(NamedTuple):
@@ -21,7 +21,7 @@ class Half(NamedTuple):
     """One way through all units. number: of the pass, counted from 1."""
 
     number: int
-    way: Way
+    way: PassWay
 
     def tasks(self, units: int) -> list[PassTask]:
         """In their order."""
@@ -30,7 +30,7 @@ class Half(NamedTuple):
         return [*(PassTask("backward", index) for index in reversed(range(units))), PassTask("bottom", 0)]
 
 
-class Passes:
+class PassesUnderWay:
     """The passes of so many `units` that are under way, at most `in_flight` at a time.
 
     What a half takes is asked for when it begins: with one pass in flight, the whole pass with its first half; with
@@ -47,7 +47,7 @@ class Passes:
         self._asked: set[Half] = set()
         self._ahead: deque[Half] = deque()
 
-    def announce(self, halves: Iterable[tuple[Way, object]]) -> None:
+    def announce(self, halves: Iterable[tuple[PassWay, object]]) -> None:
         """The order of the passes of a step: ways, and of which pass."""
         numbers = dict[object, int]()
         for way, key in halves:

@@ -26,7 +26,7 @@ from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
-from isles.memory.passes import Half, Passes, PassTask, not_followed, out_of_order
+from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering
 from isles.memory.stored import StoredUnit
 from isles.memory.units import ModelUnit, edge, tensors_in
@@ -87,7 +87,7 @@ class Runner:
         self.refreshed = [engine.event(True) for _ in units]
         self._moved = {"up": 0, "down": 0}
         self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
-        self.passes = Passes(len(units), profile.in_flight)
+        self.passes = PassesUnderWay(len(units), profile.in_flight)
         self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
         self._turns: dict[Half, int] = {}  # in which order halves were asked for
