@@ -16,6 +16,7 @@ This is the only replay of lanes; `network.planner.replay` plays exchanges betwe
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,7 +117,7 @@ class _Run:
         self.top_seconds = ends_seconds(profile, machine)
         self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
         self.update, self.accumulation, self.steps = update, accumulation, steps
-        self.first_come = first_come
+        self.first_come, self.in_flight = first_come, profile.in_flight
         resident = sum(cost.resident for cost in self.costs)
         self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
         self.updates = Arena(SLOTS)  # that are between memory and the disk
@@ -136,6 +137,7 @@ class _Run:
         self.at, self.asked = 0, 0
         self.needs: dict[int, list[SimulatedEvent]] = {}
         self.events: dict[tuple[object, ...], SimulatedEvent] = {}
+        self.last: dict[tuple[int, int], tuple[int, ...]] = {}  # use of a slot, by step and unit, that was asked for
         self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
         self.kept: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
         self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are on the host
@@ -177,22 +179,34 @@ class _Run:
     # The program
 
     def _program(self) -> Iterator[_Task]:
+        """With several passes in flight, backward and forward passes take turns once there are as many."""
+        waiting = min(self.in_flight, self.accumulation)
         for step in range(self.steps):
-            for batch in range(self.accumulation):
-                for unit in range(self.count):
-                    yield _Task(step, batch, "forward", unit)
-                yield _Task(step, batch, "top", 0)
-                for unit in reversed(range(self.count)):
-                    yield _Task(step, batch, "backward", unit)
-                yield _Task(step, batch, "bottom", 0)
+            forwards, backwards = iter(range(self.accumulation)), range(self.accumulation)
+            for batch in itertools.islice(forwards, waiting):
+                yield from self._forward(step, batch)
+            for batch in backwards:
+                yield from self._backward(step, batch)
+                for following in itertools.islice(forwards, 1):
+                    yield from self._forward(step, following)
             yield _Task(step, 0, "update", 0)
+
+    def _forward(self, step: int, batch: int) -> Iterator[_Task]:
+        for unit in range(self.count):
+            yield _Task(step, batch, "forward", unit)
+        yield _Task(step, batch, "top", 0)
+
+    def _backward(self, step: int, batch: int) -> Iterator[_Task]:
+        for unit in reversed(range(self.count)):
+            yield _Task(step, batch, "backward", unit)
+        yield _Task(step, batch, "bottom", 0)
 
     def _go_on(self) -> None:
         """Start the task that is next, if what it needs is there; a pass asks for its bytes when it starts."""
         if self.working or self.at >= len(self.tasks):
             return
         while self.asked <= self.at:
-            self._ask_for_a_pass()
+            self._ask_ahead()
         for need in self.needs[self.at]:
             if not need.happened:
                 need.then(self._go_on)
@@ -209,13 +223,16 @@ class _Run:
         self.note("device", seconds, f"{task.kind} {task.unit}" if task.kind in ("forward", "backward") else task.kind)
         self.after(seconds, self._end)
 
-    def _ask_for_a_pass(self) -> None:
-        while True:
-            task = self.tasks[self.asked]
-            self.needs[self.asked] = self._needs(task)
-            self.asked += 1
-            if task.kind in ("bottom", "update"):
-                return
+    def _ask_ahead(self) -> None:
+        """For a pass; with several in flight, for this half of one and the next half."""
+        ends = ("bottom", "update") if self.in_flight == 1 else ("top", "bottom", "update")
+        for _ in range(1 if self.in_flight == 1 else 2):
+            while self.asked < len(self.tasks):
+                task = self.tasks[self.asked]
+                self.needs[self.asked] = self._needs(task)
+                self.asked += 1
+                if task.kind in ends:
+                    break
 
     def _seconds(self, task: _Task) -> float:
         if task.kind == "forward":
@@ -238,7 +255,10 @@ class _Run:
             there = SimulatedEvent()
             needs.append(there)
 
-            def slot_granted(before: tuple[int, ...] | None = self._use_before(task)) -> None:
+            use = (step, batch, int(kind == "backward"), unit)
+            before_it, self.last[step, unit] = self.last.get((step, unit)), use
+
+            def slot_granted(before: tuple[int, ...] | None = before_it) -> None:
                 if before is not None and before not in self.over:
                     self.kept[before] = there  # still there from the use before: it stays
                     return
@@ -271,12 +291,6 @@ class _Run:
 
     def _urgency(self, task: _Task) -> tuple[int, ...]:
         return task.step, task.batch, int(task.kind == "backward"), -task.unit if task.kind == "backward" else task.unit
-
-    def _use_before(self, task: _Task) -> tuple[int, ...] | None:
-        """The use of a unit's copy before this one that saw the same weights."""
-        if task.kind == "backward":
-            return task.step, task.batch, 0, task.unit
-        return (task.step, task.batch - 1, 1, task.unit) if task.batch else None
 
     def _event(self, *key: object, happened: bool = False) -> SimulatedEvent:
         if key not in self.events:

@@ -31,6 +31,7 @@ from isles.memory.engines.base import Engine, Urgency
 from isles.memory.engines.paced import Paced
 from isles.memory.gradients import Arrivals
 from isles.memory.meter import MemoryMeter
+from isles.memory.passes import PassWay
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
 from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
@@ -156,6 +157,12 @@ class Managed(Wrapping):
             assert isinstance(part, PartialOptimizer)
             self._parts[index] = SharedPart(part, part.parameters, position, size)
         self.runner.gathering = Gathering(self.engine, [unit.name for unit in self.runner.units], spread)
+
+    def announce(self, halves: Sequence[tuple[PassWay, object]]) -> None:
+        """The order of the next step's forward and backward passes, and of which pass each is, where several are under
+        way at a time: what comes next is then fetched ahead, and weights stay where they are needed again.
+        """
+        self.runner.passes.announce(halves)
 
     def hold(self) -> None:
         """A method exchanges gradients: they are final when it says so with `ready`."""

@@ -49,6 +49,9 @@ class PassesUnderWay:
 
     def announce(self, halves: Iterable[tuple[PassWay, object]]) -> None:
         """The order of the passes of a step: ways, and of which pass."""
+        if self.in_flight == 1:
+            return
+        self._ahead.clear()
         numbers = dict[object, int]()
         for way, key in halves:
             if way == "forward":

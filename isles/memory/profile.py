@@ -33,6 +33,7 @@ from isles.models.sizes import flops_per_token
 
 SCALARS = 4096  # bytes: what a training loop keeps of a loss beside the step that is profiled
 
+StateBytes = Callable[[Tensor], int]
 Loss = Callable[[nn.Module, Any], Tensor]
 Kept = Literal["keep", "recompute"]
 
@@ -85,7 +86,7 @@ def profile(
     *,
     loss: Loss = own_loss,
     autocast: str = "none",
-    state_bytes: Callable[[Tensor], int] = adamw_bytes,
+    state_bytes: StateBytes = adamw_bytes,
     name: str = "",
 ) -> Profile:
     """The model's profile at a batch. Nothing of either is changed, and neither needs numbers: both may be on the meta
@@ -288,7 +289,8 @@ def _shortened(model: nn.Module, units: list[ModelUnit]) -> Iterator[list[int]]:
     blocks = model.get_submodule(blocks_of(model)[0])
     before = dict(blocks._modules)
     try:
-        blocks._modules = {str(number): before[str(index)] for number, index in enumerate((0, 1, len(units) - 1))}
+        every_block = list(before.values())
+        blocks._modules = {str(number): every_block[index] for number, index in enumerate((0, 1, len(units) - 1))}
         yield [0 if index == 0 else 2 if index == len(units) - 1 else 1 for index in every]
     finally:
         blocks._modules = before

@@ -37,6 +37,7 @@ from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase, sender
 
 Context = Callable[[], AbstractContextManager[object]]
+Announce = Callable[[Sequence[Task]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class Executor:
 
     group: mesh.pipeline, whose positions the routes name. microbatches: of one replica's batch, which the loss is a
     mean over. quiet: entered around every backward pass but the step's last (`optimizer.no_sync`). autocast: entered
-    around every forward pass.
+    around every forward pass. announce: called with a worker's tasks of each step, where their order is known before.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class Executor:
         *,
         quiet: Context = nullcontext,
         autocast: Context = nullcontext,
+        announce: Announce = lambda tasks: None,
     ) -> None:
+        self.announce = announce
         self.stage, self.group, self.router, self.form = stage, group, router, form
         self.microbatches, self.ways = microbatches, ways
         self.quiet, self.autocast = quiet, autocast
@@ -151,6 +154,8 @@ class _Share:
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Do `tasks`, then wait until what they sent is gone."""
+        if self.executor.ways.order == "plan":
+            self.executor.announce(tasks)
         backwards, now = sum(task.kind != "F" for task in tasks), self.group.transport.now
         for task in self._in_order(tasks):
             self.began = now()

@@ -17,6 +17,7 @@ from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.wire import StageForm, phase, sender
+from isles.wrapping import host_work
 
 Rank = Callable[[Task, float], tuple[float, ...]]
 """Of a task whose beginning was there at a moment: the lowest is done first."""
@@ -57,8 +58,9 @@ class StageInbox:
         if source is None or task in self.posted:
             return
         number, step_phase = self.address(task)
-        buffer = torch.empty(self.form.nbytes(task), dtype=torch.uint8)
-        self.posted[task] = self.group.call("pipeline", round=number).recv(source, buffer, step_phase), buffer
+        with host_work():  # a message lies on the host
+            buffer = torch.empty(self.form.nbytes(task), dtype=torch.uint8)
+            self.posted[task] = self.group.call("pipeline", round=number).recv(source, buffer, step_phase), buffer
 
     def is_here(self, task: Task) -> bool:
         """Whether what `task` begins with has come over the wire."""

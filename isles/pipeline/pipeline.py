@@ -34,7 +34,7 @@ from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Scheme, scheme_of
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
-from isles.pipeline.executor import Context, Executor, Ways
+from isles.pipeline.executor import Announce, Context, Executor, Ways
 from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.routers.base import Router
 from isles.pipeline.routers.exchanged import ExchangedRouter
@@ -119,7 +119,8 @@ class Pipeline:
     known, so they travel in 4 bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths
     of routing = "skippipe", over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over
     `world.outer` afterwards. quiet: `lambda: optimizer.no_sync()` where workers inside a stage share its gradients.
-    autocast: entered around forward passes. seed: of random routes, and of what the boundaries draw.
+    autocast: entered around forward passes. announce: told the order of each step's tasks beforehand. seed: of random
+    routes, and of what the boundaries draw.
 
     ValueError for a model that cannot be cut, or a batch that does not divide.
     """
@@ -137,6 +138,7 @@ class Pipeline:
         scheme: Scheme | None = None,
         quiet: Context = nullcontext,
         autocast: Context = nullcontext,
+        announce: Announce = lambda tasks: None,
         seed: int = 0,
         config: PipelineConfig | None = None,
         plan: PipelinePlan | None = None,
@@ -173,7 +175,15 @@ class Pipeline:
             router, microbatches = steps.router, plan.problem.microbatches
             ways = steps.ways(self.config.order, self.config.gradients, recompute=self.config.recompute)
         self.executor = Executor(
-            self.stage, world.pipeline, router, form, microbatches, ways, quiet=quiet, autocast=autocast
+            self.stage,
+            world.pipeline,
+            router,
+            form,
+            microbatches,
+            ways,
+            quiet=quiet,
+            autocast=autocast,
+            announce=announce,
         )
         self._judge = Judge(self.stage, world.stage, form, home=self.cut.home, autocast=autocast)
 

@@ -22,6 +22,7 @@ from isles.comm.codecs.base import Codec, as_bytes
 from isles.comm.codecs.casts import Identity
 from isles.network.routing.routes import MOST_VISITS, Route, Task
 from isles.pipeline.boundaries.base import Boundary
+from isles.wrapping import host_work
 
 _KINDS = {"F": 0, "L": 1, "B": 2}
 _IDS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
@@ -92,13 +93,14 @@ class StageForm:
 
     def pack(self, payload: Tensor, side: Tensor | None, tokens: Tensor | None) -> Tensor:
         """The bytes of a message forward, on the CPU; tokens: None on the way home."""
-        parts = [self.codec.encode(self._flat(payload))]
-        if side is not None:
-            parts.append(as_bytes(side.to("cpu").contiguous()))
-        if tokens is not None:
-            own = tokens[:, -self.ids_shape[1] :]
-            parts.append(as_bytes(own.to(device="cpu", dtype=self.ids_dtype).contiguous()))
-        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        with host_work():
+            parts = [self.codec.encode(self._flat(payload))]
+            if side is not None:
+                parts.append(as_bytes(side.to("cpu").contiguous()))
+            if tokens is not None:
+                own = tokens[:, -self.ids_shape[1] :]
+                parts.append(as_bytes(own.to(device="cpu", dtype=self.ids_dtype).contiguous()))
+            return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def unpack(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Payload, side and tokens of a message forward; the tokens are None on the way home."""
@@ -112,8 +114,9 @@ class StageForm:
 
     def pack_back(self, gradient: Tensor, loss: Tensor) -> Tensor:
         """The bytes of a message backward."""
-        told = as_bytes(loss.reshape(1).to(device="cpu", dtype=self.loss_dtype))
-        return torch.cat([self.gradient_codec.encode(self._flat(gradient)), told])
+        with host_work():
+            told = as_bytes(loss.reshape(1).to(device="cpu", dtype=self.loss_dtype))
+            return torch.cat([self.gradient_codec.encode(self._flat(gradient)), told])
 
     def unpack_back(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gradient of the payload, and the microbatch's mean loss (a scalar)."""

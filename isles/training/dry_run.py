@@ -186,7 +186,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         stream_ratio=ratio,
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
-        placed=None if config.memory.method == "none" else prepared(config)[2],
+        placed=None if config.memory.method == "none" or config.pipeline.stages > 1 else prepared(config)[2],
         transfers=found,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )

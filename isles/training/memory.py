@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
 from isles.memory.meter import MemoryMeter
+from isles.memory.passes import PassWay
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
 from isles.memory.search import best
@@ -30,6 +32,7 @@ from isles.memory.units import units_of
 from isles.models import choose_device, limits, sketch
 from isles.network.machines import Machine, machine
 from isles.network.named import links
+from isles.network.routing.routes import Task
 from isles.network.units import parse_bytes
 from isles.replicas import method
 from isles.replicas.gradient.bucketed import BucketedSync
@@ -38,8 +41,10 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.training.memory_stages import refuse_staged, stage_profile
 from isles.wrapping import SpreadShares, Wrapping
 
+_WAYS: dict[str, PassWay] = {"F": "forward", "B": "backward"}
 _METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
 
@@ -63,13 +68,15 @@ def machine_of(config: Config) -> Machine:
     )
 
 
-def profile_of(config: Config) -> Profile:
-    """The model's profile at one worker's batch, from a sketch without numbers."""
+def profile_of(config: Config, stage: int = 0) -> Profile:
+    """The model's profile at one worker's batch, from a sketch without numbers; of a stage where it is cut."""
+    adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
+    name = config.model.factory or config.model.hf or str(config.model.size)
+    if config.pipeline.stages > 1:
+        return stage_profile(config, stage, adamw_bytes if adamw else lambda parameter: 0, name)
     model = sketch(config.model)
     context, _ = limits(config.model)
     sequences = config.data.batch_size_per_worker(config.world.workers)
-    adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
-    name = config.model.factory or config.model.hf or str(config.model.size)
     made = profile(
         model,
         torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
@@ -120,7 +127,7 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
         host_budget=host,
         disk_budget=_disk(memory.disk, here),
         update=memory.update,
-        accumulation=config.inner.accumulation,
+        accumulation=config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches,
         replica_bytes=replica_bytes,
     )
     return replace(found, shared=sharing)
@@ -188,10 +195,7 @@ def refusals(config: Config) -> None:
             'memory.method: a gradient scaler may skip a step after its updates have begun: set model.autocast = "bf16"'
         )
     if config.pipeline.stages > 1:
-        raise ValueError(
-            "memory.method: plans are for whole models, not for stages of one: set pipeline.stages = 1, or "
-            'memory.method = "none"'
-        )
+        refuse_staged(config)
     if config.model.compile:
         raise ValueError(
             "memory.method: a compiled model runs its blocks as one, so none can be moved: leave out compile"
@@ -250,20 +254,20 @@ def _stands_for_a_device(config: Config) -> bool:
     return config.memory.emulate or config.world.backend == "virtual"
 
 
-_PREPARED: dict[
-    str, tuple[Profile, Machine, MemoryPlan]
-] = {}  # by configuration: workers that share a process ask once
+_PREPARED: dict[tuple[str, int], tuple[Profile, Machine, MemoryPlan]] = {}
+"""By configuration and stage: workers that share a process ask once."""
 
 
-def prepared(config: Config) -> tuple[Profile, Machine, MemoryPlan]:
+def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPlan]:
     """What a run with a plan needs. ValueError, one line with its key, for whatever cannot be."""
     refusals(config)
     _refuse_here(config)
-    key = to_toml(config)
+    key = to_toml(config), stage
     if key not in _PREPARED:
         random = torch.get_rng_state()
-        here, made = machine_of(config), profile_of(config)
-        _PREPARED.clear()
+        here, made = machine_of(config), profile_of(config, stage)
+        for other in [other for other in _PREPARED if other[0] != key[0]]:
+            del _PREPARED[other]
         _PREPARED[key] = made, here, planned(config, made, here)
         torch.set_rng_state(random)
     return _PREPARED[key]
@@ -275,8 +279,8 @@ def step_seconds(config: Config) -> float:
     """
     if config.pipeline.routing == "skippipe":
         return 1.0
-    if config.memory.method == "none" or not config.memory.machine:
-        return config.world.step_seconds
+    if config.memory.method == "none" or not config.memory.machine or config.pipeline.stages > 1:
+        return config.world.step_seconds  # of all stages; a plan knows one of them
     return prepared(config)[2].step
 
 
@@ -304,8 +308,8 @@ def sketched(config: Config, model: nn.Module, inner: Optimizer) -> Optimizer:
 class PlannedMemory:
     """The memory of one worker of a run: nothing special, or a plan at work."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, stage: int = 0) -> None:
+        self.config, self.stage = config, stage
         self.managed: Managed | None = None
         self.notices: list[str] = []
         """What a user should know, once it is managed."""
@@ -316,7 +320,7 @@ class PlannedMemory:
         """The inner optimizer, under the plan where there is one."""
         if self.config.memory.method == "none":
             return inner
-        made, here, plan = prepared(self.config)
+        made, here, plan = prepared(self.config, self.stage)
         self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
         virtual = self.config.world.backend == "virtual"
         engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
@@ -331,6 +335,11 @@ class PlannedMemory:
             meter=self._meter,
         )
         return self.managed
+
+    def announce(self, tasks: Sequence[Task]) -> None:
+        """The order of a stage's tasks in the step that begins."""
+        if self.managed is not None:
+            self.managed.announce([(_WAYS[task.kind], task[1:]) for task in tasks if task.kind in _WAYS])
 
     def device(self, model: nn.Module) -> torch.device:
         """Where the model computes; its parameters may lie elsewhere."""

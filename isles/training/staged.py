@@ -24,7 +24,7 @@ from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.executor import Context
+from isles.pipeline.executor import Announce, Context
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
 from isles.pipeline.recovery import LossSettings, Recovery
 from isles.replicas import method
@@ -123,7 +123,14 @@ class Staged:
     """One worker's stage of a pipelined run, as a `Step`."""
 
     def __init__(
-        self, config: Config, world: Mesh, cut: Cut, scheme: Scheme, optimizer: ReplicaSync, autocast: Context
+        self,
+        config: Config,
+        world: Mesh,
+        cut: Cut,
+        scheme: Scheme,
+        optimizer: ReplicaSync,
+        autocast: Context,
+        announce: Announce,
     ) -> None:
         context, vocab = limits(config.model)
         self._config, self._world, self._optimizer = config, world, optimizer
@@ -140,6 +147,7 @@ class Staged:
             scheme=scheme,
             quiet=optimizer.no_sync,
             autocast=autocast,
+            announce=announce,
             seed=config.run.seed,
             config=config.pipeline,
             plan=plan,

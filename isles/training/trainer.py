@@ -81,7 +81,7 @@ class Trainer:
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
-        self.memory = PlannedMemory(config)
+        self.memory = PlannedMemory(config, world.place.stage)
         manage = self.memory.manage
         self.optimizer, notices = wrapped(  # or refuses
             config, model, roster or world.outer, world.inner, world.stage, manage, everyone=world.world
@@ -104,7 +104,7 @@ class Trainer:
         self.model_step: Step = (
             Whole(self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation)
             if cut is None or scheme is None
-            else Staged(config, world, cut, scheme, self.optimizer, self.autocast)
+            else Staged(config, world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
         )
         self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0

@@ -40,6 +40,21 @@ def test_a_person_reads_a_table(memory, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
 
 
+def test_a_person_reads_which_stage_fits(memory) -> None:
+    words = ["data.batch_size=8", "model.layers=7", "model.tie_embeddings=false"]
+    staged = ["--stages", "3", "--machine", "RTX 3060", *(word for one in words for word in ("--set", one))]
+    code, out, err = memory(*staged, "--method", "checkpoint", "--device-budget", "6MB")
+    assert code == 0, err
+    assert "can host stages: 2\n" in out
+    assert out.count("does not fit") == 2
+    code, out, _ = memory(*staged, "--json")
+    assert code == 0
+    assert [plan["stage"] for plan in json.loads(out)] == [0, 1, 2]
+    code, _, err = memory("--stages", "3", "--set", "model.tie_embeddings=true")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "model.tie_embeddings = false" in err
+
+
 def test_a_program_reads_json(memory, tmp_path: Path) -> None:
     code, out, err = memory(*SMALL, "--json")
     assert code == 0, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from isles.memory.costs import Profile
     from isles.memory.plan import MemoryPlan
     from isles.network.machines import Machine
+    from isles.training.config.sections import Config
 
 app = typer.Typer(help="Models larger than the device: plans.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -39,6 +41,7 @@ def plan(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
+    stages: Annotated[int | None, typer.Option(help="Cut the model in depth: what each stage takes.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also every method, and simple plans.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for memory.plan.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Also write the lanes of some steps for chrome://tracing.")] = None,
@@ -47,7 +50,7 @@ def plan(
     from isles.training.config.reading import gather, resolve
     from isles.training.memory import machine_of, planned, profile_of, refusals
 
-    flags = {
+    flags: dict[str, Any] = {
         "memory.machine": machine,
         "memory.device_budget": device_budget,
         "memory.host_budget": host_budget,
@@ -56,9 +59,13 @@ def plan(
         "memory.method": method,
     }
     tables = gather(config, {}, [])
+    flags |= _cut(tables, stages)
     tables = gather(config, flags | ({} if _says_method(tables, method) else {"memory.method": "auto"}), set_ or [])
     asked = resolve(tables)
     refusals(asked)
+    if asked.pipeline.stages > 1:
+        _print_stages(asked, as_json=as_json)
+        return
     with _quiet():
         here = machine_of(asked)
         made = profile_of(asked)
@@ -76,6 +83,57 @@ def plan(
     if compare:
         print()
         print("\n".join(_compared(found, others)))
+
+
+def _cut(tables: dict[str, dict[str, Any]], stages: int | None) -> dict[str, Any]:
+    """Flags of a model that is cut: workers for whole replicas, and the loss at the last stage unless the run says."""
+    if stages is None:
+        return {}
+    workers = int(tables.get("world", {}).get("workers", stages))
+    loss_at = tables.get("pipeline", {}).get("loss_at", "last" if stages > 1 else None)
+    return {
+        "pipeline.stages": stages,
+        "pipeline.loss_at": loss_at,
+        "world.workers": -(-workers // stages) * stages,
+    }
+
+
+def _print_stages(asked: Config, *, as_json: bool) -> None:
+    """A row a stage: whether the machine can host it, and by which plan."""
+    from isles.cli.table import print_table
+    from isles.memory.plan import InfeasibleBudget
+    from isles.report.panels import Table
+    from isles.report.units import format_bytes, format_count, format_seconds
+    from isles.training.memory import machine_of, planned, profile_of
+
+    here, rows, plans, hosted = machine_of(asked), [], [], []
+    for stage in range(asked.pipeline.stages):
+        with _quiet():
+            made = profile_of(asked, stage)
+            try:
+                found = planned(asked, made, here)
+            except InfeasibleBudget as error:
+                found, least = None, error.device_bytes
+        size = f"{len(made.units)} blocks, {format_count(made.params)}"
+        if found is None:
+            rows.append(
+                (str(stage), size, str(made.in_flight), "does not fit", f"{format_bytes(least)} at least", "", "")
+            )
+            continue
+        plans.append(json.loads(found.to_json()) | {"stage": stage})
+        hosted.append(stage)
+        peak, host = format_bytes(found.peak), format_bytes(found.host_bytes)
+        rows.append((str(stage), size, str(made.in_flight), found.short, peak, host, format_seconds(found.step)))
+    if as_json:
+        print(json.dumps(plans))
+        return
+    print(
+        f"{made.model.partition(',')[0]} in {asked.pipeline.stages} stages, {asked.pipeline.microbatches} microbatches"
+    )
+    which = ", ".join(map(str, hosted)) if hosted else "none"
+    print(f"a worker like {here.name} ({format_bytes(here.device_bytes)}) can host stages: {which}", end="\n\n")
+    heads = ("stage", "holds", "in flight", "plan", "peak", "host", "its own work a step")
+    print_table(Table(heads=heads, rows=rows, names=2))
 
 
 def _says_method(tables: dict[str, dict[str, Any]], flag: str | None) -> bool:

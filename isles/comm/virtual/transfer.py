@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
@@ -194,9 +196,12 @@ class VirtualTransfer:
 @contextlib.contextmanager
 def _threads_own_modes() -> Iterator[None]:
     """torch's modes as a fresh thread has them: the step runs in whatever worker's thread is at hand, perhaps amid its
-    evaluation without gradients or under autocast, while with real processes it runs in a thread of its own."""
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu"):
-        yield
-        return
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+    evaluation without gradients, under autocast or a meter of memory, while with real processes it runs in a thread of
+    its own."""
+    with contextlib.ExitStack() as modes:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"):
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.autocast("cpu", enabled=False))
+        if _len_torch_dispatch_stack():
+            modes.enter_context(_disable_current_modes())
         yield

@@ -70,7 +70,8 @@ def launch(
     refusals(config)
     refuse_stages(config)
     if config.memory.method != "none":
-        prepared(config)  # refuses what cannot be before anything is made
+        for stage in range(config.pipeline.stages):
+            prepared(config, stage)  # refuses what cannot be before anything is made
     require(config.run.loggers)
     started = time.perf_counter()
     start = start_workers or starter(config.world.backend).train
