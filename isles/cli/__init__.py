@@ -36,6 +36,7 @@ from isles.cli import (
 from isles.cli.elastic import join, lighthouse
 from isles.cli.experts import commands
 from isles.cli.memory import plan as memory
+from isles.cli.ravnest import plan as ravnest
 
 app = typer.Typer(
     name="isles",
@@ -61,6 +62,7 @@ app.command("join")(join.join)
 app.add_typer(commands.app, name="experts")
 app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(ravnest.app, name="ravnest")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

@@ -49,6 +49,9 @@ def doctor(
         str | None,
         typer.Option(metavar="HERE,THERE", help="With --write-links: which nodes the two machines are. Default: 0,1."),
     ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Print this machine's table for `isles ravnest plan`, nothing else.")
+    ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Also measure what plans of memory go by: host, disk, link to a GPU.")
     ] = False,
@@ -69,9 +72,14 @@ def doctor(
     if nodes is not None and write_links is None:
         raise ValueError("--nodes: goes with --write-links LINKS.toml; add it, or take it out")
     pair = None if write_links is None else _pair(write_links, nodes or "0,1", peer)
+    if describe and (listen is not None or write_links is not None or memory):
+        raise ValueError("--describe: goes with --peer alone, whose line it tells; leave the others out")
     _refuse_memory(memory, disk, write)
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
+    if describe:
+        _describe(target)
+        return
     listener = None
     if listen is not None:
         host, port = listening_place(listen)
@@ -86,6 +94,18 @@ def doctor(
             good += [_show(check) for check in wait_for_call(listener)]
     if not all(good):
         raise typer.Exit(1)
+
+
+def _describe(target: tuple[str, int] | None) -> None:
+    from isles.cli.ravnest.describe import describe
+    from isles.launch import probe
+    from isles.launch.link import LinkLost
+
+    try:
+        found = None if target is None else probe.call(*target)
+    except LinkLost as error:
+        raise ValueError(f"--peer: {error}") from error
+    print(describe(found), end="")
 
 
 def _show(check: Check) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,12 @@ from isles.memory.gradients import Arrivals
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
+from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
 from isles.memory.stored import stored_units
 from isles.memory.units import units_of
-from isles.memory.updates import PartialOptimizer, Settings, settings_of
+from isles.memory.updates import PartialOptimizer, Settings, same_settings, settings_of
 from isles.network.machines import Machine
-from isles.wrapping import Wrapping
+from isles.wrapping import SpreadShares, Wrapping
 
 
 def manage(
@@ -111,7 +112,9 @@ class Managed(Wrapping):
             meter=meter,
         )
         hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
-        self._parts = {index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()}
+        self._parts: dict[int, PartialOptimizer | SharedPart] = {
+            index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
+        }
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
         self._written = {index: engine.event(True) for index in stored}
@@ -120,7 +123,8 @@ class Managed(Wrapping):
         self.meter = meter
         if meter is not None:
             meter.track(*model.buffers(), *self.rest)
-        self._early: tuple[Settings, set[int]] | None = None  # updates that began in the backward pass
+        self._begun: tuple[Settings, set[int]] | None = None  # updates of the step that began before it
+        self._waits_for_ready, self._final = False, set[int]()  # parameters whose gradients are final, by id
         self._clean = True  # gradients of the last step are gone
         self._hooks = _read_hooks(model, weakref.ref(self))
         self._finalizer = weakref.finalize(self, engine.close)
@@ -131,13 +135,53 @@ class Managed(Wrapping):
         """All gradients of the passes so far are on their parameters."""
         self.runner.gradients()
 
+    @property
+    def early(self) -> bool:
+        """Whether units are updated before `step`."""
+        return self.plan.update == "early"
+
+    def portions(self, size: int) -> list[list[int]]:
+        """Bytes of each worker's share of the units on the host; empty where the plan shares none. ValueError where it
+        is of another number of workers.
+        """
+        if self.plan.shared not in (1, size):
+            raise ValueError(f"memory.plan shares states among {self.plan.shared} workers, and there are {size}")
+        return portions_of([one.host for one in self.runner.brought.values()], size) if self.plan.shared > 1 else []
+
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
+        """Keep and update the states of one share of every unit on the host. ValueError where they are on disk."""
+        if self.runner.stored:
+            raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")
+        for index, part in self._parts.items():
+            assert isinstance(part, PartialOptimizer)
+            self._parts[index] = SharedPart(part, part.parameters, position, size)
+        self.runner.gathering = Gathering(self.engine, [unit.name for unit in self.runner.units], spread)
+
+    def hold(self) -> None:
+        """A method exchanges gradients: they are final when it says so with `ready`."""
+        self._waits_for_ready = True
+
+    def ready(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These have their final gradients: the updates of units on the host that now have all begin. The next forward
+        pass's first blocks go first among those that wait.
+        """
+        self._final.update(map(id, parameters))
+        for unit, brought in self.runner.brought.items():
+            trained = [id(parameter) for parameter in brought.host if parameter.requires_grad]
+            if self._final.issuperset(trained) and not (self._begun and unit in self._begun[1]):
+                self._begin_update(unit)
+
     def _arrived(self, unit: int) -> None:
         """A unit's gradients of the step are all there; with early updates its update begins."""
-        if self.plan.update == "early":
-            if self._early is None:
-                self._early = settings_of(self.inner), set()
-            self._early[1].add(unit)
-            self._queue(unit, self._early[0])
+        if self.early and not self._waits_for_ready:
+            self._begin_update(unit)
+
+    @torch.no_grad()
+    def _begin_update(self, unit: int) -> None:
+        if self._begun is None:
+            self._begun = settings_of(self.inner), set()
+        self._begun[1].add(unit)
+        self._queue(unit, self._begun[0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -151,14 +195,14 @@ class Managed(Wrapping):
         self.gradients()
         settings = settings_of(self.inner)
         done: set[int] = set()
-        if self._early is not None:
-            began_with, done = self._early
-            if not _same(began_with, settings):
+        if self._begun is not None:
+            began_with, done = self._begun
+            if not same_settings(began_with, settings):
                 raise RuntimeError(
                     'memory.update = "early": a setting of the optimizer, such as its learning rate, was changed '
                     'between the backward pass and step(); change it before the forward pass, or use "exact"'
                 )
-        self._early = None
+        self._begun, self._final = None, set()
         began = time.perf_counter()
         for index in (
             reversed(self._parts) if self.engine.first_come else self._parts
@@ -194,20 +238,20 @@ class Managed(Wrapping):
             return
 
         def work() -> None:
-            for parameter, gradient in zip(brought.host, gradients, strict=True):
-                parameter.grad = gradient
-            part.step(settings)
-            for parameter in brought.host:
-                parameter.grad = None
+            part.update(settings, gradients)
             gradients.clear()
 
-        def done() -> None:
+        def landed() -> None:
             updated.fire()
             if brought.stays:
                 runner.refresh(index, urgency)
             else:
                 refreshed.fire()
 
+        done = landed
+        if isinstance(part, SharedPart):
+            runner.gathering.expect(index)
+            done = partial(runner.gathering.begin, index, part.rows, landed)
         runner.submit("host", urgency, times.host, work, done)
 
     def _queue_stored(self, index: int, settings: Settings, gradients: list[Tensor | None], urgency: Urgency) -> None:
@@ -245,9 +289,15 @@ class Managed(Wrapping):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
-        `step`, what the passes since the last one have brought is thrown away.
+        `step`, what the passes since the last one have brought is thrown away. RuntimeError where early updates have
+        begun with it.
         """
         if self.runner.batches:
+            if self._begun is not None:
+                raise RuntimeError(
+                    'memory.update = "early": updates by these gradients have begun, so they cannot be thrown away: '
+                    'call step() first, or use "exact"'
+                )
             self.gradients()
             self.runner.discard()
             for brought in self.runner.brought.values():
@@ -262,11 +312,9 @@ class Managed(Wrapping):
     def catch_up(self) -> None:
         """All updates that `step` began have landed: before anything reads or writes weights or states."""
         for index in self._parts:
-            name = self.runner.units[index].name
-            self.runner.updated[index].wait(f"the update of {name}")
-            self.runner.refreshed[index].wait(f"the weights of {name}")
+            self.runner.weights_of(index)
             if index in self._written:
-                self._written[index].wait(f"the states of {name} on disk")
+                self._written[index].wait(f"the states of {self.runner.units[index].name} on disk")
         self.engine.check()
 
     # State
@@ -292,6 +340,11 @@ class Managed(Wrapping):
         """Into the inner optimizer."""
         self.catch_up()
         self.inner.load_state_dict(state_dict)
+        for part in self._parts.values():
+            if isinstance(part, SharedPart):
+                part.keep_own()
+            else:
+                refuse_shares(self.inner, part.parameters)
         for stored in self.runner.stored.values():
             stored.keep_states()
 
@@ -319,18 +372,6 @@ class Managed(Wrapping):
         else:  # what is under way will not be used
             self._finalizer()
             self.runner.detach()
-
-
-def _same(one: Settings, other: Settings) -> bool:
-    return all(
-        a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return one == other
 
 
 def _read_hooks(model: nn.Module, managed: weakref.ref[Managed]) -> list[Any]:

@@ -61,9 +61,9 @@ class Pause:
 
 
 class _Part:
-    """A worker's model and optimizer, under a plan or not."""
+    """A worker's model and optimizer, under a plan or not; without clipping where updates are early."""
 
-    def __init__(self, world: Any, name: str, plan: str | None, accumulation: int) -> None:
+    def __init__(self, world: Any, name: str, plan: str | None, accumulation: int, update: str = "exact") -> None:
         kind = method(name)
         self.model, self.managed = Decoder(SHAPE), None
         self.inner: torch.optim.Optimizer = (
@@ -71,11 +71,12 @@ class _Part:
         )
         if plan is not None:
             made = profiled(DECODER, "none")
-            chosen = plan_of(made, PLANS[plan], accumulation=accumulation)
+            chosen = plan_of(made, PLANS[plan], accumulation=accumulation, update=update)
             engine = Inline() if isinstance(world.world.transport, VirtualTransport) else Paced()
             self.managed = manage(chosen, self.model, self.inner, profile=made, machine=MACHINES["H100"], engine=engine)
         taken = self.managed or self.inner
-        self.optimizer = kind(self.model, taken, world.outer, kind.Config(**_settings(name)), max_norm=1.0)
+        max_norm = 1.0 if update == "exact" else None
+        self.optimizer = kind(self.model, taken, world.outer, kind.Config(**_settings(name)), max_norm=max_norm)
         self.optimizer.batches = accumulation
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
 
@@ -94,13 +95,19 @@ class _Part:
 
 
 def _worker(
-    world: Any, name: str, plan: str | None, accumulation: int, steps: int = 7, pause: Pause | None = None
+    world: Any,
+    name: str,
+    plan: str | None,
+    accumulation: int,
+    steps: int = 7,
+    pause: Pause | None = None,
+    update: str = "exact",
 ) -> tuple[Any, ...]:
-    part = _Part(world, name, plan, accumulation)
+    part = _Part(world, name, plan, accumulation, update)
     losses = []
     for step in range(steps):
         if pause is not None and step == pause.after:
-            part = part.handed_to(_Part(world, name, pause.plan, accumulation))
+            part = part.handed_to(_Part(world, name, pause.plan, accumulation, update))
         for index in range(accumulation):
             with part.optimizer.no_sync() if index + 1 < accumulation else nullcontext():
                 number = 1000 * world.rank + step * accumulation + index
@@ -163,6 +170,16 @@ def test_every_method_goes_on_from_a_checkpoint(name: str, then: str | None) -> 
     """Under another plan, or under none: against a run that was stopped and went on without plans."""
     wanted = _virtual(name, None, 1, 7, Pause(3, None))
     _is_same(_virtual(name, "host" if then else "optimizer", 1, 7, Pause(3, then)), wanted)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "plan", [one if one == "mixed" else pytest.param(one, marks=pytest.mark.long) for one in PLANS]
+)
+def test_ddp_hands_buckets_on_as_they_come(plan: str, accumulation: int) -> None:
+    """KARMA's phased exchange: the bits of plain ddp."""
+    wanted, got = (_virtual("ddp", one, accumulation, 5, Pause(3, one), "early") for one in (None, plan))
+    _is_same(got, wanted)
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -274,3 +291,10 @@ def test_places_and_activations_are_all_tried() -> None:
     tried = {one for plan in PLANS.values() for one in plan}
     assert {one.place for one in tried} == set(PLACES) - {"disk", "file"}
     assert {one.activations for one in tried} == set(ACTIVATIONS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLANS)
+def test_ddp_hands_buckets_on_between_processes(plan: str) -> None:
+    wanted, got = (run_gloo(_worker, args=("ddp", one, 2, 5, None, "early")) for one in (None, plan))
+    _is_same(got, wanted)

@@ -16,11 +16,14 @@ import torch
 import isles
 from isles.memory.costs import Placement
 from isles.memory.engines.inline import Inline
+from isles.memory.managed import Managed, manage
+from isles.models.decoder import Decoder
+from isles.network.machines import MACHINES
 from isles.replicas.replica import Plain
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
-from tests.memory.loops import UNITS
-from tests.training.test_memory import PLANS, _worker
+from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
+from tests.training.test_memory import PLANS, _Part, _worker
 
 PLANS.setdefault("kept", (Placement("host", "keep"),) * UNITS)
 
@@ -71,19 +74,90 @@ def test_gradients_delivered_after_no_sync_travel_twice(monkeypatch: pytest.Monk
         assert mutant[3] > plain[3]  # what test_every_method_keeps_its_bits asserts to be equal
 
 
+def test_updates_begin_while_later_buckets_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time: how many buckets had not come yet when each unit's update began."""
+    travelling: list[int] = []
+    real = Managed._begin_update
+
+    def noted(self: Managed, unit: int) -> None:
+        buckets = there[id(self)].buckets
+        travelling.append(sum(one.transfer is None or not one.transfer.done() for one in buckets))
+        real(self, unit)
+
+    monkeypatch.setattr(Managed, "_begin_update", noted)
+    there: dict[int, Any] = {}
+
+    def worker(world: Any) -> None:
+        part = _Part(world, "ddp", "kept", 1, "early")
+        there[id(part.managed)] = part.optimizer
+        for step in range(2):
+            part.model(DECODER.batch(step)).loss.backward()
+            part.optimizer.step()
+            part.optimizer.zero_grad()
+
+    isles.run_virtual(worker, workers=2, links="10Mbit/s, 1ms", step_seconds=1.0)
+    assert len(travelling) == 2 * 2 * UNITS
+    assert sum(count > 0 for count in travelling) >= len(travelling) // 2
+
+
+@pytest.mark.parametrize(("options", "what"), [({"error_feedback": "local"}, "error feedback"), ({}, "max_norm")])
+def test_what_needs_all_buckets_is_refused(options: dict[str, Any], what: str) -> None:
+    def worker(world: Any) -> None:
+        model, made = Decoder(SHAPE), profiled(DECODER, "none")
+        plan = plan_of(made, PLANS["kept"], update="early")
+        machine = MACHINES["H100"]
+        with manage(plan, model, adamw(model), profile=made, machine=machine, engine=Inline()) as managed:
+            isles.DDP(model, managed, world.outer, max_norm=None if options else 1.0, **options)
+
+    with pytest.raises(ValueError, match=f"{what} needs all of them first: leave {what} out, or update exactly"):
+        isles.run_virtual(worker, workers=2)
+
+
+def test_what_cannot_be_taken_back_is_said() -> None:
+    def worker(world: Any) -> None:
+        part = _Part(world, "ddp", "kept", 1, "early")
+        part.model(DECODER.batch(0)).loss.backward()
+        part.managed.gradients()
+        with pytest.raises(RuntimeError, match="updates by these gradients have begun"):
+            part.optimizer.zero_grad()
+        part.optimizer.step()
+        part.model(DECODER.batch(0)).loss.backward()
+        part.model(DECODER.batch(1)).loss.backward()
+
+    with pytest.raises(ValueError, match=r"a second backward pass before step.*no_sync"):
+        isles.run_virtual(worker, workers=1)
+
+
+SMALL = [
+    "model.d_model=64",
+    "model.layers=4",
+    "model.context=32",
+    "data.batch_size=2",
+    "world.backend=virtual",
+    "world.workers=2",
+    "run.steps=3",
+    "replicas.bucket_megabytes=0.1",
+]
+
+
+def _run(out: Path, *words: str, memory: str = "none") -> dict[str, Any]:
+    config = read_config(None, {"replicas.method": "ddp", "memory.method": memory}, [*SMALL, *words])
+    launch(config, out, lambda line: None, lambda notice: None)
+    return json.loads((out / "summary.json").read_text())
+
+
 def test_what_ddp_holds_on_the_host_is_not_the_device_s(tmp_path: Path) -> None:
-    words = [
-        "model.d_model=64",
-        "model.layers=4",
-        "model.context=32",
-        "data.batch_size=2",
-        "world.backend=virtual",
-        "world.workers=2",
-        "run.steps=3",
-        "memory.machine=RTX 3060",
-        "replicas.bucket_megabytes=0.1",
-    ]
-    config = read_config(None, {"replicas.method": "ddp", "memory.method": "auto"}, words)
-    launch(config, tmp_path, lambda line: None, lambda notice: None)
-    told = json.loads((tmp_path / "summary.json").read_text())["memory"]
+    told = _run(tmp_path, "memory.machine=RTX 3060", memory="auto")["memory"]
     assert 0.9 * told["planned_peak_bytes"] <= told["measured_peak_bytes"] <= told["planned_peak_bytes"]
+
+
+def test_a_run_with_early_updates(tmp_path: Path) -> None:
+    plain = _run(tmp_path / "plain", "inner.max_norm=0")
+    words = ("inner.max_norm=0", "memory.update=early", "memory.machine=RTX 3060", "memory.device_budget=2MB")
+    early = _run(tmp_path / "early", *words, memory="auto")
+    assert "H" in early["memory"]["plan"] or "O" in early["memory"]["plan"]
+    assert early["val_loss"] == plain["val_loss"]
+    left = [(tmp_path / one / "model.safetensors").read_bytes() for one in ("early", "plain")]
+    assert left[0] == left[1]
+    with pytest.raises(ValueError, match=r'set replicas\.error_feedback = "none"'):
+        _run(tmp_path / "none", *words, "replicas.error_feedback=local", memory="auto")

@@ -2,8 +2,10 @@
 
 Gradients travel in buckets, in the reverse order of the parameters, each as soon as the last gradient in it is ready
 (Li et al., 2020, PyTorch Distributed). What travels of a bucket is its `Reduction`'s. When all have come, the means
-become the gradients, and clipping and the inner step follow. Memory: one bucket-sized buffer for every bucket, 4 bytes
-a parameter.
+become the gradients, and clipping and the inner step follow. An inner optimizer that updates early (a plan of memory)
+is told of each bucket whose mean has come, and updates what is in it while later buckets travel, as KARMA does (arXiv
+2008.11421): then nothing may need all means at once, neither clipping nor a step that is skipped. Memory: one bucket-
+sized buffer for every bucket, 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed
@@ -28,10 +31,11 @@ from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
+from isles.replicas.island.spreading import SpreadRows, planned_spreads, spread_fragment
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.wrapping import host_work
+from isles.wrapping import Phased, Sharing, host_work
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
@@ -80,6 +84,14 @@ class BucketedSync(ReplicaSync):
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled = False  # whether a gradient scaler takes part in this step
+        self._phased = self._early_inner()
+        inner = self.replica.inner
+        self._portions = inner.portions(self.group.size) if isinstance(inner, Sharing) else []
+        if self._portions and isinstance(inner, Sharing) and not self.is_sketch:
+            if len(self.buckets) > spread_fragment(len(self._portions)):
+                raise ValueError(f"{len(self.buckets)} buckets are too many with shared blocks: raise bucket_megabytes")
+            inner.share(self.group.rank, self.group.size, self._spread)
+        self._landed = 0  # buckets whose means the inner optimizer has been given, where it updates early
         self._elements = sum(bucket.layout.numel for bucket in self.buckets)
         self._launched = 0  # buckets leave in order on every worker, whatever the order of the gradients
         self._quiet = False
@@ -87,6 +99,24 @@ class BucketedSync(ReplicaSync):
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+
+    def _early_inner(self) -> Phased | None:
+        """The inner optimizer, where it updates before `step`. ValueError where it cannot here."""
+        inner = self.replica.inner
+        if not (isinstance(inner, Phased) and inner.early):
+            return None
+        if self.max_norm is not None or self._careful:
+            what = "max_norm" if self.max_norm is not None else "error feedback"
+            raise ValueError(
+                f"the inner optimizer updates by each bucket as its mean comes, and {what} needs all of them first: "
+                f"leave {what} out, or update exactly"
+            )
+        inner.hold()
+        return inner
+
+    def _spread(self, number: int, round: int, rows: Sequence[Sequence[Tensor]]) -> SpreadRows:
+        """Weights that the inner optimizer has updated in shares go to all."""
+        return SpreadRows(self.group, rows, self.group.channel, round=round, fragment=spread_fragment(number))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -105,6 +135,11 @@ class BucketedSync(ReplicaSync):
         """What is kept of gradients follows the scale of the loss."""
         if scaler is None:
             return super().step(closure, scaler=scaler)
+        if self._phased is not None and scaler.is_enabled():
+            raise ValueError(
+                "a gradient scaler may skip a step after the inner optimizer has updated by its first buckets: use "
+                "bfloat16, or update exactly"
+            )
         self._scaled, before = scaler.is_enabled(), scaler.get_scale()
         loss = super().step(closure, scaler=scaler)
         if not self._careful:
@@ -128,6 +163,16 @@ class BucketedSync(ReplicaSync):
                 "gradients were changed between backward() and step(), but they travel during backward() already: "
                 "clip with max_norm=, unscale with step(scaler=)"
             )
+        if self._phased is not None:
+            self._hand_on(self._phased, wait=True)
+        else:
+            self._land_together()
+        for bucket in self.buckets:
+            bucket.rest()
+        self._launched, self._landed, self._scaled = 0, 0, False
+
+    def _land_together(self) -> None:
+        """Once all buckets have come: their means become the gradients, or all workers skip the step."""
         broken = self._broken()
         is_usable = not broken
         if self._careful:
@@ -138,14 +183,32 @@ class BucketedSync(ReplicaSync):
                 bucket.unload()
         else:
             self._skip(broken)
-        for bucket in self.buckets:
-            bucket.rest()
-        self._launched, self._scaled = 0, False
+
+    def _hand_on(self, inner: Phased, *, wait: bool) -> None:
+        """In their order, give the means of the buckets that have left to `inner`; without `wait`, of those that have
+        come. WorkerFailed as `_skip`, if waited for.
+        """
+        for bucket in self.buckets[self._landed : self._launched]:
+            if not wait and (bucket.stale or not (bucket.transfer is not None and bucket.transfer.done())):
+                return
+            broken = self._without(self._wait(bucket))
+            if broken:
+                return self._skip(broken) if wait else None
+            bucket.reduction.land(bucket.flat)
+            bucket.unload()
+            self._landed += 1
+            inner.ready(bucket.parameters)
+            bucket.handed_on()
+        return None
+
+    def _without(self, usable: Sequence[int]) -> list[int]:
+        """The workers at other positions than these."""
+        return [seat for position, seat in enumerate(self.group.ranks) if position not in usable]
 
     def _broken(self) -> list[int]:
         """Wait for all buckets; the workers whose gradients are not finite in one of them."""
         usable = [self._wait(bucket) for bucket in self.buckets]
-        return [seat for position, seat in enumerate(self.group.ranks) if any(position not in own for own in usable)]
+        return self._without([seat for seat in range(self.group.size) if all(seat in own for own in usable)])
 
     def _skip(self, broken: Sequence[int]) -> None:
         """Have all workers skip the inner step: optimizers leave parameters without a gradient alone, and scalers look
@@ -178,9 +241,15 @@ class BucketedSync(ReplicaSync):
         for first, count in self.phases(steps):
             patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
             plan += [
-                PlannedExchange(step - behind, step, index, "gradient", groups, pattern, step)
+                one
                 for step in range(first, first + count)
-                for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+                for one in [
+                    *(
+                        PlannedExchange(step - behind, step, index, "gradient", groups, pattern, 2 * step)
+                        for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+                    ),
+                    *planned_spreads(self._portions, step, groups, 2 * step + 1),
+                ]
             ]
         return plan
 
@@ -204,7 +273,9 @@ class BucketedSync(ReplicaSync):
         sent = [0] * self.group.size
         for first, count in self.phases(steps):
             for position in range(self.group.size):
-                sent[position] += count * sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
+                sent[position] += count * (each + shares)
         short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
         return replace(short, sent=tuple(sent))
 
@@ -265,6 +336,11 @@ class BucketedSync(ReplicaSync):
             return
         bucket.waiting -= 1
         if bucket.waiting < 0 and bucket.transfer is not None:
+            if bucket.index < self._landed:
+                raise ValueError(
+                    "a second backward pass before step(), but what the first one made has been updated by: wrap all "
+                    "but the last in `with optimizer.no_sync():`"
+                )
             bucket.stale = True
             if not self._told:
                 self._told = True
@@ -277,6 +353,8 @@ class BucketedSync(ReplicaSync):
             ready += 1
         with torch.no_grad(), host_work():
             self._launch(ready)
+            if self._phased is not None:
+                self._hand_on(self._phased, wait=False)
 
     def _launch(self, stop: int) -> None:
         """Start the buckets up to `stop`; the computation that made their gradients is charged before."""

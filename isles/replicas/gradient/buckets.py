@@ -35,6 +35,7 @@ class Bucket:
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
+        self._given = False
         self._filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
         self._firsts = [self.views[place].view(-1)[:1] for place in self._filled]
 
@@ -67,10 +68,14 @@ class Bucket:
         frozen = [place for place, parameter in enumerate(self.parameters) if not parameter.requires_grad]
         return crc32(repr(frozen).encode()) if frozen else 0
 
+    def handed_on(self) -> None:
+        """Its means were given to the inner optimizer, which may take the gradients when it will."""
+        self._loaded, self._given = self._gradients(), True
+
     def is_changed(self) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it."""
         return any(
-            old is not new or before != now
+            (old is not new or before != now) and not (self._given and new is None)
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 
@@ -97,7 +102,7 @@ class Bucket:
     def rest(self) -> None:
         """Ready for the next backward pass."""
         self._loaded = []  # holds gradients that the user may want freed
-        self.waiting, self.transfer, self.stale = len(self.parameters), None, False
+        self.waiting, self.transfer, self.stale, self._given = len(self.parameters), None, False, False
 
 
 def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:

@@ -1,0 +1,136 @@
+"""`isles ravnest plan`: which nodes share a copy of the model, and where it is cut among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.network.clusters.forming import NodeCluster
+    from isles.network.clusters.nodes import ClusterNode
+    from isles.network.clusters.splitting import ModelLoad
+
+app = typer.Typer(help="Clusters of unequal nodes, each with a copy of the model.", no_args_is_help=True)
+
+
+@app.callback()
+def _ravnest() -> None:
+    """Clusters of unequal nodes, each with a copy of the model."""
+
+
+@app.command("plan")
+def plan(
+    nodes: Annotated[
+        str, typer.Argument(metavar="NODES.toml", help="The nodes' own tables, as `isles doctor --describe` prints.")
+    ],
+    config: Annotated[
+        str | None, typer.Option(help="Whose model and batches; default: the built-in run's, untied.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over CONFIG; may be repeated.")
+    ] = None,
+    clusters: Annotated[int, typer.Option(help="How many at most.")] = 5,
+    by: Annotated[
+        str, typer.Option(help="Cut so that the slowest stage is fast: time; or the fullest, empty: memory.")
+    ] = "time",
+    seed: Annotated[int, typer.Option(help="Of the search, above eight nodes.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+) -> None:
+    """Say which nodes make up each cluster, and which blocks each holds, with the settings of such a run."""
+    from isles.errors import unknown_name
+    from isles.network.clusters.forming import form_clusters
+    from isles.network.clusters.nodes import read_nodes
+    from isles.network.clusters.splitting import SPLITS
+
+    if by not in SPLITS:
+        raise ValueError(unknown_name("--by", by, SPLITS))
+    if clusters < 1:
+        raise ValueError(f"--clusters {clusters}: choose 1 or more")
+    described, load = read_nodes(nodes), _load(config, assignments or [])
+    try:
+        made = form_clusters(described, load, most=clusters, by=by, seed=seed)
+    except ValueError as error:
+        raise ValueError(f"{nodes}: {error}") from None
+    if json:
+        from json import dumps
+
+        print(dumps(_as_json(described, made)))
+        return
+    _show(described, load, made)
+
+
+def _load(config: str | None, assignments: Sequence[str]) -> ModelLoad:
+    from isles.models import limits, sketch
+    from isles.models.cuts import decoder_costs
+    from isles.models.loads import load_of
+    from isles.models.stages import costs_of, is_tied
+    from isles.training.config.inner import inner_kind
+    from isles.training.config.reading import read_config
+
+    flags: dict[str, Any] = {} if config is not None else {"model.tie_embeddings": False}
+    read = read_config(config, flags, assignments)
+    model = sketch(read.model)
+    if is_tied(model):
+        raise ValueError(
+            "model.tie_embeddings = true: the embedding is the head as well, and they lie at two ends of a cluster; "
+            "set it to false"
+        )
+    costs = costs_of(model) if read.model.own is not None else decoder_costs(read.model.shape())
+    sequences = max(1, read.data.batch_size // read.pipeline.microbatches)
+    states = 2.0 if inner_kind(read.inner, "adamw") == "adamw" else 0.0
+    return load_of(model, costs, sequences=sequences, length=limits(read.model).context, states=states)
+
+
+def _rows(nodes: Sequence[ClusterNode], made: Sequence[NodeCluster]) -> list[dict[str, Any]]:
+    """A node each, by cluster and stage, which is the order of the ranks."""
+    rows = []
+    for number, cluster in enumerate(made):
+        for stage, node in enumerate(cluster.nodes):
+            rows.append(
+                {
+                    "rank": len(rows),
+                    "node": nodes[node].name,
+                    "cluster": number,
+                    "stage": stage,
+                    "first_block": (0, *cluster.split.cuts)[stage],
+                    "seconds": cluster.split.seconds[stage],
+                    "memory": cluster.split.fills[stage],
+                }
+            )
+    return rows
+
+
+def _as_json(nodes: Sequence[ClusterNode], made: Sequence[NodeCluster]) -> dict[str, Any]:
+    cuts = [list(cluster.split.cuts) for cluster in made]
+    return {"nodes": [asdict(node) for node in nodes], "ranks": _rows(nodes, made), "pipeline.clusters": cuts}
+
+
+def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeCluster]) -> None:
+    from isles.cli.table import print_table
+    from isles.report.panels import Table
+    from isles.report.units import format_bytes, format_seconds
+
+    heads = ["node", "rank", "cluster", "stage", "blocks from", "a microbatch", "memory"]
+    rows = [
+        [
+            row["node"],
+            str(row["rank"]),
+            str(row["cluster"]),
+            str(row["stage"]),
+            str(row["first_block"]),
+            format_seconds(row["seconds"]),
+            f"{100 * row['memory']:.3g} %",
+        ]
+        for row in _rows(nodes, made)
+    ]
+    print_table(Table(heads=heads, rows=rows, names=1))
+    slowest, fastest = max(one.seconds for one in made), min(one.seconds for one in made)
+    print(
+        f"\n{len(made)} clusters; one copy of the model takes {format_bytes(load.least)} or more; the slowest cluster "
+        f"takes {slowest / fastest:.3g} times as long for a microbatch as the fastest"
+    )
+    cuts = ", ".join(str(list(cluster.split.cuts)) for cluster in made)
+    print(f'\n[pipeline]\nrouting = "ravnest"\nclusters = [{cuts}]\n\n[world]\nworkers = {len(nodes)}')

@@ -1,0 +1,94 @@
+"""What a node offers, as it says itself: a table [[node]] of a TOML file, which `isles doctor --describe` writes.
+
+[[node]]
+name = "desk"
+memory = "16GiB"            # that it gives to a run
+speed = "120G"              # FLOP/s that a forward pass reaches
+bandwidth = "40Mbit/s"      # of its own line, the slower way
+latency = "12ms"            # one way, to the middle of the network; left out: 0
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from isles.network.units import parse_amount, parse_bytes, parse_latency, parse_rate
+from isles.tables import read_toml, typed
+
+_Amount = float | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterNode:
+    """memory: bytes. speed: FLOP/s of a forward pass. bandwidth: bits per second. latency: seconds one way to the
+    middle of the network, so that two nodes are as far apart as theirs together.
+
+    ValueError that begins with the field's name for a number that cannot be.
+    """
+
+    name: str
+    memory: float
+    speed: float
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("memory", "speed", "bandwidth"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose a number above 0")
+        if not self.latency >= 0:
+            raise ValueError(f"latency = {self.latency}: choose 0 s or more")
+
+    def to_toml(self) -> str:
+        """The table that `read_nodes` reads back."""
+        return (
+            f'[[node]]\nname = "{self.name}"\nmemory = {round(self.memory)}\nspeed = "{self.speed / 1e9:.4g}G"\n'
+            f'bandwidth = "{self.bandwidth / 1e6:.6g}Mbit/s"\nlatency = "{1e3 * self.latency:.4g}ms"\n'
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeTable:
+    name: str
+    memory: _Amount
+    speed: _Amount
+    bandwidth: _Amount
+    latency: _Amount = 0.0
+
+
+def read_nodes(path: str) -> list[ClusterNode]:
+    """The nodes of a file, in its order. ValueError, one line that begins with the path, for anything that is wrong."""
+    tables = read_toml(path)
+    try:
+        return _nodes(tables)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _nodes(tables: dict[str, Any]) -> list[ClusterNode]:
+    found = tables.pop("node", None)
+    if tables:
+        raise ValueError(f"{next(iter(tables))}: write [[node]] above each node's keys, and nothing else")
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise ValueError("no node: write [[node]] above each node's keys; `isles doctor --describe` writes this one's")
+    nodes = [_node(f"node {number}", one) for number, one in enumerate(found, start=1)]
+    name, times = Counter(node.name for node in nodes).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"name = {name!r} stands for {times} nodes: give each its own")
+    return nodes
+
+
+def _node(where: str, table: dict[str, Any]) -> ClusterNode:
+    made: _NodeTable = typed(where, _NodeTable, table)
+    try:
+        return ClusterNode(
+            name=made.name,
+            memory=parse_bytes("memory", made.memory),
+            speed=parse_amount("speed", made.speed),
+            bandwidth=parse_rate("bandwidth", made.bandwidth),
+            latency=parse_latency("latency", made.latency),
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
