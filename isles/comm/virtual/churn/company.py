@@ -18,7 +18,7 @@ from isles.comm.virtual.scheduler import VirtualWorker
 _SOON, _PATIENCE = 0.2, 3.0  # seconds, as between processes
 
 
-class Line(Protocol):
+class Asking(Protocol):
     """What a worker needs of the lighthouse."""
 
     def ask(self, seat: int, message: Any, answered: Callable[[Any], None]) -> None: ...
@@ -37,7 +37,7 @@ class _Sleep:
 class VirtualCompany:
     """`worker` in the seat of its rank. leaving: set where it is to leave. reports: what it said, as it comes."""
 
-    def __init__(self, line: Line, worker: VirtualWorker) -> None:
+    def __init__(self, line: Asking, worker: VirtualWorker) -> None:
         self.seat = worker.rank
         self.member = Member(self.seat)
         self.ended: Over | Examine | None = None
