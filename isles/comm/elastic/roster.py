@@ -8,15 +8,18 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from isles.comm.elastic.ballot import Part
 from isles.comm.elastic.company import Company
-from isles.comm.errors import CommError
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Refused
 from isles.comm.group import Group
+from isles.comm.roster import Verdict
 from isles.comm.transport import Deadlines
 
 _KEPT = 8  # rounds whose answers are remembered
 _SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
 _LEAST, _FIRST = 2.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
 _SPREADS = 5.0
+_UNDECIDED = 3.0  # seconds for a view that is on its way
 
 
 class ElasticRoster:
@@ -33,6 +36,9 @@ class ElasticRoster:
         self.company, self.founders = company, alone
         self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given
         self._took: deque[float] = deque(maxlen=_SAMPLES)
+        self._part: Part | None = None  # the newest round that lands on the lighthouse's word
+        self._view = -1  # its view
+        self._opened = 0.0
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
@@ -54,9 +60,48 @@ class ElasticRoster:
             self._took.append(self.founders.transport.now() - self._answers[round][1])
         return self.company.accepts(round, seats)
 
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        if self._part is None or self._part.round != round:
+            standing = self.company.decided(round, _UNDECIDED)
+            if standing is None:
+                return None
+            self._part, self._view = Part(self.company.seat, round, 0, standing.seats), standing.view
+        part, self._opened = self._part, self.founders.transport.now()
+        if part.phase != "exchanging":
+            return None
+        waits = self.founders.deadlines if part.attempt else self._deadlines()  # others may still be at their steps
+        return replace(self.founders, ranks=part.seats, view=self._view, deadlines=waits), part.attempt
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Verdict:
+        part = self._part
+        assert part is not None and part.round == round, "it was opened"
+        if digest is not None:
+            part = part.answered(attempt)
+            if attempt == 0:
+                self._took.append(self.founders.transport.now() - self._opened)
+        elif error is not None:
+            self._accuse(round, attempt, error)
+        word = self.company.word(round, attempt, digest)
+        if word is not None:
+            part = part.heard(word)
+        self._part = part
+        if word is None or part.phase == "left out":
+            return "wait"
+        if part.phase == "landed":
+            self.company.landed(word)
+            return "land"
+        return "again" if part.phase == "exchanging" else "wait"
+
+    def _accuse(self, round: int, attempt: int, error: CommError) -> None:
+        """Tell the lighthouse of whom the failure speaks; who is gone it sees itself."""
+        if isinstance(error, DeadlinePassed) and error.peer >= 0:
+            self.company.accuse(round, attempt, error.peer, "late", "")
+        elif isinstance(error, (Refused, Malformed, Diverged)) and error.peer >= 0:
+            self.company.accuse(round, attempt, error.peer, "refused", str(error))
+
     def begin_anew(self) -> None:
         """This worker has another state: answers about its rounds before are not valid any more."""
-        self._answers = {}
+        self._answers, self._part = {}, None
 
     def survivors(self, asked: bool) -> Group:
         """Itself: the one model is put together at the lighthouse."""

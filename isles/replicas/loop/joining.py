@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.outer import OuterSync
 
 
@@ -21,7 +20,7 @@ def enter(optimizer: OuterSync, round: int, steps: int) -> None:
     under way with its partners of then is nobody's.
     """
     optimizer.steps, optimizer.flights = steps, []
-    optimizer.courier = Courier(optimizer.roster, optimizer.parts)
+    optimizer.courier = optimizer.new_courier()
     for fragment in optimizer.fragments:
         fragment.rounds, fragment.sent = round - 1, steps
         fragment.latest = None

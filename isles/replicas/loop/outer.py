@@ -31,9 +31,10 @@ from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
 from isles.replicas.flat import FlatNames
+from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
-from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.look import Look, NoLook
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
@@ -67,7 +68,7 @@ class OuterSync(ReplicaSync):
         self.parts = parts = self.compose()
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
-        self.courier = Courier(self.roster, parts)
+        self.courier = self.new_courier()
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
@@ -79,6 +80,10 @@ class OuterSync(ReplicaSync):
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
+
+    def new_courier(self) -> Courier:
+        """One that has nothing under way."""
+        return (AgreedCourier if self.roster.grows and self.agrees else Courier)(self.roster, self.parts)
 
     @torch.no_grad()
     @override
@@ -175,7 +180,8 @@ class OuterSync(ReplicaSync):
 
     @override
     def memory(self) -> list[Held]:
-        return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
+        outer = outer_memory(self.parts, self.fragments, self.group.size)
+        return [*super().memory(), *outer, *self.courier.extra_memory(self.fragments)]
 
     @override
     def gauges(self) -> dict[str, float]:
@@ -201,15 +207,9 @@ class OuterSync(ReplicaSync):
     def evaluation_weights(self) -> Iterator[nn.Module]:
         """The anchors."""
         self.catch_up()
-        live = [fragment.flat.read(fragment.flat.new()) for fragment in self.fragments]
-        show(self.fragments, [fragment.anchor for fragment in self.fragments])
-        self.replica.spread(self.everything, "eval")
-        try:
-            with super().evaluation_weights() as model:
-                yield model
-        finally:
-            show(self.fragments, live)
-            self.replica.spread(self.everything, "eval")
+        shown = on_anchors(self.fragments, lambda: self.replica.spread(self.everything, "eval"))
+        with shown, super().evaluation_weights() as model:
+            yield model
 
     @override
     def outer_state(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class OuterSync(ReplicaSync):
             resting = tuple(saved.get("at_rest", ()))
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, resting))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
-        self.courier = Courier(self.roster, self.parts)
+        self.courier = self.new_courier()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
 
     @classmethod
@@ -280,7 +280,7 @@ class OuterSync(ReplicaSync):
             flight = self._send(fragment, payload, moment, usable)
             fresh[fragment.index] = flight.payload.own
             landing += self._landing_with(flight, landing)
-            self.flights.append(flight)
+            self.flights += [] if flight.payload.put_off else [flight]
         for flight in landing:
             self._land(flight, fresh.get(flight.fragment.index))
 
@@ -331,7 +331,7 @@ class OuterSync(ReplicaSync):
         """
         if sent.lands <= self.steps:
             self.courier.receive(sent, self._snapshot)
-            return [sent]
+            return [] if sent.payload.put_off else [sent]
         if self.parts.cadence.rounds_late and all(flight.fragment is not sent.fragment for flight in landing):
             return [self.courier.nothing(sent.fragment, self.steps)]
         return []
@@ -380,6 +380,8 @@ class OuterSync(ReplicaSync):
 
     def _landed(self, flight: Flight) -> None:
         fragment = flight.fragment
+        if flight.payload.since is not None:
+            fragment.flat.write(fragment.flat.read(fragment.flat.new()).add_(flight.payload.since))
         self.replica.spread(fragment.places)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
