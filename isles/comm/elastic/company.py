@@ -134,6 +134,10 @@ class Company:
         """The share of `seat` was late, or cannot be."""
         self.ask(Accusation(round, attempt, seat, charge, "".join(c for c in reason if c.isprintable())[:200]))
 
+    def stray(self, landed: int) -> None:
+        """This worker has not what the others have since they landed that round: it is to begin with a state anew."""
+        self.ask(Done(landed, 0, NOTHING))
+
     def landed(self, word: Word) -> None:
         """This worker has landed that round."""
         with self._changed:

@@ -40,7 +40,7 @@ class Gifts(Protocol):
 
     @property
     def wanted(self) -> threading.Event:
-        """Set while somebody asks for what is not offered."""
+        """Set while somebody asks for what is made when it is asked for, and is not offered."""
         ...
 
     def offer(self, what: str, path: Path, facts: dict[str, Any]) -> None:
@@ -49,6 +49,10 @@ class Gifts(Protocol):
 
     def shut(self, what: str) -> None:
         """See `Giver.shut`."""
+        ...
+
+    def withdraw(self, what: str) -> None:
+        """See `Giver.withdraw`."""
         ...
 
     def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
@@ -66,11 +70,14 @@ class _Offer:
 
 @dataclass
 class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come."""
+    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come.
+    on_demand: what is made when it is asked for.
+    """
 
     session: Session
     name: str
     patient: bool = True
+    on_demand: str = "state"
     wanted: threading.Event = field(default_factory=threading.Event)
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
@@ -91,12 +98,19 @@ class Giver:
         self._made += 1
         self._offers[self._made] = _Offer(what, path, size, {**facts, "crc32": checksum})
         self._open[what] = self._made
-        self.wanted.clear()
+        if what == self.on_demand:
+            self.wanted.clear()
         self.session.later(self._answer)
         for number in [number for number, offer in self._offers.items() if offer.what == what][:-_KEPT]:
             old = self._offers.pop(number)
             if all(offer.path != old.path for offer in self._offers.values()):
                 old.path.unlink(missing_ok=True)
+
+    def withdraw(self, what: str) -> None:
+        """Nobody needs it any more: its files go."""
+        self.shut(what)
+        for number in [number for number, offer in self._offers.items() if offer.what == what]:
+            self._offers.pop(number).path.unlink(missing_ok=True)
 
     def shut(self, what: str) -> None:
         """It is too old for new takers; those who have begun to take it go on."""
@@ -117,7 +131,8 @@ class Giver:
             return
         if number < 0:
             self._waiting = [*self._waiting, (what, query)][-_MOST_WAITING:]
-            self.wanted.set()
+            if what == self.on_demand:
+                self.wanted.set()
             self._answer()
             return
         offer = self._offers.get(number)
@@ -140,7 +155,7 @@ class Giver:
                 self._waiting.append((what, query))
             else:
                 query.refuse(b"never")
-        if not self._waiting:
+        if all(what != self.on_demand for what, _ in self._waiting):
             self.wanted.clear()
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from isles.replicas.loop.fragment import Exchange, Flight
 from isles.replicas.loop.outer import OuterSync
 
 
@@ -13,6 +17,19 @@ def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
     """
     own = {"traffic": optimizer.group.traffic.state_dict(), "transport": optimizer.group.transport.state_dict()}
     optimizer.load_state_dict({**state, **own})
+
+
+@torch.no_grad()
+def follow(optimizer: OuterSync, round: int, mean: Tensor, participants: int, *, whole: bool) -> int:
+    """Land the mean (n,) of a round that others landed without this worker; the hash of its anchor then.
+
+    participants: whose mean it is; not whole: the round was skipped by all.
+    """
+    (fragment,) = optimizer.fragments
+    fragment.rounds = round
+    answer = Exchange(mean, None, participants=participants, whole=whole)
+    optimizer.land(Flight(fragment, optimizer.steps, answer, None), None)
+    return fragment.digest
 
 
 def enter(optimizer: OuterSync, round: int, steps: int) -> None:

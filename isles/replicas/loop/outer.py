@@ -282,7 +282,7 @@ class OuterSync(ReplicaSync):
             landing += self._landing_with(flight, landing)
             self.flights += [] if flight.payload.put_off else [flight]
         for flight in landing:
-            self._land(flight, fresh.get(flight.fragment.index))
+            self.land(flight, fresh.get(flight.fragment.index))
 
     def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor, bool]]:
         """What leaves now, by fragment, and whether it is of use; rounds without anybody else are done here."""
@@ -340,7 +340,7 @@ class OuterSync(ReplicaSync):
         """Land everything in flight, in the order in which it was sent."""
         for flight in list(self.flights):
             self.courier.receive(flight, self._snapshot)
-            self._land(flight, None)
+            self.land(flight, None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
         """What this worker has to say of a fragment now."""
@@ -359,7 +359,8 @@ class OuterSync(ReplicaSync):
         sent = self.courier.send(fragment, payload, self.steps, lands, usable)
         return Flight(fragment, lands, sent, anchors, resting)
 
-    def _land(self, flight: Flight, fresh: Tensor | None) -> None:
+    def land(self, flight: Flight, fresh: Tensor | None) -> None:
+        """What came back of a flight. fresh: see `Reading.read`."""
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)

@@ -38,7 +38,8 @@ from isles.replicas.loop.joining import adopt, enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.draws import draws_seed
-from isles.training.elastic.terms import last_round, positions, sync_every
+from isles.training.elastic.means import Means, shadow
+from isles.training.elastic.terms import lands_together, last_round, positions, sync_every
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
 from isles.training.records.saved import load_weights
@@ -53,6 +54,7 @@ _FRESH = 2  # rounds for which a copied state is given to new takers
 _WAIT = 5.0  # seconds between looks at whether the run has ended
 _SLOW = 60.0  # seconds without a piece of a state after which another donor is asked for
 _SPARE = 1 << 20  # bytes of a state beside its tensors
+_MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
 Ending = Literal["finished", "left", "over", "again"]
 
@@ -78,6 +80,10 @@ class Participant:
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
         self._has = 0  # the round of the state that it began with
+        self._agrees = lands_together(config)
+        self._tried = 0  # the newest round whose cell was read
+        self._put_off = 0  # rounds in succession
+        self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
@@ -85,6 +91,7 @@ class Participant:
         self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
+        self._means = Means(self.optimizer, gifts, folder)
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -98,8 +105,7 @@ class Participant:
             round = None
             while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
                 round = company.first(_WAIT)
-            if round is not None:
-                self._catch_up(load, round)
+            if round is not None and self._catches_up(load, round):
                 ending = self._train(company.first(0.0) or round)
         if ending == "finished":
             self._conclude()
@@ -121,12 +127,12 @@ class Participant:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
                 return "left"
-            self._round(round, every)
-            round += 1
+            round += self._round(round, every)
         return "finished"
 
     def _enter(self, round: int, steps: int) -> None:
         self.roster.begin_anew()
+        self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
         enter(self.optimizer, round, steps)
         self._schedule_at(steps)
 
@@ -139,13 +145,15 @@ class Participant:
         ):
             group["lr"] = base * factor(steps)
 
-    def _round(self, round: int, every: int) -> None:
-        """One round: its steps, of which the last one exchanges."""
+    def _round(self, round: int, every: int) -> bool:
+        """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
         company, view = self.company, self.company.begin(round)
-        self.text.take_from(positions(self.config, company.member.views, view, company.seat, round, self._spare))
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
-        if view is None:
+        cell = None if round == self._tried else view
+        self._tried = round
+        self.text.take_from(positions(self.config, company.member.views, cell, company.seat, round, self._spare))
+        if cell is None:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
@@ -153,10 +161,31 @@ class Participant:
         for _ in range(steps):
             self.trainer.step()
         company.pace((self.transport.now() - began) / steps)
+        if self._is_put_off(round):
+            return False
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
+        if self._agrees:
+            self._means.landed(round)
         self._copy_state(round)
+        return True
+
+    def _is_put_off(self, round: int) -> bool:
+        """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
+        been so for too long.
+        """
+        if not self._agrees or self.optimizer.fragments[0].rounds >= round:
+            self._put_off, self._landed_at = 0, self.transport.now()
+            return False
+        self._put_off += 1
+        waited = self.transport.now() - self._landed_at
+        if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.company.is_called:
+            raise RendezvousFailed(
+                f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN lights it "
+                "again there, and isles join brings this worker back"
+            )
+        return True
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -197,6 +226,7 @@ class Participant:
         left_out = {str(seat): number for seat, number in self.company.left_out().items()}
         self.gifts.offer(STATE, path, {"round": round, "left_out": left_out})
         self._copied = round
+        self._means.copied(round)
 
     def _take(self, load: Load) -> bool:
         """Begin with the state that the lighthouse names; False where it did not come."""
@@ -211,15 +241,25 @@ class Participant:
         self.company.loaded(load, self._has, left_out)
         return True
 
-    def _catch_up(self, load: Load, round: int) -> None:
-        """The others went on while this worker waited for its first round: it takes the donor's newest state, for an
-        old one would draw them back.
+    def _catches_up(self, load: Load, round: int) -> bool:
+        """The others went on while this worker waited for its first round. Where all land one mean it lands those of
+        the rounds before, or is of no use; else it takes the donor's newest state, for an old one would draw them back.
         """
-        if load.donor >= 0 and round - self._has > _FRESH:
-            try:
+        if load.donor < 0:
+            return True
+        path, donor = self.folder / "taken.safetensors", str(load.donor)
+        try:
+            if self._agrees:
+                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
+            elif round - self._has > _FRESH:
                 self._has, _ = self._fetch(load)
-            except NotGiven as why:
-                self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+        except NotGiven as why:
+            if self._agrees:
+                self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+                self.company.stray(round - 1)
+                return False
+            self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
+        return True
 
     def _fetch(self, load: Load) -> tuple[int, dict[int, int]]:
         """Take on the state of the donor: the round that it is of, and whom it was told to be left out."""

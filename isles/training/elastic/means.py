@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from isles.comm.elastic.gifts import Gifts, NotGiven
-from isles.replicas.loop.fragment import Exchange, Flight
+from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
 
 KEPT = 16
@@ -61,6 +61,8 @@ def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: 
             mean = load_file(str(path))[_MEAN]
             if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
                 raise NotGiven("it is of another model")
+            if not mean.isfinite().all():
+                raise NotGiven("it holds numbers that are none")
             participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
             if not (isinstance(participants, int) and isinstance(whole, bool) and isinstance(digest, int)):
                 raise NotGiven("what is said of it makes no sense")
@@ -68,9 +70,7 @@ def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: 
             raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
         finally:
             path.unlink(missing_ok=True)
-        fragment.rounds = round
-        optimizer.land(Flight(fragment, optimizer.steps, Exchange(mean, None, None, participants, whole=whole), None))
-        if fragment.digest != digest:
+        if follow(optimizer, round, mean, participants, whole=whole) != digest:
             raise NotGiven(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
 
 

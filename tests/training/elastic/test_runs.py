@@ -40,10 +40,29 @@ def lines_of(records: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[Any, 
     return {(one["step"], one["worker"]): (one["loss"], one["lr"], one["tokens"]) for one in records if "loss" in one}
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int) -> None:
+INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
+LOCAL = ("replicas.method=localsgd",)
+LOW_RANK = ("replicas.method=dilocox", "replicas.delay=none")
+SPARSE = ("replicas.method=sparseloco",)
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (1, ()),
+        (3, ()),
+        (2, INT8),
+        *(
+            pytest.param(workers, settings, marks=pytest.mark.long)
+            for workers in (1, 2, 3, 4)
+            for settings in (("replicas.method=diloco",), INT8, LOCAL, LOW_RANK, SPARSE)
+            if (workers, settings) != (2, INT8)
+        ),
+    ],
+)
+def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int, settings: tuple[str, ...]) -> None:
     """The same lines, bytes of exchanges and bits of the one model as on the virtual clock."""
-    config = small(tmp_path, 30, workers)
+    config = small(tmp_path, 30, workers, *settings)
     whole = run(fixed(config), tmp_path / "fixed")
     world = Run(config, tmp_path / "elastic")
     for _ in range(workers):
