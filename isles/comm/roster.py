@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
-Verdict = Literal["land", "again", "wait"]
-"""What becomes of an attempt: its answer is everybody's; the round is tried again (`Roster.opening`); nobody can say now,
-or this worker has no part in it any more.
+Ruling = Literal["land", "again", "wait"]
+"""What becomes of an attempt: its answer is everybody's; the round is tried again (`Roster.opening`); nobody can say
+now, or this worker has no part in it any more.
 """
 _REFUSALS = 3  # payloads of one that cannot be, after which nobody waits for it any more
 
@@ -58,7 +58,7 @@ class Roster(Protocol):
         """
         ...
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Verdict:
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
         Blocks until that is known; "wait" where it cannot be.
         """
@@ -108,7 +108,7 @@ class FixedRoster:
     def opening(self, round: int) -> tuple[Group, int] | None:
         return self.founders, 0
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Verdict:
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         if error is not None:
             raise error
         return "land"

@@ -34,6 +34,7 @@ rounds = st.builds(
     numbers(0, MAX_FRAGMENTS - 2),
     numbers(0, MAX_PHASES - 1),
     st.just(0),
+    st.just(0),
 )
 microbatches = st.builds(
     lambda place, number, phase: Tag(place[0], number, place[1], phase),

@@ -8,7 +8,7 @@ from typing import Any
 
 from isles.comm.errors import CommError, PeerLost
 from isles.comm.group import Group
-from isles.comm.roster import Verdict
+from isles.comm.roster import Ruling
 from isles.comm.view import View
 
 
@@ -45,7 +45,7 @@ class ChangingRoster:
     def opening(self, round: int) -> tuple[Group, int] | None:
         return self.group(round), 0
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Verdict:
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         if error is not None:
             raise error
         return "land"

@@ -12,7 +12,7 @@ from isles.comm.elastic.ballot import Part
 from isles.comm.elastic.company import Company
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Refused
 from isles.comm.group import Group
-from isles.comm.roster import Verdict
+from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
 
 _KEPT = 8  # rounds whose answers are remembered
@@ -72,7 +72,7 @@ class ElasticRoster:
         waits = self.founders.deadlines if part.attempt else self._deadlines()  # others may still be at their steps
         return replace(self.founders, ranks=part.seats, view=self._view, deadlines=waits), part.attempt
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Verdict:
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         part = self._part
         assert part is not None and part.round == round, "it was opened"
         if digest is not None:

@@ -29,7 +29,7 @@ from isles.comm.group import Group
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
+from isles.replicas.checks import idle_low_rank, not_finite, rounds_for_momentum, rounds_to_leave_behind
 from isles.replicas.flat import FlatNames
 from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import OuterConfig
@@ -75,8 +75,7 @@ class OuterSync(ReplicaSync):
         self._weighed = counts_alike(self.config, parts, self.roster)
         self.skipped = 0
         """Rounds of a fragment that were skipped, because somebody's share was not finite."""
-        self.healed = 0
-        """Times that this worker healed itself."""
+        self.healed = 0  # times that this worker healed itself
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
@@ -393,9 +392,7 @@ class OuterSync(ReplicaSync):
         self._warn(broken, f"round {fragment.rounds} of fragment {fragment.index} is skipped by all in it")
 
     def _warn(self, broken: Sequence[int], what: str) -> None:
-        who = workers(broken) if broken else "a worker"
-        text = f"what {who} learned up to inner step {self.steps} is not finite: {what}, and its weights go back"
-        warn(f"{text} to the anchor; a lower learning rate, or max_norm, may keep it finite", stacklevel=2)
+        warn(not_finite(broken, self.steps, what), stacklevel=2)
 
     def _under_way(self) -> Iterator[Exchange]:
         for flight in self.flights:

@@ -1,8 +1,8 @@
 """Shadow rounds: how a joiner's state becomes that of members who land one mean together.
 
-    donor     after a copy of its state was asked for: the mean of each of the next `KEPT` landed rounds, as a file
-    joiner    has the state after round r: fetches the means of r + 1, r + 2, ... and lands them with the same rule, until
-              it is where the others are; the hash of its anchor must be theirs
+donor     after a copy of its state was asked for: the mean of each of the next `KEPT` landed rounds, as a file
+joiner    has the state after round r: fetches the means of r + 1, r + 2, ... and lands them with the same rule,
+          until it is where the others are; the hash of its anchor must be theirs
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def check(config: Config) -> None:
         )
     if getattr(config.replicas, "mixing", "all") != "all":
         raise ValueError(
-            f'replicas.mixing = {config.replicas.mixing!r}: such a round cannot be done without a lost worker; choose '
+            f"replicas.mixing = {config.replicas.mixing!r}: such a round cannot be done without a lost worker; choose "
             '"all", or the method noloco'
         )
     if getattr(config.replicas, "on_peer_failure", "solo") != "solo":

@@ -89,9 +89,9 @@ def leisurely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of 50 ms, which leave the machine to the others."""
     one_round = Participant._round
 
-    def slowly(worker: Participant, *place: int) -> None:
+    def slowly(worker: Participant, *place: int) -> bool:
         time.sleep(0.05)
-        one_round(worker, *place)
+        return one_round(worker, *place)
 
     monkeypatch.setattr(Participant, "_round", slowly)
 
