@@ -5,7 +5,7 @@ look at either see both; what is asked of an optimizer that does its work late; 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,6 +61,34 @@ class Phased(Deferred, Protocol):
 
     def ready(self, parameters: Sequence[nn.Parameter]) -> None:
         """What is in `.grad` of these is what `step` would update them by. Theirs may be gone after this call."""
+
+
+class Spreading(Protocol):
+    """Shares of a few tensors on their way to everyone."""
+
+    def done(self) -> bool:
+        """Whether `land` would not wait."""
+
+    def land(self) -> None:
+        """Wait for the others' and write them to the tensors."""
+
+
+SpreadShares = Callable[[int, int, Sequence[Sequence[torch.Tensor]]], Spreading]
+"""(number, round, rows) -> what is under way: rows[k][p] is what position p answers for of tensor k; this worker's are
+sent to all others, theirs come. number: of this list of tensors, 0, 1, ...; round: how often it has gone before.
+"""
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """An optimizer that may update a share of what it updates on the host, where others update the rest."""
+
+    def portions(self, size: int) -> list[list[int]]:
+        """Bytes of the weights that each of `size` workers updates, by list of tensors; empty: it shares nothing."""
+        ...
+
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
+        """Update the share of `position`; `spread` brings the others'."""
 
 
 class Wrapping(Optimizer):

@@ -44,6 +44,10 @@ class MemoryConfig:
     """Where outer methods keep anchors, momenta and what they are about to send: memory, or disk, in the folder of
     `memory.disk`. They are touched once a round. It needs no plan.
     """
+    shard: bool = False
+    """Workers that ddp keeps alike share what is on the host: each keeps the optimizer states of its part of every
+    block, updates that part of the weights, and gets the others' before the next forward pass.
+    """
     plan: str = ""
     """A plan that `isles memory plan --json` wrote, instead of a search."""
     emulate: bool = False
@@ -69,6 +73,6 @@ class MemoryConfig:
             for key in ("device_budget", "host_budget", "disk", "machine", "plan"):
                 if key not in used and getattr(self, key):
                     raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
-            if self.update != "exact" or self.emulate:
-                key = "emulate" if self.emulate else "update"
+            if self.update != "exact" or self.emulate or self.shard:
+                key = "emulate" if self.emulate else "shard" if self.shard else "update"
                 raise ValueError(f'{key} is of a plan: set memory.method = "auto" too, or take it out')

@@ -107,7 +107,8 @@ class UnitProfile:
     weights' bytes. moved: of the weights as O, H and N bring them up, which are
     bfloat16 matrices under bfloat16 autocast; so are their gradients. boundary: of its input. resident, brought: its
     passes on the weights themselves (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward
-    counts twice that. forward, backward: measured seconds; 0: from flops.
+    counts twice that. forward, backward: measured seconds; 0: from flops. shared: data parallel workers that each keep
+    and update 1/shared of what is on the host; peer_rate: bytes a second that they send each other.
     """
 
     name: str
@@ -121,6 +122,8 @@ class UnitProfile:
     flops: float
     forward: float = 0.0
     backward: float = 0.0
+    shared: int = 1
+    peer_rate: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +224,7 @@ def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
         gradients=gradients,
         on_device=device,
         refreshed=unit.moved if stays else 0,
-        host=swap + (0 if device or filed else 2 * unit.weights + (0 if disk else unit.states)),
+        host=swap + (0 if device or filed else 2 * unit.weights + (0 if disk else unit.states // unit.shared)),
         disk=unit.states if disk else 2 * unit.weights + unit.states if filed else 0,
         fetched=0 if device or stays else unit.weights if filed else unit.moved,
         sent=unit.weights if filed else gradients,
@@ -264,10 +267,17 @@ def unit_time(unit: UnitProfile, placement: Placement, machine: Machine) -> Unit
         swap_down=_over(cost.swap, machine.down),
         gradients=0.0 if cost.on_device else _over(cost.sent, machine.disk_write if cost.filed else machine.down),
         refresh=_over(cost.refreshed, machine.up),
-        host=0.0 if cost.on_device else unit.params / machine.host_update,
+        host=0.0 if cost.on_device else unit.params / unit.shared / machine.host_update + _swapped_between(unit),
         read=_over(cost.read, machine.disk_read),
         write=_over(cost.written, machine.disk_write),
     )
+
+
+def _swapped_between(unit: UnitProfile) -> float:
+    """Seconds in which workers that share a unit's states send gradients to whoever updates by them, and the updated
+    weights back. They are counted with the update: nothing of a unit goes on meanwhile.
+    """
+    return 2 * unit.weights * (unit.shared - 1) / unit.shared / unit.peer_rate
 
 
 def _over(nbytes: int, rate: float) -> float:

@@ -33,11 +33,12 @@ from isles.memory.gradients import Arrivals
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
+from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
 from isles.memory.stored import stored_units
 from isles.memory.units import units_of
-from isles.memory.updates import PartialOptimizer, Settings, settings_of
+from isles.memory.updates import PartialOptimizer, Settings, same_settings, settings_of
 from isles.network.machines import Machine
-from isles.wrapping import Wrapping
+from isles.wrapping import SpreadShares, Wrapping
 
 
 def manage(
@@ -111,7 +112,9 @@ class Managed(Wrapping):
             meter=meter,
         )
         hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
-        self._parts = {index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()}
+        self._parts: dict[int, PartialOptimizer | SharedPart] = {
+            index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
+        }
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
         self._written = {index: engine.event(True) for index in stored}
@@ -136,6 +139,23 @@ class Managed(Wrapping):
     def early(self) -> bool:
         """Whether units are updated before `step`."""
         return self.plan.update == "early"
+
+    def portions(self, size: int) -> list[list[int]]:
+        """Bytes of each worker's share of the units on the host; empty where the plan shares none. ValueError where it
+        is of another number of workers.
+        """
+        if self.plan.shared not in (1, size):
+            raise ValueError(f"memory.plan shares states among {self.plan.shared} workers, and there are {size}")
+        return portions_of([one.host for one in self.runner.brought.values()], size) if self.plan.shared > 1 else []
+
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
+        """Keep and update the states of one share of every unit on the host. ValueError where they are on disk."""
+        if self.runner.stored:
+            raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")
+        for index, part in self._parts.items():
+            assert isinstance(part, PartialOptimizer)
+            self._parts[index] = SharedPart(part, part.parameters, position, size)
+        self.runner.gathering = Gathering(self.engine, [unit.name for unit in self.runner.units], spread)
 
     def hold(self) -> None:
         """A method exchanges gradients: they are final when it says so with `ready`."""
@@ -177,7 +197,7 @@ class Managed(Wrapping):
         done: set[int] = set()
         if self._begun is not None:
             began_with, done = self._begun
-            if not _same(began_with, settings):
+            if not same_settings(began_with, settings):
                 raise RuntimeError(
                     'memory.update = "early": a setting of the optimizer, such as its learning rate, was changed '
                     'between the backward pass and step(); change it before the forward pass, or use "exact"'
@@ -218,20 +238,20 @@ class Managed(Wrapping):
             return
 
         def work() -> None:
-            for parameter, gradient in zip(brought.host, gradients, strict=True):
-                parameter.grad = gradient
-            part.step(settings)
-            for parameter in brought.host:
-                parameter.grad = None
+            part.update(settings, gradients)
             gradients.clear()
 
-        def done() -> None:
+        def landed() -> None:
             updated.fire()
             if brought.stays:
                 runner.refresh(index, urgency)
             else:
                 refreshed.fire()
 
+        done = landed
+        if isinstance(part, SharedPart):
+            runner.gathering.expect(index)
+            done = partial(runner.gathering.begin, index, part.rows, landed)
         runner.submit("host", urgency, times.host, work, done)
 
     def _queue_stored(self, index: int, settings: Settings, gradients: list[Tensor | None], urgency: Urgency) -> None:
@@ -292,11 +312,9 @@ class Managed(Wrapping):
     def catch_up(self) -> None:
         """All updates that `step` began have landed: before anything reads or writes weights or states."""
         for index in self._parts:
-            name = self.runner.units[index].name
-            self.runner.updated[index].wait(f"the update of {name}")
-            self.runner.refreshed[index].wait(f"the weights of {name}")
+            self.runner.weights_of(index)
             if index in self._written:
-                self._written[index].wait(f"the states of {name} on disk")
+                self._written[index].wait(f"the states of {self.runner.units[index].name} on disk")
         self.engine.check()
 
     # State
@@ -322,6 +340,11 @@ class Managed(Wrapping):
         """Into the inner optimizer."""
         self.catch_up()
         self.inner.load_state_dict(state_dict)
+        for part in self._parts.values():
+            if isinstance(part, SharedPart):
+                part.keep_own()
+            else:
+                refuse_shares(self.inner, part.parameters)
         for stored in self.runner.stored.values():
             stored.keep_states()
 
@@ -349,18 +372,6 @@ class Managed(Wrapping):
         else:  # what is under way will not be used
             self._finalizer()
             self.runner.detach()
-
-
-def _same(one: Settings, other: Settings) -> bool:
-    return all(
-        a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return one == other
 
 
 def _read_hooks(model: nn.Module, managed: weakref.ref[Managed]) -> list[Any]:

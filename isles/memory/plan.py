@@ -40,7 +40,8 @@ class MemoryPlan:
     keeps within; budget: bytes that it might have taken. step: seconds of one, simulated. bound: no plan of the method
     is faster, by the load of the busiest lane. busy: seconds of a step that each lane works. host_bytes, disk_bytes:
     beside the device. floors: seconds of simple plans, None where one does not fit. made_for: digests of the model, the
-    batch and the machine. machine: its name; "" for a plan that was made without one.
+    batch and the machine. machine: its name; "" for a plan that was made without one. shared: workers of
+    ddp that each keep and update the host states of 1/shared of every unit.
     """
 
     placements: tuple[Placement, ...]
@@ -58,6 +59,7 @@ class MemoryPlan:
     floors: Mapping[str, float | None] = field(default_factory=dict)
     made_for: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
+    shared: int = 1
 
     @property
     def gap(self) -> float:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,17 +27,12 @@ from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
+from isles.memory.passes import PassTask, TaskKind, not_followed, out_of_order, tasks_of
+from isles.memory.sharing import Gathering
 from isles.memory.stored import StoredUnit
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
 from isles.wrapping import host_work
-
-TaskKind = Literal["forward", "top", "backward", "bottom"]
-
-
-class _Task(NamedTuple):
-    kind: TaskKind
-    unit: int
 
 
 class Runner:
@@ -89,11 +84,12 @@ class Runner:
         self.passes = 0  # since the beginning
         self.batches = 0  # since the last step
         self.steps = 0
-        self._expected: deque[_Task] = deque()  # what is left of the pass
-        self._needs: dict[_Task, list[LaneEvent]] = {}
+        self._expected: deque[PassTask] = deque()  # what is left of the pass
+        self._needs: dict[PassTask, list[LaneEvent]] = {}
         self._uses: dict[tuple[int, str, int], LaneEvent | None] = {}  # of slots; an event: it stays for a next use
         self._swapped: dict[int, Swapped] = {}  # of the pass
         self._out: list[LaneEvent] = []  # of every unit: its activations are on the host
+        self.gathering = Gathering(engine)  # of weights that several workers update in shares
         self._bottom = 0  # bytes of the bottom's transients, until the pass is over
         for index, unit in enumerate(units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
@@ -119,7 +115,7 @@ class Runner:
         if index == 0:
             self._begin_pass()
         number = self.passes
-        self._begin(_Task("forward", index), number)
+        self._begin(PassTask("forward", index), number)
         brought, activations = self.brought.get(index), self.placements[index].activations
         if brought is not None and brought.stays and brought.stale:
             brought.refresh()
@@ -145,8 +141,7 @@ class Runner:
         brought = self.brought.get(index)
         if brought is None:
             return forward(*args, **named)
-        self.updated[index].wait(f"the update of {self.units[index].name}")
-        self.refreshed[index].wait(f"the weights of {self.units[index].name}")
+        self.weights_of(index)
         if not brought.stays:
             brought.fill()
         elif brought.stale:
@@ -159,6 +154,12 @@ class Runner:
             if not brought.stays:
                 brought.empty()
 
+    def weights_of(self, index: int) -> None:
+        """Wait until the unit's latest update is in its weights, on the host and where its copy stays."""
+        self.gathering.need(index)
+        self.updated[index].wait(f"the update of {self.units[index].name}")
+        self.refreshed[index].wait(f"the weights of {self.units[index].name}")
+
     # A pass
 
     def _begin_pass(self) -> None:
@@ -166,46 +167,33 @@ class Runner:
         self.engine.check()
         self.passes += 1
         self.batches += 1
-        units = range(len(self.units))
-        tasks = [_Task("forward", index) for index in units]
-        tasks += [_Task("top", 0), *(_Task("backward", index) for index in reversed(units)), _Task("bottom", 0)]
+        tasks = tasks_of(len(self.units))
         self._expected = deque(tasks)
-        self._out = [self.engine.event() for _ in units]
+        self._out = [self.engine.event() for _ in self.units]
         for task in tasks:
             self._needs[task] = self._ask(task)
 
     def finish_pass(self) -> None:
         """The backward pass is over. RuntimeError where it has not run."""
         if self._expected:
-            task = self._expected[0]
-            raise RuntimeError(
-                f"memory: a forward pass was not followed by its backward pass ({task.kind} of "
-                f"{self.units[task.unit].name} is next): run backward() after each forward pass, or use "
-                "torch.no_grad() for one that needs none"
-            )
+            raise not_followed(self._expected[0], self.units[self._expected[0].unit].name)
         if self._bottom:
             self.arena.free(self._bottom)
             self._bottom = 0
 
-    def _begin(self, task: _Task, number: int) -> None:
+    def _begin(self, task: PassTask, number: int) -> None:
         """Wait for what the task of pass `number` needs, and show the unit's weights. RuntimeError where another task
         is next.
         """
         if number != self.passes or not self._expected or self._expected[0] != task:
-            what = self.units[task.unit].name
-            if task.kind == "forward":
-                raise RuntimeError(
-                    f"memory: {what} ran out of its order: blocks must run one after the other, once in each pass, "
-                    "and each forward pass needs its backward pass before the next"
-                )
-            raise RuntimeError(
-                f"memory: the backward pass of {what} ran twice or out of its order: call backward() once for each "
-                "forward pass, and run blocks in the order of the model"
-            )
+            raise out_of_order(task, self.units[task.unit].name)
         self._expected.popleft()
         if task.kind == "backward" and task.unit == len(self.units) - 1:
             self._top_ends()
         self.landing.deliver()
+        self.gathering.collect()
+        if task.kind == "forward":
+            self.gathering.need(task.unit)
         for need in self._needs.pop(task):
             need.wait(f"memory for {task.kind} of {self.units[task.unit].name}")
         if task.kind in ("forward", "backward") and task.unit in self.brought:
@@ -222,7 +210,7 @@ class Runner:
         order = {"forward": 0, "backward": 1, "gradients": 2}[kind]
         return self.steps, self.passes, order, -index if kind == "backward" else index
 
-    def _ask(self, task: _Task) -> list[LaneEvent]:
+    def _ask(self, task: PassTask) -> list[LaneEvent]:
         if task.kind == "top":
             return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
         if task.kind == "bottom":
@@ -253,7 +241,7 @@ class Runner:
 
     # Weights
 
-    def _slot_granted(self, task: _Task, number: int, urgency: Urgency, there: LaneEvent) -> None:
+    def _slot_granted(self, task: PassTask, number: int, urgency: Urgency, there: LaneEvent) -> None:
         index = task.unit
         if task.kind == "backward":
             before = (number, "forward", index)
@@ -302,7 +290,7 @@ class Runner:
             self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, gone)
         self.arena.free(cost.forward_end + cost.slot)
         if index == len(self.units) - 1:
-            self._begin(_Task("top", 0), number)
+            self._begin(PassTask("top", 0), number)
 
     def _swap_granted(self, index: int, out: LaneEvent, urgency: Urgency, back: LaneEvent) -> None:
         def fetch() -> None:
@@ -314,7 +302,7 @@ class Runner:
         out.then(fetch)
 
     def _backward_begins(self, index: int, number: int) -> None:
-        self._begin(_Task("backward", index), number)
+        self._begin(PassTask("backward", index), number)
 
     def _backward_ends(self, index: int, number: int) -> None:
         if number != self.passes or (self._expected and self._expected[0].unit != max(index - 1, 0)):
@@ -331,7 +319,7 @@ class Runner:
                 self._slot_used(number, "backward", index)
         self.arena.free(freed)
         if index == 0:
-            self._begin(_Task("bottom", 0), number)
+            self._begin(PassTask("bottom", 0), number)
             self._bottom = self.ends.bottom + self.ends.carried + (0 if first else self.ends.bottom_gradients)
 
     # Gradients
@@ -390,8 +378,7 @@ class Runner:
 
     def end_step(self) -> None:
         """The device's updates are done, and its gradients go."""
-        self._free_gradients()
-        self.batches = 0
+        self.discard()
         self.steps += 1
 
     def _free_gradients(self) -> None:

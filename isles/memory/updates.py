@@ -6,7 +6,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Settings = list[dict[str, Any]]
@@ -17,11 +18,25 @@ def settings_of(optimizer: Optimizer) -> Settings:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
+def same_settings(one: Settings, other: Settings) -> bool:
+    """Whether all groups have equal ones."""
+    return all(
+        a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return one == other
+
+
 class PartialOptimizer:
     """The share of `whole` that updates `parameters`. State is the whole one's, made when it first updates."""
 
     def __init__(self, whole: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        wanted = {id(parameter) for parameter in parameters}
+        self.parameters = list(parameters)
+        wanted = {id(parameter) for parameter in self.parameters}
         self.whole = whole
         self._groups: list[tuple[int, list[nn.Parameter]]] = []
         for number, group in enumerate(whole.param_groups):
@@ -39,6 +54,14 @@ class PartialOptimizer:
     def empty(self) -> bool:
         """Whether it has nothing to update."""
         return not self._groups
+
+    def update(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
+        """Update by these gradients of the parameters, in their order; none is left on them."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.step(settings)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def step(
         self,

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ from isles.training.dry_stages import (
     turns_of,
 )
 from isles.training.dry_time import Transfers, transfers
-from isles.training.memory import prepared, refusals, step_seconds
+from isles.training.memory import prepared, refusals, sketched, step_seconds
 from isles.training.placement import holders_of, layout_of
 from isles.training.records.saved import start_file
 from isles.training.staged import planned_cut, run_scheme
@@ -244,7 +245,8 @@ def _seat(config: Config, part: nn.Module, rank: int) -> tuple[ReplicaSync, list
     """The optimizer of the worker `rank`, and what its user should know."""
     world, stages = config.world, config.pipeline.stages
     mesh = dry_mesh(world.workers, inner=1, rank=rank, native=world.has_processes).arranged(layout_of(config))
-    return wrapped(config, part, mesh.outer, mesh.inner, mesh.stage if stages > 1 else None, everyone=mesh.world)
+    stage = mesh.stage if stages > 1 else None
+    return wrapped(config, part, mesh.outer, mesh.inner, stage, partial(sketched, config), everyone=mesh.world)
 
 
 def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:

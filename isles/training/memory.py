@@ -4,6 +4,7 @@ that runs what was found.
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,15 +25,20 @@ from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
 from isles.memory.search import best
+from isles.memory.sharing import portions_of
+from isles.memory.units import units_of
 from isles.models import choose_device, limits, sketch
 from isles.network.machines import Machine, machine
+from isles.network.named import links
 from isles.network.units import parse_bytes
 from isles.replicas import method
 from isles.replicas.gradient.bucketed import BucketedSync
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.wrapping import SpreadShares, Wrapping
 
 _METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
@@ -71,17 +77,42 @@ def profile_of(config: Config) -> Profile:
         state_bytes=adamw_bytes if adamw else lambda parameter: 0,
         name=name,
     )
-    return replace(made, tokens=context)  # a window holds one more, the target of its last
+    sharing = sharers(config)
+    rate = _peer_rate(config) if sharing > 1 else math.inf
+    units = tuple(replace(unit, shared=sharing, peer_rate=rate) for unit in made.units)
+    return replace(made, tokens=context, units=units)  # a window holds one more, the target of its last
+
+
+def sharers(config: Config) -> int:
+    """Workers that share the states on their hosts; 1: nobody does."""
+    if not config.memory.shard:
+        return 1
+    return config.world.inner if config.world.inner > 1 else config.world.workers
+
+
+def _peer_rate(config: Config) -> float:
+    """Bytes a second between them: of the simulated network; else of a network that is not in the way."""
+    if not config.world.is_simulated:
+        return math.inf
+    between = links(config.world.inner_links if config.world.inner > 1 else config.world.links)
+    return between.way_rate(0, 1) / 8
 
 
 def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0) -> MemoryPlan:
     """The plan of `config.memory`: that of its file, or the fastest. ValueError, with the key, for what cannot be."""
     memory = config.memory
+    sharing = sharers(config)
     if memory.plan:
-        return _read(memory.plan, made, here, memory.disk)
+        plan = _read(memory.plan, made, here, memory.disk)
+        if plan.shared != sharing:
+            raise ValueError(
+                f"memory.plan = {memory.plan!r} shares states among {plan.shared} workers, this run among {sharing}: "
+                "plan again, or set memory.shard and the workers as there"
+            )
+        return plan
     device = _budget("device_budget", memory, here.device_bytes, here)
     host = _budget("host_budget", memory, here.host_bytes, here)
-    return best(
+    found = best(
         made,
         here,
         method="auto" if memory.method == "none" else memory.method,
@@ -92,6 +123,7 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
         accumulation=config.inner.accumulation,
         replica_bytes=replica_bytes,
     )
+    return replace(found, shared=sharing)
 
 
 def _disk(folder: str, here: Machine) -> float:
@@ -164,6 +196,8 @@ def refusals(config: Config) -> None:
         raise ValueError(
             "memory.method: a compiled model runs its blocks as one, so none can be moved: leave out compile"
         )
+    if memory.shard:
+        _refuse_sharing(config, inside)
     if memory.update == "early":
         if config.inner.max_norm:
             raise ValueError(
@@ -180,6 +214,17 @@ def refusals(config: Config) -> None:
                 'memory.update = "early": with error feedback all workers may skip a step when it has begun: set '
                 'replicas.error_feedback = "none", or memory.update = "exact"'
             )
+
+
+def _refuse_sharing(config: Config, inside: type[ReplicaSync]) -> None:
+    """ValueError where no workers are kept alike after every step, or what is shared lies on disk."""
+    if not issubclass(inside, BucketedSync):
+        raise ValueError(
+            f"memory.shard: workers of {config.method} have weights of their own between exchanges, so none can update "
+            "for another: take ddp, or islands (world.inner) with it inside, or leave memory.shard out"
+        )
+    if config.memory.disk and config.memory.vectors != "disk":
+        raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")
 
 
 def _refuse_here(config: Config) -> None:
@@ -233,6 +278,27 @@ def step_seconds(config: Config) -> float:
     if config.memory.method == "none" or not config.memory.machine:
         return config.world.step_seconds
     return prepared(config)[2].step
+
+
+class SketchedShares(Wrapping):
+    """An inner optimizer that will share states, for a run that is only planned."""
+
+    def __init__(self, config: Config, model: nn.Module, inner: Optimizer) -> None:
+        super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        units = zip(units_of(model), prepared(config)[2].placements, strict=True)
+        self._hosted = [unit.parameters for unit, one in units if one.place != "device"]
+
+    def portions(self, size: int) -> list[list[int]]:
+        """As `Managed`'s."""
+        return portions_of(self._hosted, size)
+
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
+        """Nothing is updated."""
+
+
+def sketched(config: Config, model: nn.Module, inner: Optimizer) -> Optimizer:
+    """What stands for `PlannedMemory.manage` where nothing is run."""
+    return SketchedShares(config, model, inner) if sharers(config) > 1 else inner
 
 
 class PlannedMemory:

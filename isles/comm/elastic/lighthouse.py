@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
     Accusation,
@@ -25,9 +25,12 @@ from isles.comm.elastic.messages import (
     Beat,
     Done,
     Entry,
+    Find,
     Finished,
     Hello,
     Leave,
+    Listening,
+    Reached,
     Refusal,
     Reload,
     decode,
@@ -35,6 +38,7 @@ from isles.comm.elastic.messages import (
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules
 from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.elastic.whereabouts import Whereabouts
 from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
@@ -71,6 +75,7 @@ class Lighthouse:
         for entry in journal.entries:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))
+        self._whereabouts = Whereabouts(keys, session.seen)
         self._closed = threading.Event()
         self._lock = threading.Condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
@@ -78,6 +83,7 @@ class Lighthouse:
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
         session.watch("isles/seat/*", self._presence)
+        session.present(LIT)
         self._ticker = threading.Thread(target=self._tick_on, name="isles-ticks", daemon=True)
         self._ticker.start()
 
@@ -141,6 +147,12 @@ class Lighthouse:
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
+        if isinstance(message, Find):
+            query.reply(encode(self._whereabouts.find(seat, message)))
+            return
+        if isinstance(message, Listening):
+            self._listening(seat, message, query)
+            return
         if isinstance(message, Finished):
             with self._lock:
                 self.finished.add(seat)
@@ -161,6 +173,15 @@ class Lighthouse:
             return
         self._carry_out(self._call(call), query)
 
+    def _listening(self, seat: int, message: Listening, query: IncomingQuery) -> None:
+        def answer(reached: Reached) -> None:
+            self._session.later(lambda: query.reply(encode(reached)))
+
+        try:
+            self._whereabouts.listening(seat, message, answer)
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
+
     def _reported(self, query: IncomingQuery) -> None:
         seat = self._keys.seat(query.attachment)
         payload = query.payload
@@ -178,6 +199,8 @@ class Lighthouse:
         name = key.rpartition("/")[2]
         if name.isdecimal() and len(name) <= 9:
             seat = int(name)
+            if not there:
+                self._whereabouts.forget(seat)
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if there else m.gone(now, seat)))
 
     def _tick(self) -> None:

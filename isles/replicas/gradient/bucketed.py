@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed
@@ -30,10 +31,11 @@ from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
+from isles.replicas.island.spreading import SpreadRows, planned_spreads, spread_fragment
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.wrapping import Phased, host_work
+from isles.wrapping import Phased, Sharing, host_work
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
@@ -83,6 +85,12 @@ class BucketedSync(ReplicaSync):
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled = False  # whether a gradient scaler takes part in this step
         self._phased = self._early_inner()
+        inner = self.replica.inner
+        self._portions = inner.portions(self.group.size) if isinstance(inner, Sharing) else []
+        if self._portions and isinstance(inner, Sharing) and not self.is_sketch:
+            if len(self.buckets) > spread_fragment(len(self._portions)):
+                raise ValueError(f"{len(self.buckets)} buckets are too many with shared blocks: raise bucket_megabytes")
+            inner.share(self.group.rank, self.group.size, self._spread)
         self._landed = 0  # buckets whose means the inner optimizer has been given, where it updates early
         self._elements = sum(bucket.layout.numel for bucket in self.buckets)
         self._launched = 0  # buckets leave in order on every worker, whatever the order of the gradients
@@ -105,6 +113,10 @@ class BucketedSync(ReplicaSync):
             )
         inner.hold()
         return inner
+
+    def _spread(self, number: int, round: int, rows: Sequence[Sequence[Tensor]]) -> SpreadRows:
+        """Weights that the inner optimizer has updated in shares go to all."""
+        return SpreadRows(self.group, rows, self.group.channel, round=round, fragment=spread_fragment(number))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -229,9 +241,15 @@ class BucketedSync(ReplicaSync):
         for first, count in self.phases(steps):
             patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
             plan += [
-                PlannedExchange(step - behind, step, index, "gradient", groups, pattern, step)
+                one
                 for step in range(first, first + count)
-                for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+                for one in [
+                    *(
+                        PlannedExchange(step - behind, step, index, "gradient", groups, pattern, 2 * step)
+                        for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+                    ),
+                    *planned_spreads(self._portions, step, groups, 2 * step + 1),
+                ]
             ]
         return plan
 
@@ -255,7 +273,9 @@ class BucketedSync(ReplicaSync):
         sent = [0] * self.group.size
         for first, count in self.phases(steps):
             for position in range(self.group.size):
-                sent[position] += count * sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
+                sent[position] += count * (each + shares)
         short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
         return replace(short, sent=tuple(sent))
 

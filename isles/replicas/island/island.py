@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.network.planner.memory import COMPARED, Held
 from isles.replicas.island.sharded import own_rows
+from isles.replicas.island.spreading import SpreadRows
 from isles.replicas.replica import (
     Holder,
     PeerQuestion,
@@ -158,21 +157,9 @@ class Copies(Together):
                 raise ValueError("the model was moved after its optimizer was made: move it before")
         if group.size == 1 or not indexes:
             return
-        own = _flat([self.shares[index] for index in indexes])
-        sizes = [sum(self._rows[index][position].nbytes for index in indexes) for position in range(group.size)]
-        call = group.call(channel, round=self._spread, fragment=_FRAGMENT)
+        rows = [self._rows[index] for index in indexes]
+        SpreadRows(group, rows, channel, round=self._spread, fragment=_FRAGMENT).land()
         self._spread += 1
-        theirs = [
-            own if position == group.rank else torch.empty(nbytes, dtype=torch.uint8)
-            for position, nbytes in enumerate(sizes)
-        ]
-        group.start(
-            collectives.all_to_all(call, [own] * group.size, theirs), channel, nbytes=(group.size - 1) * own.nbytes
-        ).wait()
-        for position in group.others:
-            rows = [self._rows[index][position] for index in indexes]
-            parts = theirs[position].split([row.nbytes for row in rows])
-            torch._foreach_copy_(rows, [_typed(part, row) for part, row in zip(parts, rows, strict=True)])
 
     def spread_bytes(self, indexes: Sequence[int]) -> int:
         """(R - 1) times the own shares."""
@@ -186,16 +173,6 @@ class Copies(Together):
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes in one buffer on the CPU; formats may differ."""
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in tensors])
-
-
-def _typed(part: Tensor, like: Tensor) -> Tensor:
-    aligned = part if part.storage_offset() % like.itemsize == 0 else part.clone()
-    return aligned.view(like.dtype).view(like.shape)
 
 
 def _rows(parameter: Tensor, size: int) -> tuple[Tensor, ...]:
