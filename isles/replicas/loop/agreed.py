@@ -82,7 +82,7 @@ class AgreedCourier(Courier):
         vectors = sum(fragment.anchor.nbytes for fragment in fragments)
         residuals = sum(fragment.residual.nbytes for fragment in fragments if fragment.residual is not None)
         bases = sum(fragment.averaging.held_bytes for fragment in fragments)
-        return [Held("copies for another attempt", vectors + residuals + bases)]
+        return [Held("copies for another attempt", vectors + residuals + bases, "exchange")]
 
     @override
     def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
