@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from isles.comm.elastic.ballot import NOTHING, Word
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
-    Accusation,
     Ack,
     BeatReply,
-    Done,
     Entry,
     Examine,
     Leave,
@@ -37,6 +36,7 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.elastic.words import Words
 from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class Company:
         self._session, self._signature = session, signature(entry.seat, entry.key)
         self._changed = threading.Condition(threading.RLock())
         self._load: Load | None = None
-        self._words: dict[int, Word] = {}  # by round, of those that land together
+        self.words = Words()
+        self._answered_at = -math.inf
         self._training = self._answers = False
         self._poked = self._closed = False
         self._reports: deque[bytes] = deque(maxlen=_REPORTS)
@@ -101,62 +102,21 @@ class Company:
         with self._changed:
             return self.member.accept(round, seats)
 
-    def decided(self, round: int, seconds: float) -> Standing | None:
-        """Who takes part in `round`, once it is known; None where it is not within `seconds`, for nobody answers here,
-        or where this worker has no part in it.
-        """
-        with self._changed:
-            if self._answers:
-                self._changed.wait_for(lambda: self.member.group(round).decided or self._is_over(), seconds)
-            standing = self.member.group(round)
-            return standing if self._answers and standing.decided and standing.view >= 0 else None
-
-    def word(self, round: int, attempt: int, digest: int | None) -> Word | None:
-        """What becomes of an attempt whose answer here has `digest`, or which failed here; None where nobody can say
-        now, or this worker is to begin with another's state.
-        """
-        done = Done(round, attempt, NOTHING if digest is None else digest)
-        while not self._is_over():
-            heard = self.ask(done)
-            with self._changed:
-                if heard is None:
-                    self._answers = False
-                    return self._newer(round, attempt)
-                if isinstance(heard, Word):
-                    self._hear(heard)
-                self._changed.wait_for(lambda: self._newer(round, attempt) is not None or self._is_over(), _SOON)
-                word = self._newer(round, attempt)
-            if word is not None:
-                return None if word.verdict == "land" and digest is None else word
-        return None
-
-    def accuse(self, round: int, attempt: int, seat: int, charge: Literal["late", "refused"], reason: str) -> None:
-        """The share of `seat` was late, or cannot be."""
-        self.ask(Accusation(round, attempt, seat, charge, "".join(c for c in reason if c.isprintable())[:200]))
-
-    def stray(self, landed: int) -> None:
-        """This worker has not what the others have since they landed that round: it is to begin with a state anew."""
-        self.ask(Done(landed, 0, NOTHING))
-
     def landed(self, word: Word) -> None:
         """This worker has landed that round."""
         with self._changed:
             self.member.landed(word)
-            self._words = {round: one for round, one in self._words.items() if round >= word.round}
+            self.words.forget_before(word.round)
 
-    def _hear(self, word: Word) -> None:
-        old = self._words.get(word.round)
-        if old is None or (old.verdict != "land" and (word.verdict == "land" or word.attempt > old.attempt)):
-            self._words[word.round] = word
-            self._changed.notify_all()
-
-    def _newer(self, round: int, attempt: int) -> Word | None:
-        """What was said of a round since that attempt of it."""
-        word = self._words.get(round)
-        return word if word is not None and (word.verdict == "land" or word.attempt > attempt) else None
-
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
         return self.ended is not None or self.member.call != self.member.ready
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the lighthouse has been heard in the last seconds."""
+        return time.monotonic() - self._answered_at < _PATIENCE
 
     def connection(self, seat: int, *, broken: bool) -> None:
         """What the network says of `seat`."""
@@ -285,7 +245,7 @@ class Company:
             answer, ack = self.ask(beat), None
             with self._changed:
                 if isinstance(answer, BeatReply):
-                    self._answers = True
+                    self._answers, self._answered_at = True, time.monotonic()
                     ack = self.member.answered(beat, answer)
                 elif isinstance(answer, Refusal):
                     self.ended = self.ended or Over(answer.reason)
@@ -326,6 +286,8 @@ class Company:
             return
         ack = None
         with self._changed:
+            if message == self._load:  # said again: another beat would only have it said once more
+                return
             match message:
                 case Proposal():
                     ack = self.member.proposed(message)
@@ -335,7 +297,7 @@ class Company:
                     self._load = message
                     self.member.call = max(self.member.call, message.call)
                 case Word():
-                    self._hear(message)
+                    self.words.hear(message)
                 case Over() | Examine():
                     self.ended = message
                 case Refusal(reason=reason):

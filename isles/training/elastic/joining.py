@@ -22,11 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
-from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
+from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
+from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
@@ -52,7 +54,7 @@ _STRUCTURE = "__structure__"
 _STATE_COPIES = 16  # of the model's bytes, that a state may have at most
 _FRESH = 2  # rounds for which a copied state is given to new takers
 _WAIT = 5.0  # seconds between looks at whether the run has ended
-_SLOW = 60.0  # seconds without a piece of a state after which another donor is asked for
+_SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
 _SPARE = 1 << 20  # bytes of a state beside its tensors
 _MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
@@ -67,7 +69,7 @@ class Participant:
     def __init__(
         self,
         config: Config,
-        company: Company,
+        company: LighthouseLine,
         transport: Transport,
         gifts: Gifts,
         corpus: Corpus,
@@ -79,7 +81,7 @@ class Participant:
         self._asked_to_leave = False
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
-        self._has = 0  # the round of the state that it began with
+        self._has, self._size = 0, 0  # the round of the state that it began with, and its bytes
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose cell was read
         self._put_off = 0  # rounds in succession
@@ -106,7 +108,9 @@ class Participant:
             while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
                 round = company.first(_WAIT)
             if round is not None and self._catches_up(load, round):
-                ending = self._train(company.first(0.0) or round)
+                round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+                self._tell_start(load, round)
+                ending = self._train(round)
         if ending == "finished":
             self._conclude()
         return ending if company.ended is None or ending != "again" else "over"
@@ -150,18 +154,33 @@ class Participant:
         company, view = self.company, self.company.begin(round)
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
-        cell = None if round == self._tried else view
+        cell, spare = None if round == self._tried else view, self._spare
         self._tried = round
         self.text.take_from(positions(self.config, company.member.views, cell, company.seat, round, self._spare))
         if cell is None:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began = self.transport.now()
+        began, waited = self.transport.now(), self._waited()
         for _ in range(steps):
             self.trainer.step()
-        company.pace((self.transport.now() - began) / steps)
-        if self._is_put_off(round):
+        took = self.transport.now() - began
+        company.pace(took / steps)
+        is_put_off = self._is_put_off(round)
+        seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
+        line = RoundLine(
+            seat=company.seat,
+            round=round,
+            view=-1 if cell is None else cell.number,
+            spare=spare,
+            steps=steps,
+            seconds=max(took - (self._waited() - waited), 0.0),
+            seats=seats,
+            outcome=outcome,
+            at=self.transport.now(),
+        )
+        company.report({"round": as_line(line)})
+        if is_put_off:
             return False
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
@@ -186,6 +205,10 @@ class Participant:
                 "again there, and isles join brings this worker back"
             )
         return True
+
+    def _waited(self) -> float:
+        """Seconds so far in which computing stood still."""
+        return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -251,23 +274,36 @@ class Participant:
         try:
             if self._agrees:
                 shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
+                self._has = round - 1
             elif round - self._has > _FRESH:
                 self._has, _ = self._fetch(load)
         except NotGiven as why:
             if self._agrees:
                 self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-                self.company.stray(round - 1)
+                stray(self.company, round - 1)
                 return False
             self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
         return True
 
+    def _tell_start(self, load: Load, round: int) -> None:
+        line = StartLine(
+            seat=self.company.seat,
+            first=round,
+            donor=load.donor if self._has else -1,
+            has=self._has,
+            size=self._size,
+            at=self.transport.now(),
+        )
+        self.company.report({"start": as_line(line)})
+
     def _fetch(self, load: Load) -> tuple[int, dict[int, int]]:
         """Take on the state of the donor: the round that it is of, and whom it was told to be left out."""
         giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
-        path = self.folder / "taken.safetensors"
+        path, patience = self.folder / "taken.safetensors", _SLOW + 2 * load.seconds
         weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
         try:
-            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
+            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=patience)
+            self._size = path.stat().st_size
             return self._adopt(path), _left_out(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)
