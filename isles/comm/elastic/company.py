@@ -20,6 +20,7 @@ from typing import Any
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
+from isles.comm.elastic.line import Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
     Ack,
@@ -36,7 +37,6 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.elastic.words import Words
 from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)

@@ -22,6 +22,8 @@ from isles.comm.elastic.keys import GIFT
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.parsing import parse_json
 
+ON_DEMAND = "state"
+"""What is made when it is asked for."""
 PIECE = 1 << 20
 WINDOW = 4
 _AGAIN = 0.2  # seconds
@@ -70,14 +72,11 @@ class _Offer:
 
 @dataclass
 class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come.
-    on_demand: what is made when it is asked for.
-    """
+    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come."""
 
     session: Session
     name: str
     patient: bool = True
-    on_demand: str = "state"
     wanted: threading.Event = field(default_factory=threading.Event)
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
@@ -98,7 +97,7 @@ class Giver:
         self._made += 1
         self._offers[self._made] = _Offer(what, path, size, {**facts, "crc32": checksum})
         self._open[what] = self._made
-        if what == self.on_demand:
+        if what == ON_DEMAND:
             self.wanted.clear()
         self.session.later(self._answer)
         for number in [number for number, offer in self._offers.items() if offer.what == what][:-_KEPT]:
@@ -131,7 +130,7 @@ class Giver:
             return
         if number < 0:
             self._waiting = [*self._waiting, (what, query)][-_MOST_WAITING:]
-            if what == self.on_demand:
+            if what == ON_DEMAND:
                 self.wanted.set()
             self._answer()
             return
@@ -155,7 +154,7 @@ class Giver:
                 self._waiting.append((what, query))
             else:
                 query.refuse(b"never")
-        if all(what != self.on_demand for what, _ in self._waiting):
+        if all(what != ON_DEMAND for what, _ in self._waiting):
             self.wanted.clear()
 
 

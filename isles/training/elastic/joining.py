@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
-from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.gifts import ON_DEMAND, Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
@@ -49,7 +49,7 @@ from isles.training.records.tensors import write_tensors
 from isles.training.running.starting import deadlines
 from isles.training.trainer import Trainer
 
-STATE, MODEL = "state", "model"
+STATE, MODEL = ON_DEMAND, "model"
 _STRUCTURE = "__structure__"
 _STATE_COPIES = 16  # of the model's bytes, that a state may have at most
 _FRESH = 2  # rounds for which a copied state is given to new takers

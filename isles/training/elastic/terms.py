@@ -66,9 +66,10 @@ def check(config: Config, *, simulated: bool = False) -> None:
         raise ValueError(
             "replicas.every_step_until: where workers come and go all rounds are of sync_every steps; set it to 0"
         )
-    if getattr(config.replicas, "mixing", "all") != "all":
+    mixing = getattr(config.replicas, "mixing", "all")
+    if mixing != "all":
         raise ValueError(
-            f"replicas.mixing = {config.replicas.mixing!r}: such a round cannot be done without a lost worker; choose "
+            f"replicas.mixing = {mixing!r}: such a round cannot be done without a lost worker; choose "
             '"all", or the method noloco'
         )
     if getattr(config.replicas, "on_peer_failure", "solo") != "solo":

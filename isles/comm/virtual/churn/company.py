@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.line import Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import BeatReply, Examine, Leave, Load, Over, Proposal, Refusal, Reload
-from isles.comm.elastic.words import Words
 from isles.comm.view import View
 from isles.comm.virtual.events import DEADLINE
 from isles.comm.virtual.scheduler import VirtualWorker
