@@ -8,6 +8,7 @@ second half). Nobody signs the certificate: it is trusted because its fingerprin
     found(folder) -> Credentials            a new run: key, certificate, secret, all in `folder`
     read(folder)                            those of a run that goes on
     fetch(host, port, token, folder)        a joiner: fetch the certificate, compare it, keep it; trust only it
+    own(secret, folder), trusting(der, secret, folder)      a member that others reach directly, and those others
 
 Files are 0600 in a folder of 0700. What is secret is never in an error or a repr.
 """
@@ -87,9 +88,16 @@ def found(folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
 
     ValueError where there are some already: they belong to a run.
     """
-    _private(folder)
     if any((folder / name).exists() for name in (CERTIFICATE, KEY, SECRET)):
         raise ValueError(f"{folder} holds the credentials of a run already; go on with them, or choose another folder")
+    return own(secrets.token_hex(_HALF // 2), folder, now=now)
+
+
+def own(secret: str, folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
+    """Make a key and a certificate (P-256, a year) of this machine's own in `folder`, beside the `secret` of its run:
+    what a worker listens with, so that the run's key never leaves the lighthouse.
+    """
+    _private(folder)
     now = now or datetime.datetime.now(datetime.UTC)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
@@ -108,7 +116,7 @@ def found(folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
     form = serialization.PrivateFormat.PKCS8
     pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     write_private(folder / KEY, pem)
-    write_private(folder / SECRET, secrets.token_hex(_HALF // 2).encode("ascii"))
+    write_private(folder / SECRET, secret.encode("ascii"))
     write_private(folder / CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM))  # last: now it is whole
     return read(folder)
 
@@ -139,8 +147,13 @@ def fetch(host: str, port: int, token: Token, folder: Path, *, seconds: float = 
     der = _certificate_of(host, port, seconds)
     if not hmac.compare_digest(fingerprint(der), token.fingerprint):
         raise ValueError(f"what answers at {host}:{port} is not the machine of this token: look at address and token")
+    return trusting(der, token.secret, folder)
+
+
+def trusting(der: bytes, secret: str, folder: Path) -> Credentials:
+    """Keep a certificate that was vouched for, and the run's secret, in `folder`: what one joins its machine with."""
     _private(folder)
-    write_private(folder / SECRET, token.secret.encode("ascii"))
+    write_private(folder / SECRET, secret.encode("ascii"))
     write_private(folder / CERTIFICATE, ssl.DER_cert_to_PEM_cert(der).encode("ascii"))
     return read(folder)
 

@@ -27,12 +27,18 @@ def join(
     device: Annotated[
         str | None, typer.Option(help="auto, cpu or cuda: what this machine trains on, if not as there.")
     ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Let other workers reach this one directly, at this port; further workers: the next ports.",
+        ),
+    ] = None,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
     """
     from isles.comm.credentials import parse_token
-    from isles.training.elastic.entering import take_part
 
     end_in_order()
     text = token if token is not None else os.environ.get("ISLES_TOKEN")
@@ -41,16 +47,44 @@ def join(
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
     parsed = parse_token(text)
+    places = _places(listen, workers)
     if workers > 1:
-        raise typer.Exit(_several(address, parsed, workers, data, device))
-    print(take_part(address, parsed, data=data, device=device, tell=_tell), flush=True)
+        raise typer.Exit(_several(address, parsed, places, data, device))
+    _join(address, parsed, places[0], data, device)
+
+
+def _join(address: str, token: Token, listen: str | None, data: str | None, device: str | None) -> None:
+    from isles.training.elastic.entering import Here, take_part
+
+    place = None if listen is None else _place(listen)
+    announced = listen.rpartition(":")[0].strip("[]") if listen else ""
+    here = Here(data=data, device=device, listen=place, announced=announced)
+    print(take_part(address, token, here, tell=_tell), flush=True)
+
+
+def _place(listen: str) -> tuple[str, int]:
+    """The address of this machine and the port; port 0: any."""
+    from isles.launch.addresses import outward_address
+
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]") or outward_address(), int(port)
+
+
+def _places(listen: str | None, workers: int) -> list[str | None]:
+    """What --listen is for each worker of this machine: one port behind the other."""
+    if listen is None:
+        return [None] * workers
+    host, colon, port = listen.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) <= 65536 - workers or bool(host) != bool(colon):
+        raise ValueError(f"--listen {listen}: choose a port from 1 to {65536 - workers}, or write HOST:PORT")
+    return [f"{host}{colon}{int(port) + number if int(port) else 0}" for number in range(workers)]
 
 
 def _tell(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)
 
 
-def _several(address: str, token: Token, workers: int, data: str | None, device: str | None) -> int:
+def _several(address: str, token: Token, places: list[str | None], data: str | None, device: str | None) -> int:
     """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
     asks each of them once to leave: a second signal would end them within the round.
     """
@@ -67,8 +101,9 @@ def _several(address: str, token: Token, workers: int, data: str | None, device:
 
     try:
         with first_interrupt(leave):
-            for _ in range(workers):
-                started.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0))
+            for place in places:
+                words = command if place is None else [*command, "--listen", place]
+                started.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0))
             codes = [process.wait() for process in started]
     except BaseException:
         leave()

@@ -113,7 +113,9 @@ def _keeper(config: Config, out: Path, address: str, told: Any, progress: Any) -
 
 
 def _start(address: str, credentials: Path, out: Path, number: int) -> subprocess.Popen[bytes]:
-    """A worker on this machine, with a log of its own. It reads the token from a file: arguments can be seen."""
+    """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
+    file: arguments can be seen.
+    """
     from isles.comm.credentials import read, write_private
 
     token = credentials / "token"
@@ -122,6 +124,7 @@ def _start(address: str, credentials: Path, out: Path, number: int) -> subproces
     logs.mkdir(exist_ok=True)
     with (logs / f"join-{number}.log").open("ab") as log:
         command = [sys.executable, "-m", "isles", "join", address, "--token", f"@{token}"]
+        command += ["--listen", "127.0.0.1:0"]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 

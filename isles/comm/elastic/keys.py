@@ -4,9 +4,11 @@
     ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
     TOLD / seat              to a seat: orders
     GIFT / seat              of a seat (of the lighthouse: `LIGHTHOUSE`): files
+    LIT                      there while the lighthouse is
 
 Everybody in the session knows the token, so what is said in a seat's name bears that seat's key, which only the
-lighthouse and that worker know.
+lighthouse and that worker know. What one worker sends to another bears an introduction, which the lighthouse gives to
+the sender, and which the receiver can make from its own key: nobody else can send in that seat's name.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ CONFIG, HELLO, ASKED, REPORTED, TOLD, GIFT = (
     f"isles/{name}" for name in ("config", "hello", "asked", "reported", "told", "gift")
 )
 LIGHTHOUSE = "lighthouse"
+LIT = "isles/lit"
 _FILE = "seats"
 _MOST = 64  # characters of a seat and its key
 
@@ -45,6 +48,11 @@ class SeatKeys:
         if not (number.isdecimal() and len(number) <= 9):
             return None
         return int(number) if hmac.compare_digest(key.encode(), self.of(int(number)).encode()) else None
+
+
+def introduction(key: str, sender: int) -> bytes:
+    """16 bytes: what `sender` must show to the seat of `key`."""
+    return hmac.new(key.encode("ascii"), b"isles mail from %d" % sender, hashlib.sha256).digest()[:16]
 
 
 def signature(seat: int, key: str) -> bytes:

@@ -13,28 +13,27 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from isles.comm.elastic.calls import call
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
-    Accusation,
-    Ack,
     Admitted,
-    Beat,
-    Done,
     Entry,
+    Find,
     Finished,
     Hello,
-    Leave,
+    Listening,
+    Reached,
     Refusal,
-    Reload,
     decode,
     encode,
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules
 from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.elastic.whereabouts import Whereabouts
 from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +41,7 @@ GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started
 _TICK = 0.25
 _TOLD = 5.0  # seconds that a word to a seat is tried for
 _LONGEST_REPORT = 1 << 20
+T = TypeVar("T")
 
 
 class Lighthouse:
@@ -71,6 +71,7 @@ class Lighthouse:
         for entry in journal.entries:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))
+        self._whereabouts = Whereabouts(keys, session.seen)
         self._closed = threading.Event()
         self._lock = threading.Condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
@@ -78,6 +79,7 @@ class Lighthouse:
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
         session.watch("isles/seat/*", self._presence)
+        session.present(LIT)
         self._ticker = threading.Thread(target=self._tick_on, name="isles-ticks", daemon=True)
         self._ticker.start()
 
@@ -141,25 +143,32 @@ class Lighthouse:
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
+        if isinstance(message, Find):
+            query.reply(encode(self._whereabouts.find(seat, message)))
+            return
+        if isinstance(message, Listening):
+            self._listening(seat, message, query)
+            return
         if isinstance(message, Finished):
             with self._lock:
                 self.finished.add(seat)
                 self._lock.notify_all()
             query.reply()
             return
-        calls: dict[type, Callable[[Membership, float], list[Order]]] = {
-            Beat: lambda m, now: m.beat(now, seat, message),
-            Ack: lambda m, now: m.ack(now, seat, message),
-            Done: lambda m, now: m.done(now, seat, message),
-            Accusation: lambda m, now: m.accuse(now, seat, message),
-            Leave: lambda m, now: m.leave(now, seat),
-            Reload: lambda m, now: m.reload(now, seat),
-        }
-        call = calls.get(type(message))
-        if call is None:
+        orders = self._call(lambda m, now: call(m, now, seat, message))
+        if orders is None:
             self._refuse(query, seat, "a word that no worker says")
             return
-        self._carry_out(self._call(call), query)
+        self._carry_out(orders, query)
+
+    def _listening(self, seat: int, message: Listening, query: IncomingQuery) -> None:
+        def answer(reached: Reached) -> None:
+            self._session.later(lambda: query.reply(encode(reached)))
+
+        try:
+            self._whereabouts.listening(seat, message, answer)
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
 
     def _reported(self, query: IncomingQuery) -> None:
         seat = self._keys.seat(query.attachment)
@@ -178,14 +187,16 @@ class Lighthouse:
         name = key.rpartition("/")[2]
         if name.isdecimal() and len(name) <= 9:
             seat = int(name)
+            if not there:
+                self._whereabouts.forget(seat)
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if there else m.gone(now, seat)))
 
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))
 
-    def _call(self, call: Callable[[Membership, float], list[Order]]) -> list[Order]:
+    def _call(self, asked: Callable[[Membership, float], T]) -> T:
         with self._lock:
-            orders = call(self.membership, time.monotonic())
+            orders = asked(self.membership, time.monotonic())
             self._lock.notify_all()
         return orders
 
@@ -193,7 +204,7 @@ class Lighthouse:
         answer = b""
         for order in orders:
             if isinstance(order, Record):
-                self._journal.append(order.entry)
+                self._journal.append({**order.entry, "at": round(time.time(), 3)})
                 continue
             self._journal.commit()
             if isinstance(order, Reply):

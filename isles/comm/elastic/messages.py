@@ -95,10 +95,14 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Load:
-    """Take the state of `donor` (-1: from the lighthouse's disk, or the run's own start), then be ready for `call`."""
+    """Take the state of `donor` (-1: from the lighthouse's disk, or the run's own start), then be ready for `call`.
+
+    seconds: that a round takes the donor, 0 where unknown; its state is copied at the end of one.
+    """
 
     call: int
     donor: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,47 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Listening:
+    """A worker can be reached directly, it thinks. host: "" where the lighthouse sees it; session: the engine's name of
+    the session that asks; certificate: its own (DER, base64).
+    """
+
+    host: str
+    port: int
+    session: str
+    certificate: str
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The answer to `Listening`: where the lighthouse tried; refusal: why that failed, "" where it did not."""
+
+    host: str
+    port: int
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Find:
+    """A worker asks for the way to `seat`."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer to `Find`. host, port, certificate: as in `Listening`, "" and 0 where it is not reached directly.
+    introduction: what the worker that asked shows to `seat` (hex).
+    """
+
+    seat: int
+    host: str
+    port: int
+    certificate: str
+    introduction: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """This worker leaves with the next view."""
 
@@ -173,7 +218,7 @@ class Refusal:
 
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
-    | Hello | Entry | Leave | Reload | Finished | Examine | Over
+    | Hello | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

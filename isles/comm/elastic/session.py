@@ -1,8 +1,8 @@
 """The engine of elastic worlds behind a few verbs: zenoh, an encrypted overlay that relays whoever cannot be reached.
 
-    open_session(mode, credentials, ...)     "router": the lighthouse. "peer": a worker that others can reach directly.
-                                             "client": one behind a router that lets nobody in: all goes over the
-                                             lighthouse
+    open_session(mode, credentials, ...)     "router": the lighthouse, and a worker that others reach directly.
+                                             "client": whoever goes to one of them; what it says to other clients goes
+                                             over that one
     ask / serve                              a question with its answer; a chunk of data is one, and so is its receipt
     tell / listen                            to everybody, without an answer
     present / watch                          who is there: told when a process ends, stands still or is cut off
@@ -27,7 +27,8 @@ from isles.comm.credentials import Credentials, write_private
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE = 4 << 20
 USER = "isles"
-Mode = Literal["router", "peer", "client"]
+LEASE = 3.0  # seconds of silence after which another one counts as gone
+Mode = Literal["router", "client"]
 
 
 def zenoh() -> Any:
@@ -158,9 +159,17 @@ class Session:
         """Have `call` called in the session's thread, behind what has come by now."""
         self._todo.put((lambda _: call(), None))
 
-    def direct_links(self) -> int:
-        """How many others this session is linked to without a relay."""
-        return len(self._session.info.peers_zid())
+    def name(self) -> str:
+        """The engine's, which others see."""
+        return str(self._session.info.zid())
+
+    def seen(self, name: str) -> str:
+        """The address from which the session of that name comes to this router; "" where it does not."""
+        return next((_host(link.dst) for link in self._session.info.links() if str(link.zid) == name), "")
+
+    def is_local(self) -> bool:
+        """Whether the router of this client is on the same machine."""
+        return any(_host(link.src) == _host(link.dst) for link in self._session.info.links())
 
     def close(self) -> None:
         """Be gone. Safe to call twice; without it the process does not end."""
@@ -189,12 +198,12 @@ def open_session(
     *,
     listen: str | None = None,
     connect: str | None = None,
-    lease: float = 3.0,
+    lease: float = LEASE,
     patience: float = 5.0,
 ) -> Session:
     """Open a session of the run of `credentials`; TLS always, the secret inside it.
 
-    listen: HOST:PORT to be reached at, which needs the run's key; port 0: any. connect: HOST:PORT of the lighthouse.
+    listen: HOST:PORT to be reached at, which needs the run's key; connect: HOST:PORT of a router.
     lease: seconds of silence after which another one counts as gone. patience: seconds to try to connect for.
 
     ValueError where zenoh is missing, the key is, or the address cannot be had; OSError where nobody lets it in.
@@ -214,6 +223,16 @@ def open_session(
         raise OSError(f"no session with {connect or listen}: {said}") from None
 
 
+def address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets where the host has colons."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _host(locator: Any) -> str:
+    """Of the engine's "tls/HOST:PORT"."""
+    return str(locator).partition("/")[2].rpartition(":")[0].strip("[]")
+
+
 def _settings(
     mode: Mode, credentials: Credentials, listen: str | None, connect: str | None, lease: float, patience: float
 ) -> dict[str, Any]:
@@ -228,8 +247,6 @@ def _settings(
         "connect/endpoints": [f"tls/{connect}"] if connect else [],
         "connect/timeout_ms": round(1000 * patience),
         "scouting/multicast/enabled": False,
-        # One of two peers opens their link, not both: links that are opened at once may end each other for good.
-        "scouting/gossip/autoconnect_strategy": {"peer": {"to_peer": "greater-zid"}},
         "transport/shared_memory/enabled": False,
         "transport/link/tx/lease": round(1000 * lease),
         "transport/link/rx/max_message_size": MAX_MESSAGE,

@@ -3,17 +3,21 @@
 A rank is a seat. A chunk is a question and its receipt the answer, so a sender knows what has arrived; one without an
 answer is sent again, and the receiver knows what it has. To each peer at most `WINDOW` chunks are under way, sent by a
 thread of that peer's own: a slow one keeps nobody else waiting. Who ends, stands still or is cut off fails the works
-with it, and no others.
+with it, and no others. Who is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where
+it breaks; it is gone once both are.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from functools import partial
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -29,15 +33,45 @@ WINDOW = 4
 _SHORTEST, _LONGEST = 2.0, 60.0  # seconds until a chunk without an answer is sent again
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
 _SEATS = 1 << 20
-_HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")  # tag, number, offset, total, sender
+_HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")  # tag, number, offset, total, sender, introduction
+Answered = Callable[[bytes | None, bytes | None], None]
 _MAIL, _SEAT = "isles/mail", "isles/seat"
 
 
-class ElasticTransport(OnHostClock):
-    """One worker's end. `session` is the worker's; `seat` its number; `size`: of the world that it begins in.
+class Guide(Protocol):
+    """What a transport asks about its peers: `DirectLinks`."""
 
-    resent: chunks sent again. gone, back: called with a seat, in the session's thread, when a connection breaks and
-    when it is there.
+    def introduction(self, peer: int) -> bytes | None:
+        """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""
+        ...
+
+    def expected(self, sender: int) -> bytes:
+        """What a message of `sender` must bear."""
+        ...
+
+    def met(self, seat: int, *, there: bool, direct: bool) -> None:
+        """Whether `seat` is there, and whether it is linked directly."""
+        ...
+
+
+class _Trusting:
+    """Where all are one program's, as in a test: nobody is introduced."""
+
+    def introduction(self, peer: int) -> bytes:
+        return bytes(16)
+
+    def expected(self, sender: int) -> bytes:
+        return bytes(16)
+
+    def met(self, seat: int, *, there: bool, direct: bool) -> None:
+        pass
+
+
+class ElasticTransport(OnHostClock):
+    """One worker's end. `session`: to the lighthouse; `seat`: its number; `size`: of the world that it begins in.
+
+    resent: chunks sent again. carried: bytes of the chunks that went out, "direct" and "relayed". gone, back: called
+    with a seat, in a session's thread, when its last connection breaks and when there is one.
     """
 
     native = False
@@ -50,18 +84,27 @@ class ElasticTransport(OnHostClock):
         *,
         gone: Callable[[int], None] = lambda seat: None,
         back: Callable[[int], None] = lambda seat: None,
+        guide: Guide | None = None,
     ) -> None:
         super().__init__()
         self.rank, self.size, self.resent = seat, size, 0
-        self._session, self._gone, self._back = session, gone, back
+        self.carried: Counter[str] = Counter(direct=0, relayed=0)
+        self._relay, self._gone, self._back = session, gone, back
+        self._guide: Guide = guide or _Trusting()
+        self._meeting = threading.Lock()  # sessions tell of their seats in threads of their own
+        self._ways: dict[int, tuple[Session, ...]] = {}  # by seat: where it is there now
         self._inbox = Inbox()
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
         self._outgoing: dict[int, _Outgoing] = {}
         self._numbers = count()
-        session.serve(f"{_MAIL}/{seat}", self._take)
-        session.watch(f"{_SEAT}/*", self._changed)
-        session.present(f"{_SEAT}/{seat}")
+        self.link(session, None)
+
+    def link(self, session: Session, peer: int | None) -> None:
+        """Reach `peer`, or whoever is there, over `session` too."""
+        session.serve(f"{_MAIL}/{self.rank}", self._take)
+        session.watch(f"{_SEAT}/{'*' if peer is None else peer}", partial(self._changed, session))
+        session.present(f"{_SEAT}/{self.rank}")
 
     @property
     def refused(self) -> Counter[tuple[int, str]]:
@@ -81,7 +124,7 @@ class ElasticTransport(OnHostClock):
             else:
                 line = self._outgoing.get(peer)
                 if line is None:
-                    line = self._outgoing[peer] = _Outgoing(self, self._session, peer)
+                    line = self._outgoing[peer] = _Outgoing(self, peer)
         if line is None:
             work.finished(PeerLost(peer, "its connection is gone"))
         else:
@@ -124,7 +167,7 @@ class ElasticTransport(OnHostClock):
     def _take(self, asked: IncomingQuery) -> None:
         """A chunk has come."""
         try:
-            *fields, number, offset, total, sender = _HEAD.unpack(asked.attachment)
+            *fields, number, offset, total, sender, word = _HEAD.unpack(asked.attachment)
             chunk = Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
         except (struct.error, IndexError):
             self._inbox.refused[-1, "no message of this library"] += 1
@@ -134,25 +177,48 @@ class ElasticTransport(OnHostClock):
             self._inbox.refused[sender, "nobody who is there"] += 1
             asked.refuse(b"later")  # its sign of life may be on its way
             return
+        if not hmac.compare_digest(word, self._guide.expected(sender)):
+            self._inbox.refused[-1, "a message in another's name"] += 1
+            asked.refuse(b"never")
+            return
         verdict = self._inbox.take(sender, chunk, asked.payload)
         if verdict == "kept":
             asked.reply()
         else:
             asked.refuse(verdict.encode("ascii"))
 
-    def _changed(self, key: str, there: bool) -> None:
-        """Somebody is there, or not any more."""
+    def way(self, peer: int) -> Session:
+        """Over which session `peer` is reached now."""
+        return next((way for way in self._ways.get(peer, ()) if way is not self._relay), self._relay)
+
+    def introduction(self, peer: int) -> bytes | None:
+        """What a message to `peer` bears."""
+        return self._guide.introduction(peer)
+
+    def ship(self, peer: int, chunk: bytes, head: bytes, answered: Answered, seconds: float) -> None:
+        """Send a chunk the way that `peer` is reached now. OSError once the session is closed."""
+        way = self.way(peer)
+        with self._lock:
+            self.carried["relayed" if way is self._relay else "direct"] += len(chunk)
+        way.ask(f"{_MAIL}/{peer}", chunk, answered, attachment=head, seconds=seconds)
+
+    def _changed(self, session: Session, key: str, there: bool) -> None:
+        """Somebody is there, or not any more, as far as `session` knows."""
         name = key.rpartition("/")[2]
         if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
             return
         seat = int(name)
-        if there:
-            self._lost -= {seat}
-            self._back(seat)
-        else:
-            self._lost |= {seat}
-            self.give_up(seat, "its connection is gone")
-            self._gone(seat)
+        with self._meeting:
+            ways = tuple(way for way in self._ways.get(seat, ()) if way is not session) + (session,) * there
+            self._ways[seat] = ways
+            if there:
+                self._lost -= {seat}
+                self._back(seat)
+            elif not ways:
+                self._lost |= {seat}
+                self.give_up(seat, "its connection is gone")
+                self._gone(seat)
+        self._guide.met(seat, there=bool(ways), direct=self.way(seat) is not self._relay)
 
 
 class _Message:
@@ -166,8 +232,9 @@ class _Message:
 class _Outgoing:
     """All messages to one peer, in their order."""
 
-    def __init__(self, transport: ElasticTransport, session: Session, peer: int) -> None:
-        self._transport, self._session, self._peer = transport, session, peer
+    def __init__(self, transport: ElasticTransport, peer: int) -> None:
+        self._transport, self._peer = transport, peer
+        self._word: bytes | None = None
         self._waiting: deque[tuple[_Message, int]] = deque()  # chunks: (message, offset)
         self._messages: set[_Message] = set()
         self._flying = 0
@@ -228,15 +295,15 @@ class _Outgoing:
                 self._seconds = max(self._seconds, min(2 * allowed, _LONGEST))
             self._answered(message, offset, took, reply is not None, refusal)
 
+        self._word = self._word or self._transport.introduction(self._peer)
+        if self._word is None:
+            answered(None, b"later")
+            return
         tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
+        head = _HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank, self._word)
+        chunk = message.data[offset : offset + CHUNK].tobytes()
         try:
-            self._session.ask(
-                f"{_MAIL}/{self._peer}",
-                message.data[offset : offset + CHUNK].tobytes(),
-                answered,
-                attachment=_HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank),
-                seconds=allowed,
-            )
+            self._transport.ship(self._peer, chunk, head, answered, allowed)
         except OSError as error:
             self.end(str(error))
 

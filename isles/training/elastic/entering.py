@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +19,9 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO
+from isles.comm.elastic.links import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
-from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.elastic.session import LEASE, Session, open_session, zenoh
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
@@ -39,12 +40,25 @@ _ANSWER = 10.0  # seconds
 _LONGEST = 1 << 20  # bytes of a configuration
 
 
-def take_part(address: str, token: Token, *, data: str | None, device: str | None, tell: Callable[[str], None]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """What is this machine's own. data, device: where they differ from the run's. listen: (host, port) of this machine
+    at which other workers reach this one, port 0: any; announced: the address that they are told, "" for that under
+    which the lighthouse sees this machine.
+    """
+
+    data: str | None = None
+    device: str | None = None
+    listen: tuple[str, int] | None = None
+    announced: str = ""
+
+
+def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
     """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
 
     Arguments and errors as `in_run`; OSError also where the run goes on without this worker.
     """
-    with in_run(address, token, data=data, device=device, tell=tell) as worker:
+    with in_run(address, token, here, tell=tell) as worker:
         tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
         with first_interrupt(worker.leaving.set):
             ending = worker.run()
@@ -57,13 +71,10 @@ def take_part(address: str, token: Token, *, data: str | None, device: str | Non
 
 
 @contextmanager
-def in_run(
-    address: str, token: Token, *, data: str | None, device: str | None, tell: Callable[[str], None]
-) -> Iterator[Participant]:
-    """A worker of the run at `address`, in a seat of it until the block ends.
+def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> Iterator[Participant]:
+    """A worker of the run at `address`, in a seat of it until the block ends. tell: called with lines for a person.
 
-    data, device: of this machine, where they differ from the run's. ValueError, in one line, for what a person can
-    mend; OSError where nobody answers.
+    ValueError, in one line, for what a person can mend; OSError where nobody answers.
     """
     zenoh()  # or what to install, before anything else
     host, port = parse_address(address, "HOST:PORT")
@@ -72,19 +83,26 @@ def in_run(
         mine = _fetched(host, port, token, folder / "credentials", tell)
         session = open_session("client", mine, connect=address, patience=_PATIENCE)
         stack.callback(session.close)
-        config = _configuration(_asked(session, CONFIG, b""), data, device)
+        config = _configuration(_asked(session, CONFIG, b""), here)
         torch.set_num_threads(config.world.threads)
         corpus = load_corpus(config.data)
-        company = Company(session, _seat(session, corpus.sha256))
+        entry = _seat(session, corpus.sha256)
+        company = Company(session, entry)
         stack.callback(company.close)
+        links = DirectLinks(session, entry, company.ask, token.secret, folder / "links", lease=LEASE, notice=tell)
+        stack.callback(links.close)
+        if here.listen is not None:
+            links.listen(*here.listen, announced=here.announced)
         transport = ElasticTransport(
             session,
             company.seat,
             config.world.workers,
             gone=lambda seat: company.connection(seat, broken=True),
             back=lambda seat: company.connection(seat, broken=False),
+            guide=links,
         )
         stack.callback(transport.close)
+        links.start(transport)
         gifts = Giver(session, str(company.seat))
         worker = Participant(config, company, transport, gifts, corpus, folder, tell)
         stack.callback(worker.close)
@@ -130,7 +148,7 @@ def _asked(session: Session, key: str, said: bytes) -> bytes:
     raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
 
 
-def _configuration(text: bytes, data: str | None, device: str | None) -> Config:
+def _configuration(text: bytes, here: Here) -> Config:
     """The run's, for this machine. What another machine says is data: names of code are not imported."""
     if len(text) > _LONGEST:
         raise ValueError("the lighthouse's configuration is too long to be one")
@@ -146,10 +164,10 @@ def _configuration(text: bytes, data: str | None, device: str | None) -> Config:
         )
     config = resolve(tables)
     check(config)
-    if data is not None:
-        config = replace(config, data=replace(config.data, path=data))
-    if device is not None:
-        config = replace(config, model=replace(config.model, device=cast(Any, device)))
+    if here.data is not None:
+        config = replace(config, data=replace(config.data, path=here.data))
+    if here.device is not None:
+        config = replace(config, model=replace(config.model, device=cast(Any, here.device)))
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from isles.comm import credentials, mesh
 from isles.comm.credentials import Credentials
-from isles.comm.elastic.session import Mode, Session, open_session
+from isles.comm.elastic.session import LEASE, Mode, Session, open_session
 from isles.comm.elastic.transport import ElasticTransport
 
 
@@ -35,25 +35,39 @@ def router(folder: Path) -> Iterator[tuple[Credentials, str, Session]]:
         session.close()
 
 
+class Workers(list[ElasticTransport]):
+    """By seat, and the router that they meet at."""
+
+    router: Session
+
+
 @contextmanager
-def workers(folder: Path, count: int, mode: Mode = "client", lease: float = 3.0) -> Iterator[list[ElasticTransport]]:
-    """Transports of seats 0 .. count - 1 that see each other."""
-    with router(folder) as (mine, address, _):
-        listen = "127.0.0.1:0" if mode == "peer" else None
-        sessions = [open_session(mode, mine, listen=listen, connect=address, lease=lease) for _ in range(count)]
-        transports = [ElasticTransport(session, seat, count) for seat, session in enumerate(sessions)]
-        try:
-            yield transports
-        finally:
-            for transport, session in zip(transports, sessions, strict=True):
-                transport.close()
-                session.close()
+def workers(folder: Path, count: int, *, direct: bool = False, lease: float = LEASE) -> Iterator[Workers]:
+    """Transports of seats 0 .. count - 1 that see each other. direct: each dials all before it."""
+    with router(folder) as (mine, address, session), ExitStack() as stack:
+
+        def opened(mode: Mode, mine: Credentials, **where: str) -> Session:
+            session = open_session(mode, mine, lease=lease, **where)  # type: ignore[arg-type]
+            stack.callback(session.close)
+            return session
+
+        ends = [opened("client", mine, connect=address) for _ in range(count)]
+        transports = Workers(ElasticTransport(end, seat, count) for seat, end in enumerate(ends))
+        transports.router = session
+        for transport in transports:
+            stack.callback(transport.close)
+        for seat, transport in enumerate(transports[: -1 if direct else 0]):
+            own, there = credentials.own(mine.token.secret, folder / f"own-{seat}"), f"127.0.0.1:{free_port()}"
+            transport.link(opened("router", own, listen=there), None)
+            for other in transports[seat + 1 :]:
+                other.link(opened("client", own, connect=there), seat)
+        yield transports
 
 
-def run_elastic(folder: Path, worker: Callable[..., Any], count: int, *args: Any, mode: Mode = "client") -> list[Any]:
+def run_elastic(folder: Path, worker: Callable[..., Any], count: int, *args: Any, direct: bool = False) -> list[Any]:
     """`worker(world, *args)` in a thread for each seat; results in their order."""
     results: list[Any] = [None] * count
-    with workers(folder, count, mode) as transports:
+    with workers(folder, count, direct=direct) as transports:
 
         def work(transport: ElasticTransport) -> None:
             mesh.enter(transport)

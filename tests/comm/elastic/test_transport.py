@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,18 +18,17 @@ import torch
 import isles
 from isles.comm import credentials
 from isles.comm.elastic.mail import CHUNK, EARLY
-from isles.comm.elastic.session import Mode, open_session
+from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
 from isles.comm.transport import Transport
-from tests.comm.elastic.sessions import free_port, router, run_elastic, settled, workers
+from tests.comm.elastic.sessions import router, run_elastic, settled, workers
 from tests.replicas.workers import RUNS, train_all
 
 pytest.importorskip("zenoh", reason="the extra 'elastic' is not installed")
 
 TAKEN = [name for name, (method, _) in RUNS.items() if method in ("localsgd", "diloco", "noloco", "fedavg", "slowmo")]
-MODES: tuple[Mode, ...] = ("client", "peer")
 
 
 def within(seconds: float, true: Callable[[], bool]) -> bool:
@@ -43,11 +43,12 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_pairs_of_all_sizes_at_once(tmp_path: Path, mode: Mode) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
     """Both ways at the same time, receives posted before and after; nothing is sent twice on a whole line."""
     sizes = [0, 1, CHUNK, 3 * CHUNK + 5]
-    with workers(tmp_path, 2, mode) as pair:
+    with workers(tmp_path, 2, direct=direct) as pair:
+        assert within(10.0, lambda: all(bool(one._ways.get(1 - one.rank, ())[1:]) == direct for one in pair))
         works, checks = [], []
         for number, size in enumerate(sizes):
             for me, other in ((0, 1), (1, 0)):
@@ -62,8 +63,8 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, mode: Mode) -> None:
         settled(*works)
         assert [work.error for work in works] == [None] * len(works)
         assert all(torch.equal(sent, got) for sent, got in checks)
-        links = 1 if mode == "peer" else 0
-        assert within(10.0, lambda: pair[0]._session.direct_links() == links)  # it comes soon after the first messages
+        way = "direct" if direct else "relayed"
+        assert all(one.carried == Counter({way: sum(sizes), "relayed": sum(sizes) * (not direct)}) for one in pair)
 
 
 def test_the_same_bits_and_bytes_as_on_the_virtual_clock(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_same_bits_and_bytes_as_on_the_virtual_clock(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_method_that_is_taken_gives_the_same_bits(tmp_path: Path, size: int) -> None:
-    real = run_elastic(tmp_path, train_all, size, TAKEN, 11, mode="peer")
+    real = run_elastic(tmp_path, train_all, size, TAKEN, 11, direct=True)
     virtual = isles.run_virtual(train_all, size, args=(TAKEN, 11))
     for rank in range(size):
         for name in TAKEN:
@@ -116,7 +117,7 @@ def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
         receive, other = one.recv(2, out, Tag("outer", 1)), one.recv(1, out, Tag("outer", 2))
         send = one.send(2, random_bytes(EARLY + CHUNK, 0), Tag("outer", 3))
         began = time.monotonic()
-        three._session.close()
+        three._relay.close()
         settled(receive, send)
         assert time.monotonic() - began < 2.0
         assert isinstance(receive.error, PeerLost) and receive.error.rank == 2 and isinstance(send.error, PeerLost)
@@ -129,23 +130,27 @@ def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
 
 
 def test_direct_links_outlive_the_lighthouse(tmp_path: Path) -> None:
-    mine = credentials.found(tmp_path / "credentials")
-    address = f"127.0.0.1:{free_port()}"
-    lighthouse = open_session("router", mine, listen=address)
-    sessions = [open_session("peer", mine, listen="127.0.0.1:0", connect=address) for _ in range(2)]
-    pair = [ElasticTransport(session, seat, 2) for seat, session in enumerate(sessions)]
-    try:
+    with workers(tmp_path, 2, direct=True) as pair:
+        assert within(10.0, lambda: all(one.way(1 - one.rank) is not one._relay for one in pair))
         for round in range(1, 4):
             if round == 2:
-                lighthouse.close()
+                pair.router.close()
             sent, got = random_bytes(3 * CHUNK, round), torch.zeros(3 * CHUNK, dtype=torch.uint8)
             settled(pair[0].send(1, sent, Tag("outer", round)), pair[1].recv(0, got, Tag("outer", round)))
             assert torch.equal(sent, got) and not pair[0].lost
-    finally:
-        for transport, session in zip(pair, sessions, strict=True):
-            transport.close()
-            session.close()
-        lighthouse.close()
+
+
+def test_a_broken_direct_link_gives_way_to_the_lighthouse(tmp_path: Path) -> None:
+    """Nothing is lost in between, and nobody is; where the lighthouse is gone too, the other one is."""
+    with workers(tmp_path, 2, direct=True) as pair:
+        one, two = pair
+        assert within(10.0, lambda: all(end.way(1 - end.rank) is not end._relay for end in pair))
+        sent, got = random_bytes(3 * CHUNK, 0), torch.zeros(3 * CHUNK, dtype=torch.uint8)
+        two.way(0).close()
+        settled(one.send(1, sent, Tag("outer", 1)), two.recv(0, got, Tag("outer", 1)))
+        assert torch.equal(sent, got) and not one.lost and one.carried["relayed"] >= len(sent)
+        pair.router.close()
+        assert within(10.0, lambda: 1 in one.lost)
 
 
 def test_strangers_get_no_session(tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_strangers_get_no_session(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="the port is taken"):
             open_session("router", mine, listen=address)
         with pytest.raises(ValueError, match="needs the run's key"):
-            open_session("peer", joined, listen="127.0.0.1:0", connect=address)
+            open_session("router", joined, listen="127.0.0.1:29400")
         credentials.write_private(tmp_path / "joined" / "secret", mine.token.secret.encode())
         open_session("client", credentials.read(tmp_path / "joined"), connect=address).close()
 

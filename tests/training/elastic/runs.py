@@ -10,8 +10,9 @@ from typing import Any
 
 from isles.comm.credentials import parse_token
 from isles.comm.elastic.messages import Over
+from isles.comm.elastic.transport import ElasticTransport
 from isles.training.config.sections import Config
-from isles.training.elastic.entering import in_run
+from isles.training.elastic.entering import Here, in_run
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse import Keeper
 from tests.comm.elastic.sessions import free_port
@@ -62,14 +63,15 @@ class Run:
         """Wait until nobody computes any more: a thread in the midst of torch must not outlive the interpreter."""
         self.until(lambda: not any(thread.is_alive() for thread in self._threads))
 
-    def join(self) -> int:
-        """Start a worker; its number."""
+    def join(self, *, listens: bool = False) -> int:
+        """Start a worker; its number. listens: for direct links."""
         number = len(self._threads)
+        here = Here(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else Here()
 
         def work() -> None:
             try:
                 token = parse_token(self._token)
-                with in_run(self.address, token, data=None, device=None, tell=self.notices.append) as worker:
+                with in_run(self.address, token, here, tell=self.notices.append) as worker:
                     self.workers[number] = worker
                     self.endings[number] = worker.run()
             except Exception as error:
@@ -81,7 +83,10 @@ class Run:
 
     def vanish(self, number: int) -> None:
         """Its connection breaks, as when its process is killed; then it ends."""
-        self.workers[number].company._session.close()
+        transport = self.workers[number].transport
+        assert isinstance(transport, ElasticTransport)
+        for session in {transport._relay, *(way for ways in transport._ways.values() for way in ways)}:
+            session.close()
         self.workers[number].company.ended = Over()
 
     def until(self, over: Callable[[], bool], seconds: float = 120.0) -> None:

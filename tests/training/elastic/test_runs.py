@@ -40,15 +40,17 @@ def lines_of(records: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[Any, 
     return {(one["step"], one["worker"]): (one["loss"], one["lr"], one["tokens"]) for one in records if "loss" in one}
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int) -> None:
-    """The same lines, bytes of exchanges and bits of the one model as on the virtual clock."""
+@pytest.mark.parametrize(("workers", "listen"), [(1, 0), (3, 0), (3, 2)])
+def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int, listen: int) -> None:
+    """The same lines, bytes of exchanges and bits of the one model as on the virtual clock, relayed and directly."""
     config = small(tmp_path, 30, workers)
     whole = run(fixed(config), tmp_path / "fixed")
     world = Run(config, tmp_path / "elastic")
-    for _ in range(workers):
-        world.join()
+    for number in range(workers):
+        world.join(listens=number < listen)
     summary = world.end()
+    assert sum(": direct" in line for line in world.notices) == (workers * (workers - 1) if listen else 0)
+    assert sum("others reach this worker directly" in line for line in world.notices) == listen
     ours, theirs = lines_of(metrics(tmp_path / "elastic")), lines_of(metrics(tmp_path / "fixed"))
     assert ours == theirs
     sent, should = (one["channels"].get("outer", {"bytes_sent": 0})["bytes_sent"] for one in (summary, whole))
@@ -132,6 +134,29 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     world.until(lambda: fourth in world.endings)
     world.stop()
     world.rest()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("leisurely")
+@pytest.mark.parametrize("listens", [True, False])
+def test_exchanges_while_the_lighthouse_is_away(tmp_path: Path, listens: bool) -> None:
+    """Directly linked workers go on with each other, all others alone at once."""
+    world = Run(small(tmp_path, 60_000, 2), tmp_path / "run")
+    pair = [world.join(listens=listens) for _ in range(2)]
+    world.until(lambda: min(map(world.step, pair)) >= 10 * EVERY)
+    world.stop()
+
+    def messages() -> int:
+        return world.workers[pair[0]].transport.traffic["outer"].messages_sent
+
+    before, step = messages(), world.step(pair[0])
+    world.until(lambda: world.step(pair[0]) >= step + 20 * EVERY)
+    sent = messages() - before
+    assert (sent >= 18) if listens else (sent <= 2)
+    for number in pair:
+        world.workers[number].leaving.set()
+    world.rest()
+    assert all(world.endings[number] == "left" for number in pair), world.endings
 
 
 @pytest.mark.long
