@@ -265,6 +265,8 @@ class Company:
             return
         ack = None
         with self._changed:
+            if message == self._load:  # said again: another beat would only have it said once more
+                return
             match message:
                 case Proposal():
                     ack = self.member.proposed(message)

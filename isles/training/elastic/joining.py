@@ -22,10 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
-from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
+from isles.comm.elastic.record import RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
@@ -51,7 +52,7 @@ _STRUCTURE = "__structure__"
 _STATE_COPIES = 16  # of the model's bytes, that a state may have at most
 _FRESH = 2  # rounds for which a copied state is given to new takers
 _WAIT = 5.0  # seconds between looks at whether the run has ended
-_SLOW = 60.0  # seconds without a piece of a state after which another donor is asked for
+_SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
 _SPARE = 1 << 20  # bytes of a state beside its tensors
 
 Ending = Literal["finished", "left", "over", "again"]
@@ -65,7 +66,7 @@ class Participant:
     def __init__(
         self,
         config: Config,
-        company: Company,
+        company: LighthouseLine,
         transport: Transport,
         gifts: Gifts,
         corpus: Corpus,
@@ -77,7 +78,7 @@ class Participant:
         self._asked_to_leave = False
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
-        self._has = 0  # the round of the state that it began with
+        self._has, self._size = 0, 0  # the round of the state that it began with, and its bytes
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
@@ -100,7 +101,9 @@ class Participant:
                 round = company.first(_WAIT)
             if round is not None:
                 self._catch_up(load, round)
-                ending = self._train(company.first(0.0) or round)
+                round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+                self._tell_start(load, round)
+                ending = self._train(round)
         if ending == "finished":
             self._conclude()
         return ending if company.ended is None or ending != "again" else "over"
@@ -145,18 +148,37 @@ class Participant:
         self.text.take_from(positions(self.config, company.member.views, view, company.seat, round, self._spare))
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
+        spare = self._spare
         if view is None:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began = self.transport.now()
+        began, waited = self.transport.now(), self._waited()
         for _ in range(steps):
             self.trainer.step()
-        company.pace((self.transport.now() - began) / steps)
+        took = self.transport.now() - began
+        company.pace(took / steps)
+        seats, outcome = self.roster.outcome(round)
+        line = RoundLine(
+            seat=company.seat,
+            round=round,
+            view=-1 if view is None else view.number,
+            spare=spare,
+            steps=steps,
+            seconds=max(took - (self._waited() - waited), 0.0),
+            seats=seats,
+            outcome=outcome,
+            at=self.transport.now(),
+        )
+        company.report({"round": as_line(line)})
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
         self._copy_state(round)
+
+    def _waited(self) -> float:
+        """Seconds so far in which computing stood still."""
+        return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -221,13 +243,25 @@ class Participant:
             except NotGiven as why:
                 self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
 
+    def _tell_start(self, load: Load, round: int) -> None:
+        line = StartLine(
+            seat=self.company.seat,
+            first=round,
+            donor=load.donor if self._has else -1,
+            has=self._has,
+            size=self._size,
+            at=self.transport.now(),
+        )
+        self.company.report({"start": as_line(line)})
+
     def _fetch(self, load: Load) -> tuple[int, dict[int, int]]:
         """Take on the state of the donor: the round that it is of, and whom it was told to be left out."""
         giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
-        path = self.folder / "taken.safetensors"
+        path, patience = self.folder / "taken.safetensors", _SLOW + 2 * load.seconds
         weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
         try:
-            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
+            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=patience)
+            self._size = path.stat().st_size
             return self._adopt(path), _left_out(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)

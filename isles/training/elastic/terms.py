@@ -31,7 +31,18 @@ def elastic(tables: Tables) -> Config:
     return config
 
 
-def check(config: Config) -> None:
+def going_on(config: Config) -> Config:
+    """`config` for workers that come and go on the virtual clock; they go on without whoever is lost. ValueError as
+    `check`.
+    """
+    key = "on_peer_failure"
+    if hasattr(config.replicas, key):
+        config = replace(config, replicas=replace(config.replicas, **{key: "solo"}))
+    check(config, simulated=True)
+    return config
+
+
+def check(config: Config, *, simulated: bool = False) -> None:
     """ValueError where workers of `config` cannot come and go."""
     name, kind = config.method, method(config.method)
     if not kind.follows_roster:
@@ -61,9 +72,9 @@ def check(config: Config) -> None:
             "world.inner, pipeline.stages: where workers come and go each is a whole replica; take them out, or use "
             "isles train --nodes"
         )
-    if config.world.is_simulated:
+    if config.world.is_simulated and not simulated:
         raise ValueError(
-            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate'
+            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
         )
     if config.memory.method != "none" or config.model.autocast == "fp16":
         raise ValueError(
@@ -101,7 +112,7 @@ def last_round(config: Config) -> int:
 
 def rules(config: Config) -> Rules:
     """Of the lighthouse."""
-    return Rules(founders=config.world.workers, sync_every=sync_every(config))
+    return Rules(founders=config.world.workers, sync_every=sync_every(config), last=last_round(config))
 
 
 def positions(

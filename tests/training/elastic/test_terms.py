@@ -14,7 +14,7 @@ from isles.cli.resume import resume
 from isles.comm.view import View
 from isles.training.config.reading import gather
 from isles.training.elastic.averaging import write_mean
-from isles.training.elastic.entering import _configuration
+from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse import Keeper
 from isles.training.elastic.terms import elastic, last_round, positions, rules
 from tests.training.runs import TINY
@@ -63,9 +63,9 @@ def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> N
 def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
     with pytest.raises(ValueError, match="os:system"):
-        _configuration(b'[model]\nfactory = "os:system"\n', None, None)
+        _configuration(b'[model]\nfactory = "os:system"\n', Here())
     with pytest.raises(ValueError, match="damaged"):
-        _configuration(b"\xff\xfe", None, None)
+        _configuration(b"\xff\xfe", Here())
 
 
 def test_cells_are_read_in_passes() -> None:
