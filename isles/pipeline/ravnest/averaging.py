@@ -22,8 +22,7 @@ from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
-from isles.comm.tags import MAX_FRAGMENTS
-from isles.pipeline.ravnest.quorum import Quorum
+from isles.pipeline.ravnest.quorum import WORDS, Attempt, Quorum
 from isles.pipeline.ravnest.refinement import SharedSegment
 
 
@@ -50,8 +49,8 @@ class ClusterAverage:
         weights: Literal["equal", "samples"] = "equal",
         optimizer: Optimizer | None = None,
     ) -> None:
-        if len(segments) > MAX_FRAGMENTS:
-            raise ValueError(f"{len(segments)} segments: {MAX_FRAGMENTS} at most; cut fewer clusters differently")
+        if len(segments) > WORDS:
+            raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
         self.quorum, self._weights, self._optimizer = quorum, weights, optimizer
         own, here = dict(stage.named_parameters()), quorum.world.rank
         self._shares = [
@@ -78,26 +77,26 @@ class ClusterAverage:
         cannot be.
         """
         tensors = [self._tensors(share) for share in self._shares]
-        means = self.quorum.together(lambda number: self._means(tensors, number, step, samples))
+        buffers = self.quorum.together(lambda number: self._attempt(tensors, number, step, samples))
+        means = [buffer if self._weights == "equal" else buffer[:-1] / buffer[-1] for buffer in buffers]
         for vector, own in zip(means, tensors, strict=True):
             _put(vector, own)
         return self.quorum.whole
 
-    def _means(self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int) -> list[Tensor]:
+    def _attempt(
+        self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int
+    ) -> Attempt[list[Tensor]]:
         clusters = self.quorum.whole
-        buffers, transfers = [], []
+        buffers, protocols = [], []
         for share, own in zip(self._shares, tensors, strict=True):
             group, buffer = self._group(share, clusters), self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
                 told = "its weights are not finite: lower the learning rate (inner.lr)"
                 raise WorkerFailed(self.quorum.world.transport.rank, told)
             call = group.call("outer", round=number, fragment=share.number)
-            protocol = mean(call, buffer, codec("none"), Stamp(step=step))
-            transfers.append(group.start(protocol, "outer", nbytes=2 * buffer.nbytes))
+            protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
-        for transfer in transfers:
-            transfer.wait()
-        return [buffer if self._weights == "equal" else buffer[:-1] / buffer[-1] for buffer in buffers]
+        return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
     def _weighed(self, flat: Tensor, samples: int) -> Tensor:
         if self._weights == "equal":
