@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.mail import MAGIC, Mailbox, Note
+from isles.comm.collectives.mail import MAGIC, Mail, MailNote
 from isles.comm.mesh import Mesh
 from tests.gloo import run_gloo
 
@@ -18,11 +18,11 @@ RUN, WORK, WORD = 77, 1, 2
 LENGTHS = {WORK: range(1000, 1001), WORD: range(1)}
 
 
-def mailbox(world: Mesh) -> Mailbox:
-    return Mailbox(world.world, run=RUN, lengths=LENGTHS)
+def mailbox(world: Mesh) -> Mail:
+    return Mail(world.world, run=RUN, lengths=LENGTHS)
 
 
-def taken(box: Mailbox, letters: int) -> list[Any]:
+def taken(box: Mail, letters: int) -> list[Any]:
     """As many letters as that, or fewer where all others are lost."""
     found = []
     while len(found) < letters and len(box.lost) < box.group.size - 1:
@@ -42,7 +42,7 @@ def talk(world: Mesh) -> Any:
         for position in world.world.others:
             body = torch.full((1000,), (7 * world.rank + number) % 251, dtype=torch.uint8)
             kind = WORK if number % 3 else WORD
-            box.send(position, Note(kind, 1, 0, number, queue=world.rank), body if kind == WORK else None)
+            box.send(position, MailNote(kind, 1, 0, number, queue=world.rank), body if kind == WORK else None)
     letters = taken(box, 20 * (world.size - 1))
     box.settle()
     world.world.barrier()
@@ -76,7 +76,7 @@ def wake(world: Mesh) -> float:
         return waited
     world.transport.compute(0.6)
     time.sleep(0.6 if world.transport.native else 0.0)
-    box.send(0, Note(WORD, 1))
+    box.send(0, MailNote(WORD, 1))
     world.world.barrier()
     return 0.25
 
@@ -103,11 +103,11 @@ def attacked(world: Mesh, head: list[int]) -> Any:
     if world.rank == 2:
         call = world.world.call("pipeline", round=0)
         works = [call.send(position, torch.tensor(head), 62) for position in (0, 1)]
-        box.send(0, Note(WORD, 1))
+        box.send(0, MailNote(WORD, 1))
         world.world.barrier()
         return [work.error for work in works]
     for number in range(3):
-        box.send(1 - world.rank, Note(WORK, 1, 0, number), torch.zeros(1000, dtype=torch.uint8))
+        box.send(1 - world.rank, MailNote(WORK, 1, 0, number), torch.zeros(1000, dtype=torch.uint8))
     letters = [letter for letter in taken(box, 3) if letter.sender != 2]
     while 2 not in box.lost:
         box.wait(20.0)
@@ -135,13 +135,13 @@ def left(world: Mesh) -> Any:
     """Worker 1 sends one letter and ends; its letter is read, then its loss is told once."""
     box = mailbox(world)
     if world.rank == 1:
-        box.send(0, Note(WORK, 3), torch.ones(1000, dtype=torch.uint8))
+        box.send(0, MailNote(WORK, 3), torch.ones(1000, dtype=torch.uint8))
         box.settle()
         raise KeyError("gone")
     while 1 not in box.lost:
         box.wait(30.0)
     letter = box.take()
-    box.send(1, Note(WORD, 1))
+    box.send(1, MailNote(WORD, 1))
     before = world.transport.now()
     box.wait(0.0)  # told at once, as it was not told yet
     box.wait(0.1)
@@ -160,7 +160,7 @@ def test_a_sender_that_is_not_read_waits() -> None:
         box = mailbox(world)
         if world.rank == 1:
             for number in range(700):
-                box.send(0, Note(WORD, 1, 0, number))
+                box.send(0, MailNote(WORD, 1, 0, number))
             world.world.barrier()
             return None
         world.transport.compute(60.0)

@@ -31,7 +31,7 @@ _NUMBERS = 10
 _UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
 
 
-class Note(NamedTuple):
+class MailNote(NamedTuple):
     """What a letter is about. kind: which lengths it may have. nanoseconds, queue, extra: figures that ride along."""
 
     kind: int
@@ -43,18 +43,18 @@ class Note(NamedTuple):
     extra: int = 0
 
 
-class Letter(NamedTuple):
+class MailLetter(NamedTuple):
     """sender: position in the group. body: uint8 (n,). wire: seconds from the head's arrival to the body's, where the
     body came after it was waited for; else 0.
     """
 
     sender: int
-    note: Note
+    note: MailNote
     body: Tensor
     wire: float
 
 
-class Mailbox:
+class Mail:
     """One worker's letters from and to the others of `group`, on channel pipeline.
 
     run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. Made once
@@ -63,7 +63,7 @@ class Mailbox:
 
     def __init__(self, group: Group, *, run: int, lengths: Mapping[int, range]) -> None:
         self.group, self.run, self.lengths = group, run, dict(lengths)
-        self.letters: deque[Letter] = deque()
+        self.letters: deque[MailLetter] = deque()
         """Not taken yet."""
         self.lost: dict[int, CommError] = {}
         """Positions from which nothing more comes, and why."""
@@ -77,7 +77,7 @@ class Mailbox:
         for position in group.others:
             group.start(self._listen(position), "pipeline", math.inf)
 
-    def send(self, position: int, note: Note, body: Tensor | None = None) -> None:
+    def send(self, position: int, note: MailNote, body: Tensor | None = None) -> None:
         """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
         if position in self.lost:
             return
@@ -89,7 +89,7 @@ class Mailbox:
         if body is not None and length:
             self._sends.append(call.send(position, body, _BODY))
 
-    def take(self) -> Letter | None:
+    def take(self) -> MailLetter | None:
         """The oldest letter that is here."""
         if not self.letters:
             return None
@@ -143,7 +143,7 @@ class Mailbox:
                 if position in self.lost:
                     return
                 self._unread[position] += 1
-                self.letters.append(Letter(position, note, body, wire))
+                self.letters.append(MailLetter(position, note, body, wire))
                 self._ring()
                 if self._unread[position] >= _UNREAD:
                     room = self._room[position] = self.group.transport.bell()
@@ -154,10 +154,10 @@ class Mailbox:
             self.lost.setdefault(position, error)
             self._ring()
 
-    def _read(self, position: int, head: Tensor) -> tuple[Note, int]:
+    def _read(self, position: int, head: Tensor) -> tuple[MailNote, int]:
         """Malformed where the head is none of this run."""
         magic, run, kind, step, attempt, number, length, *figures = head.tolist()
-        note = Note(kind, step, attempt, number, *figures)
+        note = MailNote(kind, step, attempt, number, *figures)
         rank = self.group.ranks[position]
         if magic != MAGIC:
             raise Malformed(rank, "the head of a letter begins with something else")
