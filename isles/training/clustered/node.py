@@ -53,7 +53,7 @@ LONGEST = 200
 """Updates after which a cluster drains to hear whether it should stop."""
 
 
-class ClusterNode:
+class ClusterWorker:
     """One worker. corpus: that of `config.data`, where it was loaded already."""
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
@@ -342,7 +342,7 @@ def train_clustered(
     world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
 ) -> dict[str, Any] | None:
     """What each worker of such a run does; see `isles.training.trainer.train_worker`."""
-    node = ClusterNode(config, world, corpus)
+    node = ClusterWorker(config, world, corpus)
     if resume is None:
         node.average.begin()
     else:

@@ -294,6 +294,17 @@ class Config:
                 'false, or "dct:0.75"'
             )
 
+    def _check_clusters(self) -> None:
+        unset = {
+            "world.inner": (self.world.inner, 1),
+            "inner.accumulation": (self.inner.accumulation, 1),
+            "pipeline.stage_loss": (self.pipeline.stage_loss, 0.0),
+            "replicas.on_broken": (getattr(self.replicas, "on_broken", "skip"), "skip"),
+            "memory.method": (self.memory.method, "none"),
+            "run.start": (self.run.start, ""),
+        }
+        refuse_clustered(self.method, self.replicas_in_all, self.pipeline, self.inner, self.model, unset)
+
     def _check_pipeline(self) -> None:
         stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
         if plan is not None:
@@ -307,7 +318,7 @@ class Config:
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
         if self.pipeline.routing == "ravnest":
-            refuse_clustered(self)
+            self._check_clusters()
         readers = self.replicas_in_all if plan is None else len(plan.problem.origins)
         sequences = self.data.batch_size_per_worker(readers)
         if sequences % self.pipeline.microbatches:
