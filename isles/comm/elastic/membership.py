@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from isles.comm.elastic.account import Account
+from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
 from isles.comm.elastic.cells import debt, fresh_before
 from isles.comm.elastic.messages import (
@@ -150,6 +151,8 @@ class Membership:
         """A member has the answer of an attempt of a round of an all-reduce method."""
         if self.rules.agrees and self._here(seat):
             self.ballots.done(seat, done, self._voters(done.round))
+            if done.digest == NOTHING and self.ballots.has_landed(done.round) and self.workers[seat].state == "in":
+                self._record("call", seat=seat)  # the others took it for lost, and landed what it has not got
         orders = self._orders(now)
         word = self.ballots.word(done.round, seat)
         return orders if word is None else [*orders, Reply(word)]

@@ -8,10 +8,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from isles.comm.elastic.ballot import Part
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.record import ALONE, WHOLE
+from isles.comm.elastic.ruling import accuse, decided, ruled
 from isles.comm.errors import CommError
 from isles.comm.group import Group
+from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
 
 _KEPT = 8  # rounds whose answers are remembered
@@ -34,6 +37,9 @@ class ElasticRoster:
         self.company, self.founders = company, alone
         self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given
         self._took: deque[float] = deque(maxlen=_SAMPLES)
+        self._part: Part | None = None  # the newest round that lands on the lighthouse's word
+        self._view = -1  # its view
+        self._opened = 0.0
         self._outcomes: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def group(self, round: int) -> Group:
@@ -71,9 +77,42 @@ class ElasticRoster:
             kept = {r: o for r, o in self._outcomes.items() if r > round - _KEPT}
             self._outcomes = {**kept, round: (seats, outcome)}
 
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        if self._part is None or self._part.round != round:
+            standing = decided(self.company, round)
+            if standing is None:
+                return None
+            self._part, self._view = Part(self.company.seat, round, 0, standing.seats), standing.view
+        part, self._opened = self._part, self.founders.transport.now()
+        if part.phase != "exchanging":
+            return None
+        waits = self.founders.deadlines if part.attempt else self._deadlines()  # others may still be at their steps
+        return replace(self.founders, ranks=part.seats, view=self._view, deadlines=waits), part.attempt
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        part = self._part
+        assert part is not None and part.round == round, "it was opened"
+        if digest is not None:
+            part = part.answered(attempt)
+            if attempt == 0:
+                self._took.append(self.founders.transport.now() - self._opened)
+        elif error is not None:
+            accuse(self.company, round, attempt, error)
+        word = ruled(self.company, round, attempt, digest)
+        if word is not None:
+            part = part.heard(word)
+        self._part = part
+        if word is None or part.phase == "left out":
+            return "wait"
+        if part.phase == "landed":
+            self.company.landed(word)
+            self._note(round, word.seats, WHOLE)
+            return "land"
+        return "again" if part.phase == "exchanging" else "wait"
+
     def begin_anew(self) -> None:
         """This worker has another state: answers about its rounds before are not valid any more."""
-        self._answers, self._outcomes = {}, {}
+        self._answers, self._outcomes, self._part = {}, {}, None
 
     def survivors(self, asked: bool) -> Group:
         """Itself: the one model is put together at the lighthouse."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from threading import get_ident
 from typing import Any
 
@@ -12,7 +13,7 @@ from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
-from isles.comm.virtual.transfer import VirtualTransfer, VirtualWork
+from isles.comm.virtual.transfer import VirtualBell, VirtualTransfer, VirtualWork
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.noise import lognormal
 
@@ -88,6 +89,11 @@ class VirtualTransport:
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
+
+    def bell(self, seconds: float = math.inf) -> VirtualBell:
+        """In virtual time."""
+        with self._worker:
+            return VirtualBell(self._worker, seconds)
 
     def line(self) -> None:
         """All workers are in this process."""

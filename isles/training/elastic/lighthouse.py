@@ -40,7 +40,7 @@ from isles.training.config.sections import Config
 from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.joining import MODEL, STATE
-from isles.training.elastic.terms import last_round, rules, sync_every
+from isles.training.elastic.terms import lands_together, last_round, rules, sync_every
 from isles.training.records.events import Schema
 from isles.training.records.rundir import METRICS, SUMMARY, held
 from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
@@ -186,7 +186,8 @@ class Keeper:
             taken[seat] = path
         (self.out / "looked.partial").unlink(missing_ok=True)
         if taken:
-            write_mean(list(taken.values()), self.out / MODEL_FILE)
+            models = list(taken.values())
+            write_mean(models[:1] if lands_together(self.config) else models, self.out / MODEL_FILE)  # all are equal
             self.spread = spread(list(taken.values()), self.out / MODEL_FILE)
         for path in taken.values():
             path.unlink(missing_ok=True)

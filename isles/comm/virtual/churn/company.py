@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.line import Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import BeatReply, Examine, Leave, Load, Over, Proposal, Refusal, Reload
 from isles.comm.view import View
@@ -49,6 +51,7 @@ class VirtualCompany:
         self._load: Load | None = None
         self._training = self._asking = self._again = False
         self._has_answers = True
+        self.words = Words()
 
     @property
     def turn(self) -> VirtualWorker:
@@ -96,6 +99,22 @@ class VirtualCompany:
         """See `Company.is_called`."""
         with self._worker:
             return self.member.call != self.member.ready
+
+    @property
+    def is_over(self) -> bool:
+        """See `Company.is_over`."""
+        return self._is_off()
+
+    @property
+    def has_answers(self) -> bool:
+        """See `Company.has_answers`."""
+        return self._has_answers
+
+    def landed(self, word: Word) -> None:
+        """See `Company.landed`."""
+        with self._worker:
+            self.member.landed(word)
+            self.words.forget_before(word.round)
 
     @property
     def is_waiting(self) -> bool:
@@ -210,6 +229,8 @@ class VirtualCompany:
                     self._line.ask(self.seat, ack, _ignored)
             case View():
                 self.member.told(message)
+            case Word():
+                self.words.hear(message)
             case Load():
                 self._load = message
                 self.member.call = max(self.member.call, message.call)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isles.comm.elastic.gifts import NotGiven
+from isles.comm.elastic.gifts import ON_DEMAND, NotGiven
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
 from isles.comm.transport import Steps
@@ -40,11 +40,16 @@ class VirtualGifts:
     def offer(self, what: str, path: Path, facts: Mapping[str, Any]) -> None:
         """See `Giver.offer`."""
         self._offers[what] = path, dict(facts)
-        self.wanted.clear()
+        if what == ON_DEMAND:
+            self.wanted.clear()
         with self._company.turn:
             for seat, wanted in list(self._waiting.items()):
                 if wanted == what:
                     self._send(seat, what)
+
+    def withdraw(self, what: str) -> None:
+        """See `Giver.withdraw`."""
+        self.shut(what)
 
     def shut(self, what: str) -> None:
         """See `Giver.shut`."""
@@ -80,7 +85,7 @@ class VirtualGifts:
         self._waiting[seat] = what
         if what in self._offers and not self._company.is_away:
             self._send(seat, what)
-        else:
+        elif what == ON_DEMAND:
             self.wanted.set()
 
     def _send(self, seat: int, what: str) -> None:
