@@ -17,8 +17,8 @@ def figures(
     counted: int,
     computed: float | None = None,
 ) -> dict[str, Any]:
-    """counted: inner steps whose work is in the weights at the end. computed: seconds of computing of all workers; None:
-    those of the rounds that somebody heard of.
+    """counted: inner steps whose work is in the weights at the end. computed: seconds of computing of all workers;
+    None: those of the rounds that somebody heard of.
     """
     done = account(lines)
     seconds = done.seconds if computed is None else computed
