@@ -155,7 +155,8 @@ class Profile:
     """A model at one batch: its units in the order of the forward pass.
 
     stream: bytes of the largest tensor between units. batch, tokens: sequences and tokens of each; autocast: "none" or
-    "bf16". model: what it is, for a person.
+    "bf16". model: what it is, for a person. in_flight: passes that have run forward and wait for their backward pass,
+    at the most; more than one for a stage of a pipeline. held: bytes that each has on the device beside the units'.
     """
 
     model: str
@@ -165,6 +166,8 @@ class Profile:
     batch: int
     tokens: int
     autocast: str
+    in_flight: int = 1
+    held: int = 0
 
     @property
     def params(self) -> int:
@@ -174,7 +177,8 @@ class Profile:
     @property
     def base(self) -> int:
         """Bytes on the device that no plan moves."""
-        return self.ends.weights + self.ends.states + self.ends.buffers + self.ends.before + self.stream
+        per_pass = (self.ends.before + self.held) * self.in_flight
+        return self.ends.weights + self.ends.states + self.ends.buffers + per_pass + self.stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +325,8 @@ def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: 
     costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
     ends = profile.ends
     used = peak = profile.base + staging(profile, placements) + sum(cost.resident for cost in costs)
+    waiting = sum(cost.forward - cost.forward_end - cost.swap for cost in costs) + ends.top + ends.top_gradients
+    used += (profile.in_flight - 1) * (waiting + ends.carried)
     for batch in range(min(accumulation, 2)):
         for cost in costs:
             peak = max(peak, used + cost.slot + cost.forward)

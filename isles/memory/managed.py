@@ -193,6 +193,7 @@ class Managed(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         self.gradients()
+        self.runner.finish_pass(whole=True)
         settings = settings_of(self.inner)
         done: set[int] = set()
         if self._begun is not None:

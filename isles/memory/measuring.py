@@ -5,6 +5,8 @@
     disk        whole slots past the page cache, as the disk tier moves them; reads and writes while the other is busy
     link        pinned memory, each direction alone and both at once
 
+    units       forward and backward passes of a model's blocks, for a profile
+
 Every rate is the best of a few laps: what else the machine does makes single ones slower, nothing makes one faster.
 """
 
@@ -17,14 +19,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from isles.memory.costs import Profile, UnitProfile
 from isles.memory.disk import DiskFile, check_folder, pages
+from isles.memory.profile import Loss, own_loss
+from isles.memory.units import edge, forwards, units_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape, flops_per_token
 from isles.network.machines import Machine
@@ -275,3 +281,57 @@ def _read(file: DiskFile, begin: int, nbytes: int, slot: Tensor) -> float:
     for at in range(0, nbytes, len(slot)):
         file.read(begin + at, slot[: nbytes - at])
     return nbytes / (time.perf_counter() - start)
+
+
+# Units
+
+
+def measured(made: Profile, model: nn.Module, batch: Any, *, loss: Loss = own_loss, laps: int = 3) -> Profile:
+    """The profile with measured seconds of its units: steps of a model with numbers, where it is; the least of `laps`.
+    Units that are alike get the mean of theirs. The bytes stay those of the profile.
+    """
+    units = units_of(model)
+    device = next(model.parameters()).device
+    forward, backward = [float("inf")] * len(units), [float("inf")] * len(units)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def around(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        began = [0.0]
+
+        def begins() -> None:
+            began[0] = now()
+
+        def ends() -> None:
+            backward[index] = min(backward[index], now() - began[0])
+
+        def timed(*args: Any, **named: Any) -> Any:
+            args, named = edge(ends, (args, named), always=True)
+            start = now()
+            value = run(*args, **named)
+            forward[index] = min(forward[index], now() - start)
+            return edge(begins, value)
+
+        return timed
+
+    cast: AbstractContextManager[Any] = (
+        torch.autocast(device.type, dtype=torch.bfloat16) if made.autocast == "bf16" else nullcontext()
+    )
+    with forwards(units, around):
+        for _ in range(laps):
+            with cast:
+                value = loss(model, batch)
+            value.backward()
+            model.zero_grad()
+    alike: dict[UnitProfile, list[int]] = {}
+    for index, unit in enumerate(made.units):
+        alike.setdefault(replace(unit, name=""), []).append(index)
+    timed_units = list(made.units)
+    for members in alike.values():
+        seconds = [sum(times[index] for index in members) / len(members) for times in (forward, backward)]
+        for index in members:
+            timed_units[index] = replace(made.units[index], forward=seconds[0], backward=seconds[1])
+    return replace(made, units=tuple(timed_units))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 TaskKind = Literal["forward", "top", "backward", "bottom"]
+PassWay = Literal["forward", "backward"]
 
 
 class PassTask(NamedTuple):
@@ -14,11 +17,83 @@ class PassTask(NamedTuple):
     unit: int
 
 
-def tasks_of(units: int) -> list[PassTask]:
-    """Of one pass, in their order."""
-    forward = [PassTask("forward", index) for index in range(units)]
-    backward = [PassTask("backward", index) for index in reversed(range(units))]
-    return [*forward, PassTask("top", 0), *backward, PassTask("bottom", 0)]
+class Half(NamedTuple):
+    """One way through all units. number: of the pass, counted from 1."""
+
+    number: int
+    way: PassWay
+
+    def tasks(self, units: int) -> list[PassTask]:
+        """In their order."""
+        if self.way == "forward":
+            return [*(PassTask("forward", index) for index in range(units)), PassTask("top", 0)]
+        return [*(PassTask("backward", index) for index in reversed(range(units))), PassTask("bottom", 0)]
+
+
+class PassesUnderWay:
+    """The passes of so many `units` that are under way, at most `in_flight` at a time.
+
+    What a half takes is asked for when it begins: with one pass in flight, the whole pass with its first half; with
+    several, the half that follows too, where the order of a step was announced. So bytes are asked for in the order of
+    their use, whatever that is.
+    """
+
+    def __init__(self, units: int, in_flight: int) -> None:
+        self.units, self.in_flight = units, in_flight
+        self.left: dict[int, deque[PassTask]] = {}
+        """What is left of each pass, by number."""
+        self.begun = 0
+        """Passes so far."""
+        self._asked: set[Half] = set()
+        self._ahead: deque[Half] = deque()
+
+    def announce(self, halves: Iterable[tuple[PassWay, object]]) -> None:
+        """The order of the passes of a step: ways, and of which pass."""
+        numbers = dict[object, int]()
+        for way, key in halves:
+            if way == "forward":
+                numbers[key] = self.begun + len(numbers) + 1
+            self._ahead.append(Half(numbers[key], way))
+
+    def begin(self) -> int:
+        """A forward pass begins; its number."""
+        self.begun += 1
+        self.left[self.begun] = deque(Half(self.begun, "forward").tasks(self.units))
+        self.left[self.begun].extend(Half(self.begun, "backward").tasks(self.units))
+        return self.begun
+
+    def to_ask(self, half: Half) -> list[Half]:
+        """The halves to ask for when `half` begins, in their order."""
+        if self.in_flight == 1:
+            asked = [half, Half(half.number, "backward")] if half.way == "forward" else []
+            return asked
+        if self._ahead and half not in self._ahead and half not in self._asked:
+            self._ahead.clear()  # it goes another way than was announced: nothing is known of what follows
+        asked = [] if half in self._asked else [half]
+        while half in self._ahead:
+            self._ahead.popleft()
+        if self._ahead and (not self._asked or self._asked == {half}):
+            asked.append(self._ahead.popleft())
+        self._asked = (self._asked | set(asked)) - {half}
+        return asked
+
+    def task(self, number: int, task: PassTask) -> bool:
+        """`task` of the pass begins. False where it is not its turn."""
+        left = self.left.get(number)
+        if not left or left[0] != task:
+            return False
+        left.popleft()
+        if not left:
+            del self.left[number]
+        return True
+
+    def open(self, *, whole: bool) -> PassTask | None:
+        """What is next of a pass that should be over; whole: as all should, not only those whose backward has begun."""
+        for left in self.left.values():
+            waits = self.in_flight > 1 and left[0] == PassTask("backward", self.units - 1)
+            if whole or not waits:
+                return left[0]
+        return None
 
 
 def not_followed(task: PassTask, unit: str) -> RuntimeError:

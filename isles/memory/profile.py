@@ -11,7 +11,6 @@ the CPU's attention kernel.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -66,13 +65,15 @@ class UnitTrace:
 
 @dataclass
 class Trace:
-    """Bytes of one step. static: parameters and buffers. top, bottom: peaks after the last unit and, in the backward
-    pass, before the first; top_gradients: on parameters when the last unit's backward pass begins.
+    """Bytes of one step. static: parameters and buffers. below: what is there when the top begins, where activations
+    are kept. top, bottom: peaks after the last unit and, in the backward pass, before the first; top_gradients: on
+    parameters when the last unit's backward pass begins.
     """
 
     units: list[UnitTrace] = field(default_factory=list)
     static: int = 0
     peak: int = 0
+    below: int = 0
     top: int = 0
     bottom: int = 0
     top_gradients: int = 0
@@ -107,14 +108,14 @@ def profile(
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     keep = runs["resident"][0]
     begin, end = keep.units[0], keep.units[-1]
-    carried = max(end.backward_begin - end.forward_end - keep.top_gradients, 0)
+    carried = max(end.backward_begin - keep.below - keep.top_gradients, 0)
     ends = Ends(
         params=sum(parameter.numel() for parameter in rest),
         weights=sum(parameter.nbytes for parameter in rest),
         states=sum(state_bytes(parameter) for parameter in rest if parameter.requires_grad),
         buffers=nbytes(model.buffers()),
         before=max(begin.forward_begin - keep.static - begin.input, 0) + SCALARS,
-        top=max(keep.top - end.forward_end - keep.top_gradients - carried - (stream - end.output), 0),
+        top=max(keep.top - keep.below - keep.top_gradients - carried - (stream - end.output), 0),
         bottom=max(keep.bottom - begin.backward_end - _bottom_gradients(rest, keep) - (stream - begin.input), 0),
         top_gradients=keep.top_gradients,
         bottom_gradients=_bottom_gradients(rest, keep),
@@ -257,6 +258,11 @@ def trace_step(
         value.backward()
         trace.bottom = mark()
     trace.peak = highest[0]
+    # A unit that does not save its input ends with it there, but it goes before the top begins; what several units save
+    # is counted with the last one's end once.
+    begin, end = trace.units[0], trace.units[-1]
+    stays = sum(one.saved + one.casts for one in trace.units)
+    trace.below = min(end.forward_end, begin.forward_begin - begin.input + stays + end.output)
     return trace
 
 
@@ -347,54 +353,3 @@ def _flops(model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss) -> 
     with mode, _without_numbers(model, "cpu", {}), forwards(units, around), whole, counter, torch.no_grad():
         loss(model, _like(batch, "cpu"))
     return counted, float(counter.get_total_flops())
-
-
-def measured(made: Profile, model: nn.Module, batch: Any, *, loss: Loss = own_loss, laps: int = 3) -> Profile:
-    """The profile with measured seconds of its units: steps of a model with numbers, where it is; the least of `laps`.
-    Units that are alike get the mean of theirs. The bytes stay those of the profile.
-    """
-    units = units_of(model)
-    device = next(model.parameters()).device
-    forward, backward = [float("inf")] * len(units), [float("inf")] * len(units)
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    def around(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        began = [0.0]
-
-        def begins() -> None:
-            began[0] = now()
-
-        def ends() -> None:
-            backward[index] = min(backward[index], now() - began[0])
-
-        def timed(*args: Any, **named: Any) -> Any:
-            args, named = edge(ends, (args, named), always=True)
-            start = now()
-            value = run(*args, **named)
-            forward[index] = min(forward[index], now() - start)
-            return edge(begins, value)
-
-        return timed
-
-    cast: AbstractContextManager[Any] = (
-        torch.autocast(device.type, dtype=torch.bfloat16) if made.autocast == "bf16" else nullcontext()
-    )
-    with forwards(units, around):
-        for _ in range(laps):
-            with cast:
-                value = loss(model, batch)
-            value.backward()
-            model.zero_grad()
-    alike: dict[UnitProfile, list[int]] = {}
-    for index, unit in enumerate(made.units):
-        alike.setdefault(replace(unit, name=""), []).append(index)
-    timed_units = list(made.units)
-    for members in alike.values():
-        seconds = [sum(times[index] for index in members) / len(members) for times in (forward, backward)]
-        for index in members:
-            timed_units[index] = replace(made.units[index], forward=seconds[0], backward=seconds[1])
-    return replace(made, units=tuple(timed_units))

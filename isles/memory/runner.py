@@ -11,10 +11,9 @@ A pass that does not go through all units in order, forward and then back, is re
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +26,19 @@ from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Brought
-from isles.memory.passes import PassTask, TaskKind, not_followed, out_of_order, tasks_of
+from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering
 from isles.memory.stored import StoredUnit
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
 from isles.wrapping import host_work
+
+
+class _Use(NamedTuple):
+    """Of a unit's weights on the device."""
+
+    half: Half
+    unit: int
 
 
 class Runner:
@@ -81,14 +87,14 @@ class Runner:
         self.refreshed = [engine.event(True) for _ in units]
         self._moved = {"up": 0, "down": 0}
         self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
-        self.passes = 0  # since the beginning
-        self.batches = 0  # since the last step
-        self.steps = 0
-        self._expected: deque[PassTask] = deque()  # what is left of the pass
-        self._needs: dict[PassTask, list[LaneEvent]] = {}
-        self._uses: dict[tuple[int, str, int], LaneEvent | None] = {}  # of slots; an event: it stays for a next use
-        self._swapped: dict[int, Swapped] = {}  # of the pass
-        self._out: list[LaneEvent] = []  # of every unit: its activations are on the host
+        self.passes = PassesUnderWay(len(units), profile.in_flight)
+        self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
+        self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
+        self._turns: dict[Half, int] = {}  # in which order halves were asked for
+        self._uses: dict[_Use, LaneEvent | None] = {}  # of slots; an event: it stays for a next use
+        self._last: dict[int, _Use] = {}  # use of each unit's weights as they are
+        self._swapped: dict[tuple[int, int], Swapped] = {}  # by pass and unit
+        self._out: dict[tuple[int, int], LaneEvent] = {}  # the same: its activations are on the host
         self.gathering = Gathering(engine)  # of weights that several workers update in shares
         self._bottom = 0  # bytes of the bottom's transients, until the pass is over
         for index, unit in enumerate(units):
@@ -112,9 +118,7 @@ class Runner:
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._judge(index, forward, args, named)
-        if index == 0:
-            self._begin_pass()
-        number = self.passes
+        number = self._begin_pass() if index == 0 else self.passes.begun
         self._begin(PassTask("forward", index), number)
         brought, activations = self.brought.get(index), self.placements[index].activations
         if brought is not None and brought.stays and brought.stale:
@@ -126,13 +130,13 @@ class Runner:
             made = checkpoint(repeatable, *args, use_reentrant=False, **named)
         elif activations == "swap":
             own = self.units[index].parameters if brought is None else brought.device
-            swapped = self._swapped[index] = Swapped([*own, *self.buffers, *shared], self.meter)
+            swapped = self._swapped[number, index] = Swapped([*own, *self.buffers, *shared], self.meter)
             with torch.autograd.graph.saved_tensors_hooks(swapped.pack, swapped.unpack):
                 made = forward(*args, **named)
         else:
             made = forward(*args, **named)
         del args, named, shared
-        made = edge(partial(self._backward_begins, index, number), made)
+        made = edge(partial(self._begin, PassTask("backward", index), number), made)
         self._forward_ends(index, number)
         return made
 
@@ -162,21 +166,31 @@ class Runner:
 
     # A pass
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self) -> int:
         self.finish_pass()
+        if len(self.passes.left) >= self.passes.in_flight:
+            self.finish_pass(whole=True)
         self.engine.check()
-        self.passes += 1
         self.batches += 1
-        tasks = tasks_of(len(self.units))
-        self._expected = deque(tasks)
-        self._out = [self.engine.event() for _ in self.units]
-        for task in tasks:
-            self._needs[task] = self._ask(task)
+        number = self.passes.begin()
+        self._out |= {(number, index): self.engine.event() for index in range(len(self.units))}
+        self._begin_half(Half(number, "forward"))
+        return number
 
-    def finish_pass(self) -> None:
-        """The backward pass is over. RuntimeError where it has not run."""
-        if self._expected:
-            raise not_followed(self._expected[0], self.units[self._expected[0].unit].name)
+    def _begin_half(self, begun: Half) -> None:
+        for half in self.passes.to_ask(begun):
+            self._turns[half] = len(self._turns)
+            for task in half.tasks(len(self.units)):
+                self._needs[half.number, task] = self._ask(task, half)
+
+    def finish_pass(self, *, whole: bool = False) -> None:
+        """A backward pass is over, and all are with `whole`. RuntimeError where it has not run."""
+        task = self.passes.open(whole=whole)
+        if task is not None:
+            raise not_followed(task, self.units[task.unit].name)
+        self._free_bottom()
+
+    def _free_bottom(self) -> None:
         if self._bottom:
             self.arena.free(self._bottom)
             self._bottom = 0
@@ -185,16 +199,17 @@ class Runner:
         """Wait for what the task of pass `number` needs, and show the unit's weights. RuntimeError where another task
         is next.
         """
-        if number != self.passes or not self._expected or self._expected[0] != task:
+        if not self.passes.task(number, task):
             raise out_of_order(task, self.units[task.unit].name)
-        self._expected.popleft()
         if task.kind == "backward" and task.unit == len(self.units) - 1:
+            self._free_bottom()
             self._top_ends()
+            self._begin_half(Half(number, "backward"))
         self.landing.deliver()
         self.gathering.collect()
         if task.kind == "forward":
             self.gathering.need(task.unit)
-        for need in self._needs.pop(task):
+        for need in self._needs.pop((number, task)):
             need.wait(f"memory for {task.kind} of {self.units[task.unit].name}")
         if task.kind in ("forward", "backward") and task.unit in self.brought:
             self.brought[task.unit].show(True)
@@ -202,35 +217,35 @@ class Runner:
 
     def _top_ends(self) -> None:
         self.engine.computed(self._began, self._top_seconds)
-        kept = 0 if self.batches > 1 else self.ends.top_gradients
+        self._backs += 1
+        kept = 0 if self._backs > 1 else self.ends.top_gradients
         casts = sum(cost.casts_end for cost in self.costs)
         self.arena.free(self.ends.top + self.ends.top_gradients - kept + casts)
 
-    def _urgency(self, kind: TaskKind | Literal["gradients"], index: int) -> Urgency:
-        order = {"forward": 0, "backward": 1, "gradients": 2}[kind]
-        return self.steps, self.passes, order, -index if kind == "backward" else index
+    def _urgency(self, half: Half, index: int, *, gradients: bool = False) -> Urgency:
+        first = index if gradients or half.way == "forward" else -index
+        return self.steps, self._turns[half], int(gradients), first
 
-    def _ask(self, task: PassTask) -> list[LaneEvent]:
+    def _ask(self, task: PassTask, half: Half) -> list[LaneEvent]:
         if task.kind == "top":
             return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
         if task.kind == "bottom":
             return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
-        index, kind, cost, number = task.unit, task.kind, self.costs[task.unit], self.passes
+        index, cost, urgency = task.unit, self.costs[task.unit], self._urgency(half, task.unit)
         needs = list[LaneEvent]()
         if cost.slot:
-            there = self.engine.event()
+            there, use = self.engine.event(), _Use(half, index)
             needs.append(there)
-            self.arena.want(cost.slot, partial(self._slot_granted, task, number, self._urgency(kind, index), there))
-        elif cost.refreshed and kind == "forward":
+            before, self._last[index] = self._last.get(index), use
+            self.arena.want(cost.slot, partial(self._slot_granted, use, before, urgency, there))
+        elif cost.refreshed and half.way == "forward":
             needs.append(self.refreshed[index])
-        if kind == "forward":
+        if half.way == "forward":
             return [*needs, self._granted(cost.forward)]
         if cost.swap:
             back = self.engine.event()
             needs.append(back)
-            self.arena.want(
-                cost.swap, partial(self._swap_granted, index, self._out[index], self._urgency(kind, index), back)
-            )
+            self.arena.want(cost.swap, partial(self._swap_granted, (half.number, index), urgency, back))
         needs.append(self._granted(cost.backward + cost.gradients))
         return needs
 
@@ -241,14 +256,10 @@ class Runner:
 
     # Weights
 
-    def _slot_granted(self, task: PassTask, number: int, urgency: Urgency, there: LaneEvent) -> None:
-        index = task.unit
-        if task.kind == "backward":
-            before = (number, "forward", index)
-        else:
-            before = (number - 1, "backward", index) if self.batches > 1 else None
+    def _slot_granted(self, use: _Use, before: _Use | None, urgency: Urgency, there: LaneEvent) -> None:
+        index = use.unit
         with self.engine.changed:
-            self._uses[number, task.kind, index] = None
+            self._uses[use] = None
             if before in self._uses:  # the use before, of the same weights, has not ended: they stay
                 self._uses[before] = there
                 return
@@ -261,11 +272,11 @@ class Runner:
 
         self.updated[index].then(fetch)
 
-    def _slot_used(self, number: int, kind: TaskKind, index: int) -> None:
+    def _slot_used(self, use: _Use) -> None:
         with self.engine.changed:  # emptied before the next use can be granted, and so before it is filled again
-            stays = self._uses.pop((number, kind, index))
+            stays = self._uses.pop(use)
             if stays is None:
-                self.brought[index].empty()
+                self.brought[use.unit].empty()
         if stays is not None:
             stays.fire()
 
@@ -277,46 +288,45 @@ class Runner:
         if index in self.brought:
             self.brought[index].show(False)
         if cost.slot:
-            self._slot_used(number, "forward", index)
+            self._slot_used(_Use(Half(number, "forward"), index))
         if cost.swap:
-            swapped, out = self._swapped[index], self._out[index]
+            swapped, out = self._swapped[number, index], self._out[number, index]
 
             def gone() -> None:
                 self.arena.free(cost.swap)
                 out.fire()
 
             self._moved["down"] += swapped.nbytes
-            urgency = self._urgency("forward", index)
+            urgency = self._urgency(Half(number, "forward"), index)
             self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, gone)
         self.arena.free(cost.forward_end + cost.slot)
         if index == len(self.units) - 1:
             self._begin(PassTask("top", 0), number)
 
-    def _swap_granted(self, index: int, out: LaneEvent, urgency: Urgency, back: LaneEvent) -> None:
+    def _swap_granted(self, key: tuple[int, int], urgency: Urgency, back: LaneEvent) -> None:
         def fetch() -> None:
-            swapped = self._swapped[index]
+            swapped = self._swapped[key]
             self._moved["up"] += swapped.nbytes
             work = partial(swapped.to_device, self.device)
-            self.submit("up", urgency, self.times[index].swap_up, work, back.fire)
+            self.submit("up", urgency, self.times[key[1]].swap_up, work, back.fire)
 
-        out.then(fetch)
-
-    def _backward_begins(self, index: int, number: int) -> None:
-        self._begin(PassTask("backward", index), number)
+        self._out[key].then(fetch)
 
     def _backward_ends(self, index: int, number: int) -> None:
-        if number != self.passes or (self._expected and self._expected[0].unit != max(index - 1, 0)):
+        left = self.passes.left.get(number)
+        if not left or left[0].unit != max(index - 1, 0):
             raise RuntimeError(f"memory: the backward pass of {self.units[index].name} ended out of its order")
         self.engine.computed(self._began, self.times[index].backward)
-        cost, first = self.costs[index], self.batches == 1
+        cost, first = self.costs[index], self._backs == 1
         brought = self.brought.get(index)
-        self._swapped.pop(index, None)
+        self._swapped.pop((number, index), None)
+        self._out.pop((number, index))
         freed = cost.backward_end + cost.slot + (cost.gradients if cost.on_device and not first else 0)
         if brought is not None:
             brought.show(False)
-            self._send(index, brought)
+            self._send(index, brought, number)
             if cost.slot:
-                self._slot_used(number, "backward", index)
+                self._slot_used(_Use(Half(number, "backward"), index))
         self.arena.free(freed)
         if index == 0:
             self._begin(PassTask("bottom", 0), number)
@@ -324,12 +334,12 @@ class Runner:
 
     # Gradients
 
-    def _send(self, index: int, brought: Brought) -> None:
+    def _send(self, index: int, brought: Brought, number: int) -> None:
         """Send a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
         box, cost, landed = [brought.take_gradients()], self.costs[index], self.engine.event()
         self.landing.expect(landed)
-        last = self.batches == self.accumulation
-        stored = self.stored[index] if cost.filed and self.batches == 1 else None
+        last = self._backs == self.accumulation
+        stored = self.stored[index] if cost.filed and self._backs == 1 else None
 
         def work() -> None:
             made = box.pop()
@@ -346,8 +356,8 @@ class Runner:
 
         if not cost.filed:
             self._moved["down"] += cost.sent
-        lane, urgency = ("write" if cost.filed else "down"), self._urgency("gradients", index)
-        self.submit(lane, urgency, self.times[index].gradients, work, done)
+        urgency = self._urgency(Half(number, "backward"), index, gradients=True)
+        self.submit("write" if cost.filed else "down", urgency, self.times[index].gradients, work, done)
 
     def gradients(self) -> None:
         """All gradients of the passes so far are on their parameters."""
@@ -373,15 +383,14 @@ class Runner:
 
     def discard(self) -> None:
         """The gradients of the passes since the last step are thrown away."""
-        self._free_gradients()
-        self.batches = 0
+        if self._backs:
+            held = sum(cost.gradients for cost in self.costs if cost.on_device)
+            self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)
+        self.batches = self._backs = 0
+        self._turns.clear()
+        self._last.clear()
 
     def end_step(self) -> None:
         """The device's updates are done, and its gradients go."""
         self.discard()
         self.steps += 1
-
-    def _free_gradients(self) -> None:
-        if self.batches:
-            held = sum(cost.gradients for cost in self.costs if cost.on_device)
-            self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)

@@ -24,10 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from isles.comm.collectives.basic import all_done
-from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.transport import Work
-from isles.comm.trust import JUMPS, mean_square
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
@@ -35,6 +33,7 @@ from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
 from isles.pipeline.routers.base import Router
+from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase, sender
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -206,7 +205,7 @@ class _Share:
         self._charge(task)
         following = route.following(task)
         assert following is not None
-        self._refuse_own("its activations", payload)
+        refuse_own(self.group, "its activations", payload)
         self._send(following, self.form.pack(payload, side, tokens if following.kind == "F" else None))
         _give_up_numbers(payload)
 
@@ -274,21 +273,13 @@ class _Share:
         """Refused, by name, where what `task` begins with came from another worker and cannot be what it should be."""
         source = sender(self.routes[task.microbatch], task)
         if source is not None:
-            call = self.group.call("pipeline", leeway=JUMPS)
-            call.accept(phase(task), {source: mean_square(vector.detach().view(-1))}, 0.0, vector.numel())
-
-    def _refuse_own(self, what: str, vector: Tensor) -> None:
-        """WorkerFailed where what this worker is about to send is not finite, so that nobody else says so."""
-        total = vector.detach().sum(dtype=torch.promote_types(vector.dtype, torch.float32))  # float16 ends at 65,504
-        if not total.isfinite():
-            reason = f"{what} are not finite: lower the learning rate (inner.lr)"
-            raise WorkerFailed(self.group.transport.rank, reason)
+            accept(self.group, phase(task), source, vector)
 
     def _send_back(self, task: Task, leaf: Tensor | None) -> None:
         """The gradient of what `task` began with, to whoever sent that."""
         following = self.routes[task.microbatch].following(task)
         assert following is not None and leaf is not None and leaf.grad is not None
-        self._refuse_own("its gradients", leaf.grad)
+        refuse_own(self.group, "its gradients", leaf.grad)
         self._send(following, self.form.pack_back(leaf.grad, self.losses[task.microbatch]))
 
     def _send(self, following: Task, wire: Tensor) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.basic import all_done
+from isles.comm.collectives.basic import all_done, any_done
 from isles.comm.group import Group
-from isles.comm.transport import AnyOf, Steps, Work
+from isles.comm.transport import Work
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.wire import StageForm, phase, sender
 
@@ -74,7 +74,7 @@ class StageInbox:
     def wait_for_any(self) -> None:
         """Until something that was posted has come."""
         works = [work for work, _ in self.posted.values() if not work.done()]
-        self.group.start(_any(works), "pipeline", nbytes=max(b.numel() for _, b in self.posted.values())).wait()
+        self.group.start(any_done(works), "pipeline", nbytes=max(b.numel() for _, b in self.posted.values())).wait()
 
 
 def planned(tasks: Sequence[Task], inbox: StageInbox, ahead: int) -> Iterator[Task]:
@@ -120,7 +120,3 @@ def _window(left: dict[Task, None], ahead: int) -> list[Task]:
     back = [task for task in left if task.kind != "F"]  # L is of the origin, hop 0
     been = [task for task in back if Task("F", task.microbatch, 0 if task.kind == "L" else task.hop) not in left]
     return forwards[:ahead] + been
-
-
-def _any(works: Sequence[Work]) -> Steps[None]:
-    yield AnyOf(works)

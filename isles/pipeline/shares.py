@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from isles.models.cuts import Piece, PieceCosts
 from isles.network.routing.replay import TaskSeconds
@@ -19,3 +20,21 @@ def task_shares(
     loss = [3 * costs.head / whole if piece.leaves else 0.0 for piece in pieces]
     backward = [(3 if recompute else 2) * share for share in forward]
     return TaskSeconds(forward=forward * replicas, loss=loss * replicas, backward=backward * replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class StageShares:
+    """The share of an inner step's computation in an asynchronous stage's tasks: a forward pass without gradients, the
+    backward pass with the forward run again, and where the loss is, both at once.
+    """
+
+    forward: float
+    backward: float
+    both: float
+
+
+def stage_shares(piece: Piece, costs: PieceCosts, microbatches: int) -> StageShares:
+    """Of a stage; see `task_shares`."""
+    whole = 3 * costs.total * microbatches
+    forward = sum(costs.blocks[number] for number in piece.blocks) / whole
+    return StageShares(forward, 3 * forward, 3 * forward + 3 * costs.head / whole)

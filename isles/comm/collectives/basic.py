@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.call import Call
-from isles.comm.transport import Steps, Work
+from isles.comm.transport import AnyOf, Steps, Work
 from isles.network.planner.planned import FEW, fed, fed_by
 
 
@@ -87,3 +87,8 @@ def _doublings(start: int, stop: int) -> Iterator[int]:
 def all_done(works: Sequence[Work]) -> Steps[None]:
     """Wait for messages that the caller handed over or posted before."""
     yield works
+
+
+def any_done(works: Sequence[Work]) -> Steps[None]:
+    """Wait for the first of them."""
+    yield AnyOf(works)

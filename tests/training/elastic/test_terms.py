@@ -30,6 +30,8 @@ def test_lost_workers_end_nobody() -> None:
     made = config("run.steps=20", "world.workers=3")
     assert made.replicas.on_peer_failure == "solo"
     assert (last_round(made), rules(made).founders, rules(made).sync_every) == (4, 3, 5)
+    assert made.replicas.on_broken == "leave out" and not rules(made).agrees
+    assert rules(elastic(gather(None, {}, ["replicas.method=diloco", "run.steps=20"]))).agrees
 
 
 @pytest.mark.parametrize(
@@ -38,8 +40,10 @@ def test_lost_workers_end_nobody() -> None:
         (["replicas.method=ddp"], "replicas.method"),
         (["replicas.method=demo"], "replicas.method"),
         (["replicas.method=ist"], "replicas.method"),
-        (["replicas.method=diloco"], "land one mean together"),
-        (["replicas.method=eager"], "land one mean together"),
+        (["replicas.method=eager"], "replicas.outer_delay = 1"),
+        (["replicas.method=streaming-diloco"], "replicas.overlap_steps"),
+        (["replicas.method=postlocal-sgd"], "every_step_until"),
+        (["replicas.method=custom", "replicas.mixing=groups"], "replicas.mixing = 'groups'"),
         (["replicas.method=streaming-noloco"], "replicas."),
         (["replicas.on_peer_failure=raise"], "on_peer_failure"),
         (["world.workers=4", "world.inner=2"], "world.inner"),

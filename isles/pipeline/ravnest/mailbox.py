@@ -1,0 +1,82 @@
+"""What one neighbour sends, one message after another: `[number, last | body]`.
+
+A mailbox has one receive posted at most. `last` says that nothing comes after this microbatch until the cluster has
+drained: Ravnest's FLUSH, which rides with the last message here, down and back up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isles.comm.errors import Malformed
+from isles.comm.group import Group
+from isles.comm.transport import Work
+from isles.network.routing.routes import Task
+from isles.pipeline.wire import phase
+
+_HEADER = 16  # bytes: two int64
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """number: of the microbatch in the run. body: as `StageForm.pack` and `pack_back` make it."""
+
+    number: int
+    is_last: bool
+    body: Tensor
+
+
+def letter(number: int, is_last: bool, body: Tensor) -> Tensor:
+    """Its bytes."""
+    wire = torch.empty(_HEADER + body.numel(), dtype=torch.uint8)
+    wire[:_HEADER] = torch.tensor([number, is_last], dtype=torch.int64).view(torch.uint8)
+    wire[_HEADER:] = body
+    return wire
+
+
+class Mailbox:
+    """From position `source` of a cluster. kind, hop: of the tasks that begin with its messages; nbytes: of a body."""
+
+    def __init__(self, group: Group, source: int, task: Task, nbytes: int) -> None:
+        self._group, self._source, self._task = group, source, task
+        self._length = _HEADER + nbytes
+        self._posted: tuple[int, Work, Tensor] | None = None
+
+    @property
+    def work(self) -> Work | None:
+        """What is waited for; None where nothing is posted."""
+        return None if self._posted is None else self._posted[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a message."""
+        return self._length
+
+    def post(self, number: int) -> None:
+        """Take the message about microbatch `number` of the run when it comes, unless another one is awaited."""
+        if self._posted is None:
+            buffer = torch.empty(self._length, dtype=torch.uint8)
+            call = self._group.call("pipeline", round=number)
+            self._posted = number, call.recv(self._source, buffer, phase(self._task)), buffer
+
+    def is_here(self) -> bool:
+        """Whether a message can be taken."""
+        return self._posted is not None and self._posted[1].done()
+
+    def take(self) -> Letter:
+        """The message that is here. What it failed with is raised; Malformed, naming the neighbour, where it is about
+        something else.
+        """
+        assert self._posted is not None
+        expected, work, wire = self._posted
+        self._posted = None
+        if work.error is not None:
+            raise work.error
+        number, last = wire[:_HEADER].view(torch.int64).tolist()
+        if number != expected or last not in (0, 1):
+            rank = self._group.ranks[self._source]
+            raise Malformed(rank, f"microbatch {number}, flag {last}, where microbatch {expected} was due")
+        return Letter(number, bool(last), wire[_HEADER:])

@@ -1,0 +1,321 @@
+"""One node of a cluster: a loop over microbatches whose updates do not wait for each other.
+
+    root, stem    forward      no gradients, at the newest weights, which are kept with input and random state
+                  backward     the same forward again, now with gradients; the one that came goes back through it
+    leaf          both at once, and the loss
+    all           every `every` backward passes one update, of the newest weights
+
+    w_s(k + 1) = w_s(k) - lr g_s(k),   g_s(k) at the weights that each stage had when microbatch k came by
+
+With S stages and S microbatches in flight the gradient of stage s is S - 1 - s updates old in steady state. Nothing but
+inputs is kept between the passes, so activations take the memory of one microbatch.
+
+    order = "plan"      warm up with in_flight - s forwards, then a backward and a forward in turn: the same bits on any
+                        network, for what every node does is known beforehand
+    order = "arrival"   backward if a gradient is here, else forward if there is room: never more in flight, but how old
+                        a gradient is depends on the network
+
+One message at most is awaited from each neighbour, and never more than `in_flight` can be on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.basic import all_done, any_done
+from isles.comm.group import Group
+from isles.comm.transport import Work
+from isles.models.stages import Stage
+from isles.network.routing.events import Span
+from isles.network.routing.routes import Task
+from isles.pipeline.executor import Context
+from isles.pipeline.ravnest.mailbox import Mailbox, letter
+from isles.pipeline.ravnest.versions import WeightVersions
+from isles.pipeline.shares import StageShares
+from isles.pipeline.suspicion import accept, refuse_own
+from isles.pipeline.wire import StageForm, phase
+
+StaleUpdate = Callable[[int], None]
+"""Steps the newest weights by the gradients in place and clears them; told how many updates old these are at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncWays:
+    """How a cluster runs. in_flight: microbatches in it at most. every: backward passes that an update is the mean of
+    (Ravnest's update_frequency). shares: of an inner step's computation that this stage's tasks are; None: nothing is
+    charged.
+    """
+
+    in_flight: int
+    every: int = 1
+    order: Literal["plan", "arrival"] = "plan"
+    shares: StageShares | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A microbatch whose backward pass is over. used: the version of the weights that it was computed at; applied: the
+    newest one then.
+    """
+
+    microbatch: int
+    used: int
+    applied: int
+
+
+@dataclass(slots=True)
+class _Held:
+    leaf: Tensor | None
+    tokens: Tensor
+    version: int
+    random: Tensor
+    on_device: Tensor | None
+    is_last: bool
+
+
+class AsyncStage:
+    """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`.
+
+    A neighbour that is lost or late raises PeerLost or DeadlinePassed with its name out of `run`; one that sends what
+    cannot be Malformed or Refused. What was under way is then worthless, and so are this cluster's weights since.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        update: StaleUpdate,
+        group: Group,
+        form: StageForm,
+        ways: AsyncWays,
+        *,
+        autocast: Context = nullcontext,
+    ) -> None:
+        self.stage, self.group, self.form, self.ways, self.autocast = stage, group, form, ways, autocast
+        self.versions = WeightVersions(parameter for parameter in stage.parameters() if parameter.requires_grad)
+        self.most_versions, self.most_held = 1, 0
+        """Versions of the weights, and inputs, that were in memory at once."""
+        self.passed: list[Passed] = []
+        """Of the last run."""
+        self.played: list[Span] = []
+        """The last run's tasks at this node, in seconds of its clock."""
+        self._update, self._next = update, 0
+        self._held: dict[int, _Held] = {}
+        self._device = next(stage.parameters()).device
+        here, last = group.rank, group.size - 1
+        self._is_leaf = here == last
+        self._room = max(1, ways.in_flight - here) if ways.order == "plan" else ways.in_flight
+        sizes = form.nbytes(Task("F", 0, 0)), form.nbytes(Task("B", 0, 0))
+        self._down = Mailbox(group, here - 1, Task("F", 0, here), sizes[0]) if here else None
+        self._up = Mailbox(group, here + 1, Task("B", 0, here), sizes[1]) if here < last else None
+        self._sends: list[Work] = []
+
+    @property
+    def done(self) -> int:
+        """Microbatches of the run so far."""
+        return self._next
+
+    def resume(self, microbatches: int) -> None:
+        """Go on after so many."""
+        self._next = microbatches
+
+    def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
+        """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
+        afterwards. Their losses in order, nats.
+        """
+        return _Stretch(self, batches).run()
+
+
+class _Stretch:
+    """From one drained state to the next."""
+
+    def __init__(self, node: AsyncStage, batches: Iterable[Tensor]) -> None:
+        self.node, self.group, self.form, self.held = node, node.group, node.form, node._held
+        self.texts = _with_last(batches)
+        self.forward = self.backward = node._next
+        """Microbatches of the run that have gone each way here."""
+        self.ended = False
+        """Whether the last one came by."""
+        self.losses: list[Tensor] = []
+        self.in_update, self.oldest = 0, 0
+
+    def run(self) -> list[Tensor]:
+        node = self.node
+        node.passed.clear()
+        node.played.clear()
+        if node._down is not None:
+            node._down.post(self.forward)
+        while not self.ended or self.held:
+            if self._goes_forward():
+                self._forward()
+            else:
+                self._backward()
+        if self.in_update:
+            raise ValueError(f"{len(self.losses)} microbatches are no whole updates of {node.ways.every}")
+        node._next = self.forward
+        if node._sends:
+            self.group.start(all_done(node._sends), "pipeline", nbytes=self._nbytes()).wait()
+            node._sends.clear()
+        return self.losses
+
+    def _goes_forward(self) -> bool:
+        """Whether the next task is a forward pass. What it begins with is here then."""
+        node = self.node
+        has_room = not self.ended and len(self.held) < node._room
+        if node.ways.order == "plan":
+            box = node._down if has_room else node._up
+            self._await(*([] if box is None else [box]))
+            return has_room
+        while True:
+            if node._up is not None and node._up.is_here():
+                return False
+            if has_room and (node._down is None or node._down.is_here()):
+                return True
+            boxes = [node._up, *([node._down] if has_room else [])]
+            self._await(*(box for box in boxes if box is not None and box.work is not None))
+
+    def _await(self, *boxes: Mailbox) -> None:
+        works = [box.work for box in boxes if box.work is not None]
+        if works and not any(work.done() for work in works):
+            self.group.start(any_done(works), "pipeline", nbytes=self._nbytes()).wait()
+
+    def _nbytes(self) -> int:
+        return max((box.nbytes for box in (self.node._down, self.node._up) if box is not None), default=0)
+
+    def _forward(self) -> None:
+        node, began = self.node, self.group.transport.now()
+        leaf, x, tokens = self._begins()
+        number, self.forward = self.forward, self.forward + 1
+        if not self.ended and node._down is not None:
+            node._down.post(self.forward)
+        if node._is_leaf:
+            self._leaf(number, leaf, x, tokens)
+            self._ended(Task("F", number, self.group.rank), began)
+            return
+        on_device = torch.cuda.get_rng_state(node._device) if node._device.type == "cuda" else None
+        random = torch.get_rng_state()
+        self.held[number] = _Held(leaf, tokens, node.versions.hold(), random, on_device, self.ended)
+        node.most_held = max(node.most_held, len(self.held))
+        with torch.no_grad(), node.autocast():
+            payload, side = self.form.boundary.encode(node.stage(x, enter=leaf is None), tokens)
+        self._charge("forward")
+        refuse_own(self.group, "its activations", payload)
+        self._send(self.group.rank + 1, Task("F", number, self.group.rank + 1), self.form.pack(payload, side, tokens))
+        assert node._up is not None
+        node._up.post(self.backward)
+        self._ended(Task("F", number, self.group.rank), began)
+
+    def _begins(self) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What a forward pass begins with: the payload that came as a leaf (None at the root), the stream or tokens
+        that it stands for, and the text.
+        """
+        node = self.node
+        if node._down is None:
+            text, self.ended = next(self.texts)
+            text = text.to(node._device)
+            return None, text[:, :-1], text
+        came = node._down.take()
+        self.ended = came.is_last
+        payload, side, tokens = self.form.unpack(came.body, node._device)
+        assert tokens is not None
+        accept(self.group, phase(Task("F", 0, self.group.rank)), self.group.rank - 1, payload)
+        leaf = payload.requires_grad_()
+        return leaf, self.form.boundary.decode(leaf, side, tokens), tokens
+
+    def _leaf(self, number: int, leaf: Tensor | None, x: Tensor, tokens: Tensor) -> None:
+        node = self.node
+        with node.autocast():
+            loss = node.stage(x, self.form.targets(tokens), enter=leaf is None, leave=True)
+        (loss / node.ways.every).backward()
+        self.losses.append(loss.detach())
+        self._charge("both")
+        if leaf is not None:
+            self._send_back(number, leaf, self.ended)
+        self._passed(number, node.versions.newest)
+
+    def _backward(self) -> None:
+        node, began = self.node, self.group.transport.now()
+        assert node._up is not None
+        came = node._up.take()
+        number, self.backward = came.number, self.backward + 1
+        gradient, loss = self.form.unpack_back(came.body, node._device)
+        accept(self.group, phase(Task("B", 0, self.group.rank)), self.group.rank + 1, gradient)
+        held = self.held.pop(number)
+        if self.held:
+            node._up.post(self.backward)
+        self.losses.append(loss)
+        with node.versions.at(held.version), _drawing(held, node._device):
+            self._again(held).backward(gradient)
+        self._charge("backward")
+        if held.leaf is not None:
+            self._send_back(number, held.leaf, held.is_last)
+        node.versions.release(held.version)
+        self._passed(number, held.version)
+        self._ended(Task("B", number, self.group.rank), began)
+
+    def _again(self, held: _Held) -> Tensor:
+        """The payload of a forward pass, this time with a graph."""
+        node, form = self.node, self.form
+        x = held.tokens[:, :-1] if held.leaf is None else form.boundary.decode(held.leaf, None, held.tokens)
+        with node.autocast():
+            out = node.stage(x, enter=held.leaf is None)
+        return form.boundary.encode(out, held.tokens)[0]
+
+    def _passed(self, number: int, used: int) -> None:
+        """A microbatch's gradient has been added."""
+        node = self.node
+        node.passed.append(Passed(number, used, node.versions.newest))
+        self.oldest, self.in_update = max(self.oldest, node.versions.newest - used), self.in_update + 1
+        if self.in_update < node.ways.every:
+            return
+        node.versions.update()
+        node.most_versions = max(node.most_versions, node.versions.live)
+        node._update(self.oldest)
+        self.oldest = self.in_update = 0
+
+    def _send_back(self, number: int, leaf: Tensor, is_last: bool) -> None:
+        assert leaf.grad is not None
+        refuse_own(self.group, "its gradients", leaf.grad)
+        body = self.form.pack_back(leaf.grad, self.losses[-1])
+        self._send(self.group.rank - 1, Task("B", number, self.group.rank - 1), body, is_last=is_last)
+
+    def _send(self, position: int, task: Task, body: Tensor, *, is_last: bool | None = None) -> None:
+        node = self.node
+        wire = letter(task.microbatch, self.ended if is_last is None else is_last, body)
+        node._sends = [work for work in node._sends if not work.done() or work.error is not None]
+        node._sends.append(self.group.call("pipeline", round=task.microbatch).send(position, wire, phase(task)))
+
+    def _charge(self, what: Literal["forward", "backward", "both"]) -> None:
+        shares, transport = self.node.ways.shares, self.group.transport
+        if shares is not None:
+            transport.compute(getattr(shares, what) * transport.step_seconds)
+
+    def _ended(self, task: Task, began: float) -> None:
+        self.node.played.append(Span(self.group.rank, task, began, self.group.transport.now()))
+
+
+@contextmanager
+def _drawing(held: _Held, device: torch.device) -> Iterator[None]:
+    """What draws at random draws what it drew in the first pass, and then goes on as if it had not."""
+    with torch.random.fork_rng(devices=[] if held.on_device is None else [device]):
+        torch.set_rng_state(held.random)
+        if held.on_device is not None:
+            torch.cuda.set_rng_state(held.on_device, device)
+        yield
+
+
+def _with_last(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Each, and whether it is the last. ValueError for none."""
+    rest = iter(batches)
+    batch = next(rest, None)
+    if batch is None:
+        raise ValueError("a root trains on one batch or more: give it some")
+    for following in rest:
+        yield batch, False
+        batch = following
+    yield batch, True
