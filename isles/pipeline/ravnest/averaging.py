@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,8 @@ class _Share:
 
 class ClusterAverage:
     """One node's. stage: holds the parameters by their names in the whole model. segments: of the whole model, with
-    positions of the quorum's world as holders. optimizer: its state is averaged too, where given.
+    positions of the quorum's world as holders. by_samples: clusters count by what they trained on. optimizer: its state
+    is averaged too, where given.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class ClusterAverage:
         quorum: Quorum,
         segments: Sequence[SharedSegment],
         *,
-        weights: Literal["equal", "samples"] = "equal",
+        by_samples: bool = False,
         optimizer: Optimizer | None = None,
     ) -> None:
         if len(segments) > WORDS:
             raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
-        self.quorum, self._weights, self._optimizer = quorum, weights, optimizer
+        self.quorum, self._by_samples, self._optimizer = quorum, by_samples, optimizer
         own, here = dict(stage.named_parameters()), quorum.world.rank
         self._shares = [
             _Share(number, segment, tuple(own[name] for name in segment.names))
@@ -78,7 +78,7 @@ class ClusterAverage:
         """
         tensors = [self._tensors(share) for share in self._shares]
         buffers = self.quorum.together(lambda number: self._attempt(tensors, number, step, samples))
-        means = [buffer if self._weights == "equal" else buffer[:-1] / buffer[-1] for buffer in buffers]
+        means = [buffer[:-1] / buffer[-1] if self._by_samples else buffer for buffer in buffers]
         for vector, own in zip(means, tensors, strict=True):
             _put(vector, own)
         return self.quorum.whole
@@ -99,7 +99,7 @@ class ClusterAverage:
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
     def _weighed(self, flat: Tensor, samples: int) -> Tensor:
-        if self._weights == "equal":
+        if not self._by_samples:
             return flat
         return torch.cat([flat * samples, flat.new_tensor([samples])])
 

@@ -22,6 +22,7 @@ from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
+from isles.training.config.clustered import check_workers, refuse_clustered
 from isles.training.config.inner import InnerConfig
 from isles.training.config.planned import check_plan, plan_of
 
@@ -260,8 +261,15 @@ class Config:
             self._check_pipeline()
 
     @property
+    def survives(self) -> bool:
+        """Whether the workers that are left go on when others fail."""
+        return self.replicas.survives or self.pipeline.routing == "ravnest"
+
+    @property
     def replicas_in_all(self) -> int:
         """Copies of the model that the workers make up."""
+        if self.pipeline.clusters:
+            return len(self.pipeline.clusters)
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
     def _check_plan(self, plan: PipelinePlan) -> None:
@@ -294,17 +302,32 @@ class Config:
                 'false, or "dct:0.75"'
             )
 
+    def _check_clusters(self) -> None:
+        unset = {
+            "world.inner": (self.world.inner, 1),
+            "inner.accumulation": (self.inner.accumulation, 1),
+            "pipeline.stage_loss": (self.pipeline.stage_loss, 0.0),
+            "replicas.on_broken": (getattr(self.replicas, "on_broken", "skip"), "skip"),
+            "memory.method": (self.memory.method, "none"),
+            "run.start": (self.run.start, ""),
+        }
+        refuse_clustered(self.method, self.replicas_in_all, self.pipeline, self.inner, self.model, unset)
+
     def _check_pipeline(self) -> None:
         stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
         if plan is not None:
             self._check_plan(plan)
+        elif self.pipeline.clusters:
+            check_workers(self.pipeline.clusters, world.workers)
         elif world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        readers = world.workers // stages if plan is None else len(plan.problem.origins)
+        if self.pipeline.routing == "ravnest":
+            self._check_clusters()
+        readers = self.replicas_in_all if plan is None else len(plan.problem.origins)
         sequences = self.data.batch_size_per_worker(readers)
         if sequences % self.pipeline.microbatches:
             raise ValueError(

@@ -137,9 +137,9 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
             os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
 
     with first_interrupt(stop, config.run.grace):
-        results = pool.join(on_event, tell if config.replicas.survives else None)
+        results = pool.join(on_event, tell if config.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in pool.failures]
-    if not (config.replicas.survives and left):
+    if not (config.survives and left):
         raise_first(results, pool.failures)
     return left
 

@@ -90,7 +90,11 @@ def train(world: Mesh, plan: Plan, how: str = "raise") -> dict[str, Any]:
     optimizer = nodes.stepper(plan.optimizer, list(stage.parameters()))
     quorum = Quorum(world.world, plan.ranks)
     average = ClusterAverage(
-        stage, quorum, refinement(held), weights=plan.weights, optimizer=optimizer if plan.with_state else None
+        stage,
+        quorum,
+        refinement(held),
+        by_samples=plan.weights == "samples",
+        optimizer=optimizer if plan.with_state else None,
     )
     average.begin()
 

@@ -23,9 +23,10 @@ SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth
 
 
 @pytest.mark.long
-def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_run_outlives_its_workers(tmp_path: Path, method: str) -> None:
     """No hang, no traceback, no orphan; in the end the last view is the living, and they train."""
-    draw, world = random.Random(7), Processes(tmp_path)
+    draw, world = random.Random(7), Processes(tmp_path, f"replicas.method={method}")
     try:
         living = [world.join() for _ in range(LEAST)]
         world.until(lambda: events(world.out, "view"))
