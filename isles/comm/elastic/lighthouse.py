@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from isles.comm.elastic.calls import call
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.links.relayed import RelayCounter
+from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
     Admitted,
@@ -32,9 +34,7 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules
-from isles.comm.elastic.relayed import RelayCounter
 from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.elastic.whereabouts import Whereabouts
 from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO
-from isles.comm.elastic.links import DirectLinks
+from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, zenoh
 from isles.comm.elastic.transport import ElasticTransport

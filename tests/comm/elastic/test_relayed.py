@@ -1,6 +1,6 @@
 """The lighthouse's count of what it carries, from looks at connections."""
 
-from isles.comm.elastic.relayed import RelayCounter
+from isles.comm.elastic.links.relayed import RelayCounter
 from isles.comm.tcp import Seen
 
 
