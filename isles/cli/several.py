@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,11 @@ import typer
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
+    from isles.training.running.run import SummaryTable
 
+OnLine, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
+Start = Callable[["Config", Path, OnLine, OnNotice], "SummaryTable"]
+"""As `isles.training.running.run.launch`."""
 Configs = dict[tuple[str, int], "Config"]
 """By method and seed."""
 
@@ -39,9 +43,12 @@ def read_all(
     }
 
 
-def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+def run_all(
+    configs: Configs, out: Path | None, verb: str, start: Start | None = None
+) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """Train them into `out` (runs/VERB-DATE-TIME where that is None) and write the page and the picture; the folder,
     and the summaries by method. typer.Exit(130) where that is interrupted. ValueError: `out` is in use.
+    start: in the place of `launch`.
     """
     from isles.cli.progress import Progress
     from isles.launch.room import refuse_too_many
@@ -58,6 +65,7 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
             refuse_too_many(one.world.workers)
     for one in {name: one for (name, _), one in configs.items()}.values():  # seeds change nothing of it
         refuse(one)
+    begin = start or launch
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")
@@ -70,7 +78,7 @@ def run_all(configs: Configs, out: Path | None, verb: str) -> tuple[Path, dict[s
                 folder = out / run_folder(name, seed)
                 title = f"{number} of {len(configs)}: {name}, seed {seed}:"
                 with Progress(title, one.world.workers, one.run.steps, plain=f"{title} ") as progress:
-                    summaries[name].append(launch(one, folder, progress.line, progress.notice))
+                    summaries[name].append(begin(one, folder, progress.line, progress.notice))
                 write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
     except KeyboardInterrupt as stop:
         what = str(stop) if isinstance(stop, Interrupted) else f"stopped after {folder}"

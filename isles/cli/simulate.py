@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from isles.cli.signals import end_in_order
+
+if TYPE_CHECKING:
+    from isles.cli.several import Configs, OnLine, OnNotice
+    from isles.training.config.sections import Config
+    from isles.training.running.run import SummaryTable
 
 
 def simulate(
@@ -24,6 +29,13 @@ def simulate(
     workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
     links: Annotated[str | None, typer.Option(help="Network between them: a preset, or a .toml file.")] = None,
+    churn: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE|POOL|FILE",
+            help="Workers come and go: 10%/h, a pool (constant, doubling, halving, ramp-up, ramp-down), or a .jsonl.",
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, such as world.pause_every=600."),
@@ -42,8 +54,27 @@ def simulate(
         raise ValueError("isles simulate is always on the virtual clock: take world.backend out")
     chosen = [own.method] if methods is None else names(methods, "--methods")
     numbers = [own.run.seed] if seeds is None else seeds_of(seeds)
-    folder, summaries = run_all(read_all(config, chosen, numbers, flags, set_ or []), out, "simulate")
+    if churn is None:
+        folder, summaries = run_all(read_all(config, chosen, numbers, flags, set_ or []), out, "simulate")
+    else:
+        folder, summaries = _churned(churn, read_all(config, chosen, numbers, flags, set_ or []), out)
     if json:
         print(json_module.dumps({"folder": str(folder), "runs": summaries}, indent=1))
     else:
         show(folder, summaries)
+
+
+def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """The same where workers come and go; all that can be refused is, before the first begins."""
+    from isles.cli.several import run_all
+    from isles.training.elastic.churned import ChurnedRun, trace_of
+    from isles.training.elastic.terms import going_on
+
+    elastic = {place: going_on(config) for place, config in configs.items()}
+    for config in elastic.values():
+        trace_of(config, name)
+
+    def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
+        return ChurnedRun(config, name, folder, on_line, on_notice).run()
+
+    return run_all(elastic, out, "simulate", begin)

@@ -162,7 +162,8 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     page = write_report(out)
     layout = f" in {summary['islands']} islands" if "islands" in summary else ""
     if "stages" in summary:
-        layout = f", {summary['replicas']} replicas of {summary['stages']} stages"
+        uneven = summary["workers"] < summary["replicas"] * summary["stages"]
+        layout = f", {summary['replicas']} replicas of {'up to ' if uneven else ''}{summary['stages']} stages"
     table = Table(
         title=f"{summary['method']}: {summary['workers']} workers{layout}, {summary['steps']} steps", show_header=False
     )

@@ -93,6 +93,8 @@ class Call:
     fragment: int = 0
     leeway: float = 1.0
     """How many times more than `PeerTrust.ratio` a payload may be: gradients of single steps jump."""
+    attempt: int = 0
+    """Which try of the round this is."""
     numbers: dict[int, int] = field(default_factory=dict, repr=False)
     """This call's number among those with a peer, by its rank."""
 
@@ -131,7 +133,7 @@ class Call:
     def _tag(self, peer: int, phase: int) -> Tag:
         if self.round is None:
             return Tag(self.channel, self._number(peer), self.fragment, phase, self.group.view)
-        return Tag(self.channel, self.round, self.fragment, phase)
+        return Tag(self.channel, self.round, self.fragment, phase, attempt=self.attempt)
 
     def _number(self, peer: int) -> int:
         if peer not in self.numbers:

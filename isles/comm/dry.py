@@ -10,7 +10,7 @@ from isles.comm.group import Group
 from isles.comm.mesh import Mesh, arrange
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps, Transfer, Work
+from isles.comm.transport import Bell, Steps, Transfer, Work
 
 
 def dry_group(size: int, *, native: bool) -> Group:
@@ -50,6 +50,9 @@ class DryTransport:
         self._refuse()
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
+        self._refuse()
+
+    def bell(self, seconds: float = 0.0) -> Bell:
         self._refuse()
 
     def line(self) -> None:

@@ -80,10 +80,15 @@ class Group:
         return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.ledger, self.view)
 
     def call(
-        self, channel: Channel | None = None, round: int | None = None, fragment: int = 0, leeway: float = 1.0
+        self,
+        channel: Channel | None = None,
+        round: int | None = None,
+        fragment: int = 0,
+        leeway: float = 1.0,
+        attempt: int = 0,
     ) -> Call:
         """An address for the generators of `collectives` and `mean`: one for each operation."""
-        return Call(self, channel or self.channel, round, fragment, leeway)
+        return Call(self, channel or self.channel, round, fragment, leeway, attempt)
 
     def start(
         self, protocol: Steps[Any], channel: Channel | None = None, deadline: float | None = None, nbytes: int = 0

@@ -48,6 +48,11 @@ class Layout:
             raise ValueError("stages must name the ranks 0, 1, 2 ... once each")
         return cls(tuple(places[rank] for rank in range(len(places))))
 
+    @classmethod
+    def rows(cls, lengths: Sequence[int]) -> Layout:
+        """Replicas of unequal numbers of stages, rank after rank."""
+        return cls(tuple(Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)))
+
     @property
     def size(self) -> int:
         """Number of ranks."""

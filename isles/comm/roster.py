@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
+Ruling = Literal["land", "again", "wait"]
+"""What becomes of an attempt: its answer is everybody's; the round is tried again (`Roster.opening`); nobody can say
+now, or this worker has no part in it any more.
+"""
 _REFUSALS = 3  # payloads of one that cannot be, after which nobody waits for it any more
 
 
@@ -46,6 +50,18 @@ class Roster(Protocol):
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
         """The exchange of `round` among `seats` is whole here: whether its answer may be used."""
+        ...
+
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        """Among whom a round that all land together or not at all is exchanged now, and the number of this attempt.
+        None: that cannot be said now.
+        """
+        ...
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
+        Blocks until that is known; "wait" where it cannot be.
+        """
         ...
 
     def survivors(self, asked: bool) -> Group:
@@ -88,6 +104,14 @@ class FixedRoster:
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
         return True
+
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        return self.founders, 0
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        if error is not None:
+            raise error
+        return "land"
 
     def survivors(self, asked: bool) -> Group:
         if not asked:

@@ -32,6 +32,7 @@ _EVALUATION = len(CHANNELS)  # in place of a channel: microbatches that are only
 class Tag(NamedTuple):
     """(channel, round, fragment, phase) of one message from one rank to another.
 
+    attempt: of a round that is repeated among those who are left; worlds that do not change repeat none.
     view: of the world (`isles.comm.view`), for messages without a round of their own. A round's have none: workers in
     different views meet and read it in the header, where else both would wait for a deadline. Fragment 255 on `eval` is
     evaluation through a pipeline.
@@ -42,14 +43,15 @@ class Tag(NamedTuple):
     fragment: int = 0
     phase: int = 0
     view: int = 0
+    attempt: int = 0
 
 
 def pack(tag: Tag) -> int:
     """The tag as one integer in [0, 2**31). ValueError when a field does not fit."""
     if not (0 <= tag.fragment < MAX_FRAGMENTS and 0 <= tag.phase < MAX_PHASES):
         raise ValueError(f"{tag}: fragment must be below {MAX_FRAGMENTS} and phase below {MAX_PHASES}")
-    if tag.view:
-        raise ValueError(f"{tag}: the world of torch.distributed does not change, its only view is 0")
+    if tag.view or tag.attempt:
+        raise ValueError(f"{tag}: the world of torch.distributed does not change: view and attempt are 0 there")
     if tag.channel == "pipeline":
         return _microbatch(tag, _PIPELINE, fragment=0)
     if tag.channel == "eval" and tag.fragment == MAX_FRAGMENTS - 1:

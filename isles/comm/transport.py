@@ -16,6 +16,7 @@ Nothing above a transport may assume that `size` is constant: divide by an answe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -37,6 +38,14 @@ class Work(Protocol):
 
     def done(self) -> bool:
         """True once the message is gone (send) or arrived (receive), or once it failed."""
+        ...
+
+
+class Bell(Work, Protocol):
+    """A work that is done when this worker, or a protocol of its own, says so."""
+
+    def ring(self) -> None:
+        """It is done now. Again: nothing."""
         ...
 
 
@@ -159,6 +168,10 @@ class Transport(Protocol):
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
         """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
+        ...
+
+    def bell(self, seconds: float = math.inf) -> Bell:
+        """A work of no message, for `AnyOf`: done when it is rung, and by itself after `seconds`."""
         ...
 
     def line(self) -> Line | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from isles.network.noise import uniform
@@ -33,6 +34,17 @@ class Pauses:
     def of(self, rank: int, seed: int) -> Absences:
         """Those of one worker."""
         return Absences(self, rank, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPauses:
+    """Pauses that are written down: by rank, (leaves, returns) in seconds, in their order."""
+
+    pauses: Mapping[int, Sequence[tuple[float, float]]]
+
+    def of(self, rank: int, seed: int) -> Absences:
+        """Those of one worker."""
+        return KnownAbsences(self.pauses.get(rank, ()))
 
 
 class Absences:
@@ -87,3 +99,14 @@ class Absences:
 
     def _draw(self, mean: float, number: int) -> float:
         return -mean * math.log(uniform(*self._key, number))
+
+
+class KnownAbsences(Absences):
+    """Those that are known beforehand: (leaves, returns) in their order."""
+
+    def __init__(self, pauses: Sequence[tuple[float, float]]) -> None:
+        self._leaves = [*(leaves for leaves, _ in pauses), math.inf]
+        self._returns = [*(back for _, back in pauses), math.inf]
+
+    def _grow(self, time: float) -> None:
+        """All are known."""

@@ -18,11 +18,20 @@ class PipelineConfig:
     """Workers in a row that hold a replica's blocks, a part each; 1: every worker holds the whole model."""
     microbatches: int = 4
     """Into how many a replica's batch is cut; more keep the stages busier, on smaller products."""
-    routing: Literal["fixed", "random", "skippipe"] = "fixed"
+    routing: Literal["fixed", "random", "skippipe", "ravnest"] = "fixed"
     """Which way they go: "fixed" through their own replica's stages; "random" at every boundary to a replica drawn for
     each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step;
-    "skippipe" by the paths of a plan, which leave out stages and exchange them.
+    "skippipe" by the paths of a plan, which leave out stages and exchange them; "ravnest" through clusters of stages
+    that update without waiting for each other, each microbatches times a step.
     """
+    clusters: tuple[tuple[int, ...], ...] = ()
+    """With routing = "ravnest": of every cluster the first block of each stage but the first, so [[2, 4], [3], []] are
+    clusters of 3, 2 and 1 stages, workers in that order; empty: alike, cut as `cut` says.
+    """
+    stage_lr: Literal["1", "1/(1+tau)"] = "1"
+    """With routing = "ravnest": factor on the learning rate of an update by a gradient tau updates old."""
+    average_optimizer: bool = False
+    """With routing = "ravnest": clusters average the optimizer's state as well as the weights."""
     plan: str = ""
     """With routing = "skippipe": the file that `isles pipeline plan` wrote."""
     gradients: Literal["global", "visits"] = "global"
@@ -82,7 +91,9 @@ class PipelineConfig:
     recovery_every: int = 50
     """Steps between the copies in memory that recovery = "checkpoint" goes back to."""
     together: bool = True
-    """Virtual only: a replica's stages reach each other over world.inner_links; false: over world.links."""
+    """Virtual only: a replica's stages reach each other over world.inner_links; false, and where clusters are named:
+    over world.links.
+    """
 
     def __post_init__(self) -> None:
         for key in ("stages", "microbatches"):
@@ -92,6 +103,10 @@ class PipelineConfig:
         self._check_routing()
         self._check_recovery()
         self._check_boundary()
+        if self.routing == "ravnest":
+            self._check_clusters()
+        else:
+            self._refuse_without("ravnest", "clusters", "stage_lr", "average_optimizer")
         if self.stages == 1:
             self._refuse_idle_settings()
         if self.cut and len(self.cut) != self.stages - 1:
@@ -102,11 +117,7 @@ class PipelineConfig:
 
     def _check_routing(self) -> None:
         if self.routing != "skippipe":
-            for key, value, unset in (("plan", self.plan, ""), ("gradients", self.gradients, "global")):
-                if value != unset:
-                    raise ValueError(
-                        f'{key} = "{value}" acts with routing = "skippipe" only: set that, or leave it out'
-                    )
+            self._refuse_without("skippipe", "plan", "gradients")
             return
         if not self.plan:
             raise ValueError('routing = "skippipe" wants plan = "plan.json", a file of `isles pipeline plan`')
@@ -114,6 +125,36 @@ class PipelineConfig:
             raise ValueError('loss_at = "last": with a plan the loss is computed at the origin; leave it out')
         if self.in_flight != "auto":
             raise ValueError(f"in_flight = {self.in_flight!r}: a plan says how many a node holds; leave it out")
+
+    def _refuse_without(self, routing: str, *keys: str) -> None:
+        for key in keys:
+            if getattr(self, key) != getattr(type(self), key):
+                written = f'"{value}"' if isinstance(value := getattr(self, key), str) else value
+                raise ValueError(f'{key} = {written} acts with routing = "{routing}" only: set that, or leave it out')
+
+    def _check_clusters(self) -> None:
+        for key in ("loss_at", "recompute", "boundary", "together"):
+            if key == "together" and not self.clusters:
+                continue
+            value = getattr(self, key)
+            if value != getattr(type(self), key) and value != "last":
+                raise ValueError(f'{key} = {value!r} does not go with routing = "ravnest": leave it out')
+        if self.in_flight == "all":
+            raise ValueError(
+                'in_flight = "all": with routing = "ravnest" a cluster never drains by itself; give a number'
+            )
+        if not self.clusters:
+            if self.stages == 1:
+                raise ValueError('stages = 1: with routing = "ravnest" say stages, or clusters = [[2, 4], [3], []]')
+            return
+        if self.cut:
+            raise ValueError("cut and clusters say the same: leave cut out")
+        most = max(map(len, self.clusters)) + 1
+        if most == 1:
+            raise ValueError('clusters of one stage each are replicas: leave routing out, and choose method "localsgd"')
+        if self.stages not in (1, most):
+            raise ValueError(f"stages = {self.stages}: the longest of clusters has {most}; leave it out")
+        object.__setattr__(self, "stages", most)  # said, so that whoever asks sees stages
 
     def _check_boundary(self) -> None:
         kind = boundary_name(self.boundary).kind
@@ -179,10 +220,10 @@ class PipelineConfig:
 
     @property
     def neighbours(self) -> int:
-        """Workers in a row that reach each other over world.inner_links: the stages of a replica; with a plan none, for
-        its nodes lie where its links say.
+        """Workers in a row that reach each other over world.inner_links: the stages of a replica; with a plan or
+        clusters none, for their nodes lie where links say.
         """
-        return self.stages if self.together and self.routing != "skippipe" else 1
+        return self.stages if self.together and not self.clusters and self.routing != "skippipe" else 1
 
     def _refuse_idle_settings(self) -> None:
         for field in fields(self):

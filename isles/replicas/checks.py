@@ -145,3 +145,10 @@ def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: li
             raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
     if state["shapes"] != shapes:
         raise ValueError("the state is of a model with other parameter shapes: load it into its own model")
+
+
+def not_finite(broken: Sequence[int], step: int, what: str) -> str:
+    """The warning that the shares of `broken`, or of somebody, are of no use. what: what follows for the round."""
+    who = workers(broken) if broken else "a worker"
+    text = f"what {who} learned up to inner step {step} is not finite: {what}, and its weights go back"
+    return f"{text} to the anchor; a lower learning rate, or max_norm, may keep it finite"

@@ -8,10 +8,12 @@ from isles.training.config.sections import Config
 
 
 def layout_of(config: Config) -> Layout:
-    """The place of every worker: a grid, or the unequal columns of a plan."""
+    """The place of every worker: a grid, the unequal columns of a plan, or clusters of unequal length."""
     plan = plan_of(config.pipeline)
     if plan is not None:
         return Layout.columns(plan.problem.stages)
+    if config.pipeline.clusters:
+        return Layout.rows([len(cuts) + 1 for cuts in config.pipeline.clusters])
     return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
 
 

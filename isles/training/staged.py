@@ -77,7 +77,7 @@ def build_stage(config: Config, cut: Cut, scheme: Scheme, stage: int, rank: int)
         dtype = DTYPES[config.model.dtype]
         made = decoder_stage(config.model.shape(), piece, seed=config.run.seed, device=device, dtype=dtype)
     else:
-        made = Stage(_on_host(config.model, config.run.seed), piece).to(device)
+        made = Stage(on_host(config.model, config.run.seed), piece).to(device)
     scheme.fit(made)
     if config.model.compile:
         made.compile()
@@ -108,7 +108,7 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
     whole = sketch(config.model)
     too_large = sum(parameter.nbytes for parameter in whole.parameters()) > _free_bytes() / 2
     if not too_large:
-        whole = _on_host(config.model, config.run.seed)
+        whole = on_host(config.model, config.run.seed)
         if config.model.factory is not None:
             check_contract(whole, config.model.factory, context)
     tokens = torch.arange(context, device=next(whole.parameters()).device).remainder(vocab or 2)[None]
@@ -176,7 +176,7 @@ class Staged:
         if self._world.outer.rank or self._world.inner.rank:
             return None  # the first replica's first workers put it together
         model, seed = self._config.model, self._config.run.seed
-        return self._pipeline.assembled(_on_host(model, seed) if self.reads else sketch(model))
+        return self._pipeline.assembled(on_host(model, seed) if self.reads else sketch(model))
 
 
 def told_by_first(stages: Group, answer: bool) -> bool:
@@ -187,7 +187,8 @@ def told_by_first(stages: Group, answer: bool) -> bool:
     return bool(told)
 
 
-def _on_host(config: ModelConfig, seed: int) -> nn.Module:
+def on_host(config: ModelConfig, seed: int) -> nn.Module:
+    """The whole model, drawn, on the CPU."""
     return build(replace(config, device="cpu", compile=False, autocast="none"), seed=seed)
 
 

@@ -14,9 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from isles.comm.tags import Channel
 from isles.network.routing.events import Span
 from isles.replicas.sync import ReplicaSync
 from isles.training.evaluation import validation_loss
+
+WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
+"""What a worker that waits is said to wait for."""
 
 
 class Step(Protocol):

@@ -24,7 +24,6 @@ from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
-from isles.comm.tags import Channel
 from isles.comm.trust import JUMPS
 from isles.data import Corpus
 from isles.models import autocast, build, limits
@@ -36,6 +35,7 @@ from isles.pipeline.recovery import Recovery
 from isles.replicas.loop.outer import OuterSync
 from isles.schema import Metrics
 from isles.training.assemble import weighs_samples, wrapped
+from isles.training.clustered.node import train_clustered
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
@@ -58,11 +58,8 @@ from isles.training.staged import (
     run_scheme,
     told_by_first,
 )
-from isles.training.step import Step, Whole
+from isles.training.step import WAITS, Step, Whole
 from isles.training.text import Text
-
-_WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
-"""What a worker that waits is said to wait for."""
 
 
 class Trainer:
@@ -302,7 +299,7 @@ class Trainer:
         loss = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         self.losses.clear()
         traffic = self.world.world.traffic
-        blocked = traffic.total("blocked_seconds", *_WAITS)
+        blocked = traffic.total("blocked_seconds", *WAITS)
         return Metrics(
             step=self.optimizer.steps,
             worker=self.world.rank,
@@ -320,14 +317,14 @@ class Trainer:
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
         traffic, workers = self.world.world.traffic, self.world.size
-        computing = self.training_seconds - traffic.total("blocked_seconds", *_WAITS)
+        computing = self.training_seconds - traffic.total("blocked_seconds", *WAITS)
         self.optimizer.finish()
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_last_spans()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         channels = traffic.by_channel()
-        blocked = traffic.total("blocked_seconds", *_WAITS)
+        blocked = traffic.total("blocked_seconds", *WAITS)
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
@@ -386,6 +383,8 @@ def train_worker(
     """
     seed_draws(config.run.seed, world.rank)
     world = world.arranged(layout_of(config))
+    if config.pipeline.routing == "ravnest":
+        return train_clustered(world, config, out, resume, corpus)
     trainer = Trainer(config, world, corpus)
     if resume is not None:
         assert out is not None

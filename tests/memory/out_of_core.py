@@ -1,13 +1,14 @@
 """Trains about 50M parameters for three steps, in memory or by a plan on a disk; prints what it took as JSON.
 
-python -m tests.memory.out_of_core [FOLDER [SEQUENCES]]      FOLDER "": in memory
+python -m tests.memory.out_of_core plain|recompute|FOLDER [SEQUENCES]
+
+plain: in memory; recompute: in memory too, blocks made again in the backward pass; FOLDER: of the disk tier's file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -16,7 +17,6 @@ from contextlib import nullcontext
 import torch
 
 from isles.memory.costs import Placement, disk_bytes, least_peak
-from isles.memory.lanes import simulate
 from isles.memory.managed import manage
 from isles.memory.plan import table
 from isles.memory.profile import profile
@@ -35,17 +35,17 @@ def _anonymous() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-def main(folder: str = "", sequences: int = 1) -> None:
+def main(how: str, sequences: int = 1) -> None:
     torch.set_num_threads(1)
     model = Decoder(SHAPE)
     optimizer = inner = adamw(model)
     managed, told = None, {}
-    if folder:
+    if how != "plain":
         made = profile(model, torch.zeros(sequences, SHAPE.context + 1, dtype=torch.int64))
-        placements = (Placement("file", "recompute"),) * SHAPE.layers
+        folder = "" if how == "recompute" else how
+        placements = (Placement("file" if folder else "device", "recompute"),) * SHAPE.layers
         plan = plan_of(made, placements)
-        machine = MACHINES["laptop-16"]
-        managed = optimizer = manage(plan, model, inner, profile=made, machine=machine, disk=folder)
+        managed = optimizer = manage(plan, model, inner, profile=made, machine=MACHINES["laptop-16"], disk=folder)
         rows = table(plan, made)
         told = {
             "planned_peak": least_peak(made, placements),
@@ -53,12 +53,11 @@ def main(folder: str = "", sequences: int = 1) -> None:
             "states": sum(unit.states for unit in made.units),
             "formula_read": sum(row["read"] for row in rows),
             "formula_written": sum(row["written"] for row in rows),
-            "simulated_step": simulate(made, placements, machine, budget=math.inf).step,
         }
-    losses, seconds, most = [], [], 0
+    losses, seconds, busy, most = [], [], [], 0
     with managed or nullcontext():
         for step in range(STEPS):
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             batch = torch.randint(0, 256, (sequences, SHAPE.context + 1), generator=torch.Generator().manual_seed(step))
             loss = model(batch).loss
             loss.backward()
@@ -72,15 +71,16 @@ def main(folder: str = "", sequences: int = 1) -> None:
             if managed is not None:
                 managed.catch_up()
             seconds.append(time.perf_counter() - began)
+            busy.append(time.process_time() - worked)
             most = max(most, _anonymous())
         if managed is not None:
             told |= {"moved": managed.runner.moved}
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(parameter.detach().numpy().data)
-    told |= {"losses": losses, "seconds": seconds, "anonymous": most, "weights": digest.hexdigest()}
+    told |= {"losses": losses, "seconds": seconds, "cpu": busy, "anonymous": most, "weights": digest.hexdigest()}
     print(json.dumps(told | {"parameters": sum(p.numel() for p in model.parameters()), "pid": os.getpid()}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -39,7 +39,7 @@ def _run(folder: Path | None, procs: Path | None = None) -> tuple[int, dict[str,
         if procs is not None:
             procs.write_text(str(os.getpid()))
 
-    words = [sys.executable, "-m", "tests.memory.out_of_core", "" if folder is None else str(folder), "4"]
+    words = [sys.executable, "-m", "tests.memory.out_of_core", "plain" if folder is None else str(folder), "4"]
     done = subprocess.run(words, preexec_fn=enter, capture_output=True, text=True, timeout=1200, check=False)
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}
 

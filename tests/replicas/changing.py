@@ -8,6 +8,7 @@ from typing import Any
 
 from isles.comm.errors import CommError, PeerLost
 from isles.comm.group import Group
+from isles.comm.roster import Ruling
 from isles.comm.view import View
 
 
@@ -40,6 +41,14 @@ class ChangingRoster:
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
         return True
+
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        return self.group(round), 0
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        if error is not None:
+            raise error
+        return "land"
 
     def survivors(self, asked: bool) -> Group:
         newest = self._answers[max(self._answers)] if self._answers else self.founders

@@ -4,6 +4,7 @@
                                                     -> told "again a + 1 among these": from the saved payload
     lighthouse      all living members of the newest attempt are done -> journal, then tell "land"
                     one of them is lost, and not all others are done  -> journal, then tell "again" among the living
+                    the exchange failed at one of them (`NOTHING`)    -> journal, then tell "again" among the same
 
 Nobody lands on its own judgement, for it cannot know who got the last message of somebody who then died. A member that
 has landed is a word too: others may ask it when the lighthouse is away. A restarted lighthouse keeps its journal and
@@ -19,6 +20,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+NOTHING = -1
+"""The digest of a member whose exchange failed: the round is to be tried again."""
 _TRIES = 3  # attempts among the same members with answers that differ
 
 
@@ -55,7 +58,7 @@ class Ballot:
     out: frozenset[int] = frozenset()
 
     def told(self, attempt: int, seat: int, digest: int) -> Ballot:
-        """`seat` has an answer of `attempt`, and `digest` is its hash."""
+        """`seat` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
         return replace(self, done=self.done | {(attempt, seat, digest)})
 
     def without(self, seat: int) -> Ballot:
@@ -85,11 +88,11 @@ class Ballot:
             return None
         answers = {seat: digest for a, seat, digest in self.done if a == attempt}
         if all(seat in answers for seat in left):
-            if len({answers[seat] for seat in left}) == 1:
+            alike = Counter(answers[seat] for seat in left if answers[seat] != NOTHING).most_common(1)
+            if alike and alike[0][1] == len(left):
                 return Word(self.round, "land", attempt, members)
-            if self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most alike
-                usual = Counter(answers[seat] for seat in left).most_common(1)[0][0]
-                left = tuple(seat for seat in left if answers[seat] == usual)
+            if alike and self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most
+                left = tuple(seat for seat in left if answers[seat] == alike[0][0])
             return Word(self.round, "again", attempt + 1, left)  # answers that differ are nobody's answer
         return Word(self.round, "again", attempt + 1, left) if left != members else None
 

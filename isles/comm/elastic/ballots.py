@@ -63,6 +63,10 @@ class Ballots:
         self._out |= dict.fromkeys(left, word.view)
         return left
 
+    def has_landed(self, round: int) -> bool:
+        """Whether that was decided, and is still known."""
+        return round in self._landed
+
     def word(self, round: int, seat: int) -> Word | None:
         """What `seat` is to know of `round`."""
         ballot = self._landed.get(round) or self._open.get(round)

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
+from isles.comm.elastic.line import Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
     Ack,
@@ -53,6 +56,8 @@ class Company:
         self._session, self._signature = session, signature(entry.seat, entry.key)
         self._changed = threading.Condition(threading.RLock())
         self._load: Load | None = None
+        self.words = Words()
+        self._answered_at = -math.inf
         self._training = self._answers = False
         self._poked = self._closed = False
         self._reports: deque[bytes] = deque(maxlen=_REPORTS)
@@ -96,6 +101,22 @@ class Company:
         """Whether the answer of a whole exchange may be used; those it came from count as seen."""
         with self._changed:
             return self.member.accept(round, seats)
+
+    def landed(self, word: Word) -> None:
+        """This worker has landed that round."""
+        with self._changed:
+            self.member.landed(word)
+            self.words.forget_before(word.round)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
+        return self.ended is not None or self.member.call != self.member.ready
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the lighthouse has been heard in the last seconds."""
+        return time.monotonic() - self._answered_at < _PATIENCE
 
     def connection(self, seat: int, *, broken: bool) -> None:
         """What the network says of `seat`."""
@@ -224,7 +245,7 @@ class Company:
             answer, ack = self.ask(beat), None
             with self._changed:
                 if isinstance(answer, BeatReply):
-                    self._answers = True
+                    self._answers, self._answered_at = True, time.monotonic()
                     ack = self.member.answered(beat, answer)
                 elif isinstance(answer, Refusal):
                     self.ended = self.ended or Over(answer.reason)
@@ -265,6 +286,8 @@ class Company:
             return
         ack = None
         with self._changed:
+            if message == self._load:  # said again: another beat would only have it said once more
+                return
             match message:
                 case Proposal():
                     ack = self.member.proposed(message)
@@ -273,6 +296,8 @@ class Company:
                 case Load():
                     self._load = message
                     self.member.call = max(self.member.call, message.call)
+                case Word():
+                    self.words.hear(message)
                 case Over() | Examine():
                     self.ended = message
                 case Refusal(reason=reason):

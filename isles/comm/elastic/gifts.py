@@ -22,6 +22,8 @@ from isles.comm.elastic.keys import GIFT
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.parsing import parse_json
 
+ON_DEMAND = "state"
+"""What is made when it is asked for."""
 PIECE = 1 << 20
 WINDOW = 4
 _AGAIN = 0.2  # seconds
@@ -40,7 +42,7 @@ class Gifts(Protocol):
 
     @property
     def wanted(self) -> threading.Event:
-        """Set while somebody asks for what is not offered."""
+        """Set while somebody asks for what is made when it is asked for, and is not offered."""
         ...
 
     def offer(self, what: str, path: Path, facts: dict[str, Any]) -> None:
@@ -49,6 +51,10 @@ class Gifts(Protocol):
 
     def shut(self, what: str) -> None:
         """See `Giver.shut`."""
+        ...
+
+    def withdraw(self, what: str) -> None:
+        """See `Giver.withdraw`."""
         ...
 
     def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
@@ -91,12 +97,19 @@ class Giver:
         self._made += 1
         self._offers[self._made] = _Offer(what, path, size, {**facts, "crc32": checksum})
         self._open[what] = self._made
-        self.wanted.clear()
+        if what == ON_DEMAND:
+            self.wanted.clear()
         self.session.later(self._answer)
         for number in [number for number, offer in self._offers.items() if offer.what == what][:-_KEPT]:
             old = self._offers.pop(number)
             if all(offer.path != old.path for offer in self._offers.values()):
                 old.path.unlink(missing_ok=True)
+
+    def withdraw(self, what: str) -> None:
+        """Nobody needs it any more: its files go."""
+        self.shut(what)
+        for number in [number for number, offer in self._offers.items() if offer.what == what]:
+            self._offers.pop(number).path.unlink(missing_ok=True)
 
     def shut(self, what: str) -> None:
         """It is too old for new takers; those who have begun to take it go on."""
@@ -117,7 +130,8 @@ class Giver:
             return
         if number < 0:
             self._waiting = [*self._waiting, (what, query)][-_MOST_WAITING:]
-            self.wanted.set()
+            if what == ON_DEMAND:
+                self.wanted.set()
             self._answer()
             return
         offer = self._offers.get(number)
@@ -140,7 +154,7 @@ class Giver:
                 self._waiting.append((what, query))
             else:
                 query.refuse(b"never")
-        if not self._waiting:
+        if all(what != ON_DEMAND for what, _ in self._waiting):
             self.wanted.clear()
 
 

@@ -13,32 +13,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from isles.comm.elastic.calls import call
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.links.relayed import RelayCounter
+from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
-    Accusation,
-    Ack,
     Admitted,
-    Beat,
-    Done,
     Entry,
     Find,
     Finished,
     Hello,
-    Leave,
     Listening,
     Reached,
     Refusal,
-    Reload,
     decode,
     encode,
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules
 from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.elastic.whereabouts import Whereabouts
 from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
@@ -46,13 +42,15 @@ GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started
 _TICK = 0.25
 _TOLD = 5.0  # seconds that a word to a seat is tried for
 _LONGEST_REPORT = 1 << 20
+T = TypeVar("T")
 
 
 class Lighthouse:
     """config: the run's, as text. version: of isles, which all must have. heard(seat, event): what a worker reports,
     parsed from JSON but unchecked; ValueError refuses it.
 
-    refused: what was not taken, counted by (seat or -1, reason).
+    port: of the session. refused: what was not taken, counted by (seat or -1, reason). relayed: bytes that workers
+    have sent to each other over this lighthouse.
     """
 
     def __init__(
@@ -64,10 +62,13 @@ class Lighthouse:
         *,
         config: str,
         version: str,
+        port: int,
         heard: Callable[[int, Any], None],
     ) -> None:
         self.refused: Counter[tuple[int, str]] = Counter()
         self.finished: set[int] = set()
+        self.relayed = 0
+        self._relay = RelayCounter(port, lambda: session.taken)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
@@ -159,19 +160,11 @@ class Lighthouse:
                 self._lock.notify_all()
             query.reply()
             return
-        calls: dict[type, Callable[[Membership, float], list[Order]]] = {
-            Beat: lambda m, now: m.beat(now, seat, message),
-            Ack: lambda m, now: m.ack(now, seat, message),
-            Done: lambda m, now: m.done(now, seat, message),
-            Accusation: lambda m, now: m.accuse(now, seat, message),
-            Leave: lambda m, now: m.leave(now, seat),
-            Reload: lambda m, now: m.reload(now, seat),
-        }
-        call = calls.get(type(message))
-        if call is None:
+        orders = self._call(lambda m, now: call(m, now, seat, message))
+        if orders is None:
             self._refuse(query, seat, "a word that no worker says")
             return
-        self._carry_out(self._call(call), query)
+        self._carry_out(orders, query)
 
     def _listening(self, seat: int, message: Listening, query: IncomingQuery) -> None:
         def answer(reached: Reached) -> None:
@@ -205,10 +198,11 @@ class Lighthouse:
 
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))
+        self.relayed = self._relay.relayed()
 
-    def _call(self, call: Callable[[Membership, float], list[Order]]) -> list[Order]:
+    def _call(self, asked: Callable[[Membership, float], T]) -> T:
         with self._lock:
-            orders = call(self.membership, time.monotonic())
+            orders = asked(self.membership, time.monotonic())
             self._lock.notify_all()
         return orders
 
@@ -216,7 +210,7 @@ class Lighthouse:
         answer = b""
         for order in orders:
             if isinstance(order, Record):
-                self._journal.append(order.entry)
+                self._journal.append({**order.entry, "at": round(time.time(), 3)})
                 continue
             self._journal.commit()
             if isinstance(order, Reply):

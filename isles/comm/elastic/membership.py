@@ -15,7 +15,9 @@ from statistics import median
 from typing import Any
 
 from isles.comm.elastic.account import Account
+from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
+from isles.comm.elastic.cells import debt, fresh_before
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -72,6 +74,14 @@ class Membership:
     def owed(self) -> list[Lot]:
         """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
         return self.account.outstanding(self.newest_round + 1, self.members())
+
+    def read(self, until: int) -> int:
+        """Inner steps of the rounds before `until` that were read for good; the debts of now are not."""
+        views = [view for view in self.account.views.values() if view.since <= until]
+        if not views:
+            return 0
+        view = max(views, key=lambda view: view.number)
+        return view.start + fresh_before(view, until) - debt(self.account.outstanding(until, self.members()))
 
     # Calls
 
@@ -141,6 +151,8 @@ class Membership:
         """A member has the answer of an attempt of a round of an all-reduce method."""
         if self.rules.agrees and self._here(seat):
             self.ballots.done(seat, done, self._voters(done.round))
+            if done.digest == NOTHING and self.ballots.has_landed(done.round) and self.workers[seat].state == "in":
+                self._record("call", seat=seat)  # the others took it for lost, and landed what it has not got
         orders = self._orders(now)
         word = self.ballots.word(done.round, seat)
         return orders if word is None else [*orders, Reply(word)]
@@ -208,16 +220,26 @@ class Membership:
         if self.proposal is not None and not set(self.proposal.seats) <= set(wanted):
             self.proposal = None  # one of those who were to be in it is not any more
         newcomers = any(self.workers[seat].state == "ready" for seat in wanted)
-        if self.proposal is None and wanted and (newcomers or wanted != view.seats):
+        since = self._since()
+        if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.seats):
             lost = tuple(s for s in view.seats if s not in wanted and self.workers[s].state != "leaving")
             self._record("issue", number=self._issued + 1)
-            self.proposal = Proposal(self._issued, view.number, self.newest_round + MARGIN, wanted, lost)
+            self.proposal = Proposal(self._issued, view.number, since, wanted, lost)
             self._acks = set()
             for seat in self._voters_of_view():
                 self._tell(seat, self.proposal)
         if self.proposal is not None and set(self._voters_of_view()) <= self._acks:
             self._commit(self.proposal)
             self._propose()  # whoever became ready meanwhile
+
+    def _since(self) -> int | None:
+        """The first round of a view that is proposed now; None where the run ends before it. Where nobody is left who
+        could end it, those who come find nothing to do but to hand in what they have.
+        """
+        since, last = self.newest_round + MARGIN, self.rules.last
+        if last is None or since <= last:
+            return since
+        return None if self._voters_of_view() else last + 1
 
     def _commit(self, proposal: Proposal) -> None:
         going_on = self.members()
@@ -241,7 +263,8 @@ class Membership:
             loads = [w.load.donor for w in self.workers.values() if w.load is not None and w.state == "outside"]
             tried = worker.tried
             donor = min(donors, key=lambda seat: (seat in tried, loads.count(seat), seat), default=-1)
-            worker.load = Load(worker.call, donor)
+            pace = self.workers[donor].seconds if donor >= 0 else 0.0
+            worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3))
             self._tell(worker.seat, worker.load)
 
     def _answer(self, seat: int, beat: Beat) -> BeatReply:

@@ -95,10 +95,14 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Load:
-    """Take the state of `donor` (-1: from the lighthouse's disk, or the run's own start), then be ready for `call`."""
+    """Take the state of `donor` (-1: from the lighthouse's disk, or the run's own start), then be ready for `call`.
+
+    seconds: that a round takes the donor, 0 where unknown; its state is copied at the end of one.
+    """
 
     call: int
     donor: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from isles.comm.elastic.messages import Load, Message
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """founders: workers that the first view waits for. sync_every: inner steps a round. agrees: an all-reduce method,
-    whose rounds land on the lighthouse's word. most: workers at once.
+    whose rounds land on the lighthouse's word. most: workers at once. last: the run's last round, None for a run
+    without an end.
     """
 
     founders: int
     sync_every: int
     agrees: bool = False
     most: int = 1024
+    last: int | None = None
 
 
 @dataclass(frozen=True)

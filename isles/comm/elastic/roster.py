@@ -8,9 +8,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from isles.comm.elastic.company import Company
+from isles.comm.elastic.ballot import Part
+from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.record import ALONE, WHOLE
+from isles.comm.elastic.ruling import accuse, decided, ruled
 from isles.comm.errors import CommError
 from isles.comm.group import Group
+from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
 
 _KEPT = 8  # rounds whose answers are remembered
@@ -29,10 +33,14 @@ class ElasticRoster:
 
     grows = True
 
-    def __init__(self, company: Company, alone: Group) -> None:
+    def __init__(self, company: LighthouseLine, alone: Group) -> None:
         self.company, self.founders = company, alone
         self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given
         self._took: deque[float] = deque(maxlen=_SAMPLES)
+        self._part: Part | None = None  # the newest round that lands on the lighthouse's word
+        self._view = -1  # its view
+        self._opened = 0.0
+        self._outcomes: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
@@ -48,15 +56,63 @@ class ElasticRoster:
 
     def miss(self, seat: int, error: CommError) -> None:
         """Who is gone the network tells; who is only late is met again."""
+        newest = max(self._answers, default=0)
+        self._note(newest, tuple(sorted({self.company.seat, seat} - {-1})), type(error).__name__)
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
         if len(seats) > 1 and round in self._answers:
             self._took.append(self.founders.transport.now() - self._answers[round][1])
-        return self.company.accepts(round, seats)
+        accepted = self.company.accepts(round, seats)
+        if len(seats) > 1:
+            self._note(round, tuple(seats), WHOLE if accepted else "PeerLost")
+        return accepted
+
+    def outcome(self, round: int) -> tuple[tuple[int, ...], str]:
+        """(who took part in this worker's exchange of `round`, `WHOLE` or `ALONE` or the error that ended it)."""
+        return self._outcomes.get(round, ((self.company.seat,), ALONE))
+
+    def _note(self, round: int, seats: tuple[int, ...], outcome: str) -> None:
+        """Of the messages of a round the first that failed counts."""
+        if self._outcomes.get(round, (seats, WHOLE))[1] == WHOLE:
+            kept = {r: o for r, o in self._outcomes.items() if r > round - _KEPT}
+            self._outcomes = {**kept, round: (seats, outcome)}
+
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        if self._part is None or self._part.round != round:
+            standing = decided(self.company, round)
+            if standing is None:
+                return None
+            self._part, self._view = Part(self.company.seat, round, 0, standing.seats), standing.view
+        part, self._opened = self._part, self.founders.transport.now()
+        if part.phase != "exchanging":
+            return None
+        waits = self.founders.deadlines if part.attempt else self._deadlines()  # others may still be at their steps
+        return replace(self.founders, ranks=part.seats, view=self._view, deadlines=waits), part.attempt
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        part = self._part
+        assert part is not None and part.round == round, "it was opened"
+        if digest is not None:
+            part = part.answered(attempt)
+            if attempt == 0:
+                self._took.append(self.founders.transport.now() - self._opened)
+        elif error is not None:
+            accuse(self.company, round, attempt, error)
+        word = ruled(self.company, round, attempt, digest)
+        if word is not None:
+            part = part.heard(word)
+        self._part = part
+        if word is None or part.phase == "left out":
+            return "wait"
+        if part.phase == "landed":
+            self.company.landed(word)
+            self._note(round, word.seats, WHOLE)
+            return "land"
+        return "again" if part.phase == "exchanging" else "wait"
 
     def begin_anew(self) -> None:
         """This worker has another state: answers about its rounds before are not valid any more."""
-        self._answers = {}
+        self._answers, self._outcomes, self._part = {}, {}, None
 
     def survivors(self, asked: bool) -> Group:
         """Itself: the one model is put together at the lighthouse."""

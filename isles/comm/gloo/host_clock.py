@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 from isles.comm.gloo.life import Life
-from isles.comm.gloo.transfers import BackgroundTransfer, Driver
+from isles.comm.gloo.transfers import BackgroundTransfer, Driver, HostBell
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Line, Steps
@@ -27,6 +28,10 @@ class OnHostClock:
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
         """Drive `protocol` in the background; the transfer fails `deadline` seconds after the last sign of life."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
+
+    def bell(self, seconds: float = math.inf) -> HostBell:
+        """On the host's clock; the thread that drives protocols rings it."""
+        return self._driver.bell(seconds)
 
     def line(self) -> Line | None:
         """By the kernel's counters."""

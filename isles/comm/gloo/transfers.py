@@ -11,6 +11,8 @@ they have all that we have for them, from the last byte between them and others,
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import math
 import threading
 import time
@@ -63,6 +65,16 @@ class PostedWork:
                 return False
             self._watcher = watcher
             return True
+
+
+class HostBell(PostedWork):
+    """See `isles.comm.transport.Bell`. Nobody's loss can fail it: it rings then, too."""
+
+    def ring(self) -> None:
+        super().finished()
+
+    def finished(self, error: Exception | None = None) -> None:
+        self.ring()
 
 
 class Watch:
@@ -191,14 +203,25 @@ class Driver:
     def __init__(self, now: Callable[[], float], life: Life) -> None:
         self.now, self.life = now, life
         self.under_way: set[BackgroundTransfer] = set()
+        self._lock = threading.Lock()
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
+        self._alarms: list[tuple[float, int, HostBell]] = []  # a heap; numbered, for bells have no order
+        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
+
+    def bell(self, seconds: float) -> HostBell:
+        """One that is rung after `seconds`."""
+        bell = HostBell(None, None, self.now)
+        if seconds < math.inf:
+            self._begin()
+            with self._lock:
+                heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._numbers), bell))
+            self._ready.put(_LOOK)
+        return bell
 
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
         """Begin a transfer in the caller's thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
-            self._thread.start()
+        self._begin()
         transfer = BackgroundTransfer(self, steps, channel, deadline, traffic)
         sleeps = not self.under_way
         self.under_way.add(transfer)
@@ -218,10 +241,27 @@ class Driver:
             self._thread.join(5.0)
             self._thread = None
 
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
+            self._thread.start()
+
+    def _ring(self) -> float | None:
+        """Ring the bells whose time has come; seconds until something is to be looked at, None: not by itself."""
+        with self._lock:
+            now, due = time.monotonic(), []
+            while self._alarms and (self._alarms[0][0] <= now or self._alarms[0][2].done()):
+                due.append(heapq.heappop(self._alarms)[2])
+            following = self._alarms[0][0] - now if self._alarms else math.inf
+        for bell in due:
+            bell.ring()
+        following = min(following, GLANCE if self.under_way else math.inf)
+        return following if following < math.inf else None
+
     def _serve(self) -> None:
         while True:
             with contextlib.suppress(Empty):
-                if (transfer := self._ready.get(timeout=GLANCE if self.under_way else None)) is None:
+                if (transfer := self._ready.get(timeout=self._ring())) is None:
                     return
                 if isinstance(transfer, BackgroundTransfer):
                     transfer.advance()

@@ -8,6 +8,7 @@ for who may go on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 
 from isles.comm.errors import PeerLost
-from isles.comm.virtual.scheduler import Scheduler, Stopped, VirtualWorker
+from isles.comm.virtual.scheduler import Killed, Scheduler, Stopped, VirtualWorker
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.links import Links
 from isles.network.named import links as preset
-from isles.network.pauses import Pauses
+from isles.network.pauses import KnownPauses, Pauses
 from isles.network.topology import Topology
 
 
@@ -33,6 +34,7 @@ class VirtualCluster:
     compute_jitter: sigma of a log-normal factor of mean 1 on each charge, a function of (seed, rank, its number).
     pauses:         when workers are away for a while (`isles.network.pauses`): a paused worker neither computes nor
                     notices what arrives, nor that a deadline passes, until it is back. None: never.
+    begins:         the clock at which each worker starts; None: all at 0.
     slots:          how many threads may compute at once. With 1, torch's global CPU generator is kept apart for each
                     worker, so that dropout behaves as in processes of their own. With more, all share it in no fixed
                     order, and a program that draws from it is not reproducible. Other global generators (Python's,
@@ -51,7 +53,8 @@ class VirtualCluster:
         step_seconds: float = 0.0,
         speeds: Sequence[float] | None = None,
         compute_jitter: float = 0.0,
-        pauses: Pauses | None = None,
+        pauses: Pauses | KnownPauses | None = None,
+        begins: Sequence[float] | None = None,
         slots: int = 1,
         seed: int = 0,
     ) -> None:
@@ -67,18 +70,28 @@ class VirtualCluster:
         if len(self.speeds) != workers or not all(speed > 0 for speed in self.speeds):
             raise ValueError(f"speeds needs one factor above 0 for each of {workers} workers, got {self.speeds}")
         self.compute_jitter = compute_jitter
-        self.pauses = pauses
+        self.pauses, self.begins = pauses, begins
         self.slots = slots
         self.seed = seed
 
-    def run(self, fn: Callable[[VirtualTransport], Any], *, return_errors: bool = False) -> list[Any]:
-        """Run `fn(transport)` for every rank to its end and return the results in rank order.
+    def run(
+        self,
+        fn: Callable[[VirtualTransport], Any],
+        *,
+        return_errors: bool = False,
+        before: Callable[[Scheduler, VirtualWire, Sequence[VirtualTransport]], None] | None = None,
+    ) -> list[Any]:
+        """Run `fn(transport)` for every rank to its end and return the results in rank order; None for one that is
+        killed. before: called first, to have things happen on the timeline.
 
         A worker that raises, or returns while others wait for messages it never sent, is lost to them: PeerLost at
         its virtual time. When all have ended, the exception that came first in virtual time is raised; with
         `return_errors` the exceptions stand in the list instead. No thread is left, also after errors and Ctrl-C.
         """
-        return _VirtualRun(self, fn).join(return_errors)
+        run = _VirtualRun(self, fn)
+        if before is not None:
+            before(run.scheduler, run.wire, run.transports)
+        return run.join(return_errors)
 
 
 class _VirtualRun:
@@ -88,12 +101,12 @@ class _VirtualRun:
         self._fn = fn
         pauses = cluster.pauses
         absences = [None if pauses is None else pauses.of(rank, cluster.seed) for rank in range(cluster.workers)]
-        self._scheduler = Scheduler(absences, cluster.slots)
-        self._wire = VirtualWire(cluster.workers, cluster.routes, cluster.seed, self._scheduler.timeline)
-        self._transports = [
+        self.scheduler = Scheduler(absences, cluster.slots, cluster.begins)
+        self.wire = VirtualWire(cluster.workers, cluster.routes, cluster.seed, self.scheduler.timeline)
+        self.transports = [
             VirtualTransport(
-                self._scheduler,
-                self._wire,
+                self.scheduler,
+                self.wire,
                 rank,
                 step_seconds=cluster.step_seconds,
                 speed=cluster.speeds[rank],
@@ -113,16 +126,16 @@ class _VirtualRun:
         """Start the threads, wait for them, hand out what came of it."""
         threads = [
             threading.Thread(target=self._thread, args=(worker,), name=f"isles-virtual-{worker.rank}", daemon=True)
-            for worker in self._scheduler.workers
+            for worker in self.scheduler.workers
         ]
         try:
             for thread in threads:
                 thread.start()
                 self._started.append(thread)
-            self._scheduler.start()
+            self.scheduler.start()
             self._wait()
         except BaseException:  # Ctrl-C, or no more threads to be had
-            self._scheduler.stop()
+            self.scheduler.stop()
             self._wait()
             raise
         finally:
@@ -152,11 +165,13 @@ class _VirtualRun:
         """One worker from begin to end."""
         error: BaseException | None = None
         try:
-            self._scheduler.begin(worker)
+            self.scheduler.begin(worker)
             if self._random is not None:
                 torch.set_rng_state(self._random)  # as a forked process would begin
-            self._results[worker.rank] = self._fn(self._transports[worker.rank])
-        except Stopped:
+            self._results[worker.rank] = self._fn(self.transports[worker.rank])
+        except (Stopped, Killed):
+            if worker.killed:
+                self._bury(worker)
             return
         except BaseException as failure:  # whatever it is, it is this worker's result
             error = failure
@@ -168,7 +183,13 @@ class _VirtualRun:
                 self._errors.append(error)  # perhaps what the run was stopped for
         except BaseException as failure:
             self._errors.insert(0, failure)
-            self._scheduler.stop()
+            self.scheduler.stop()
+
+    def _bury(self, worker: VirtualWorker) -> None:
+        """It is gone already; its thread goes, too."""
+        worker.killed = False
+        with contextlib.suppress(Stopped), worker:
+            self.scheduler.end(worker)
 
     def _end(self, worker: VirtualWorker, error: BaseException | None) -> None:
         """In its turn: the worker is gone."""
@@ -177,6 +198,6 @@ class _VirtualRun:
             error.add_note(f"in virtual worker {worker.rank} at {worker.clock:.6g} s")
             self._results[worker.rank] = error
             self._errors.append(error)
-        self._transports[worker.rank].abandon(PeerLost(worker.rank, why))
-        self._wire.lost(worker.rank, why)
-        self._scheduler.end(worker)
+        self.transports[worker.rank].abandon(PeerLost(worker.rank, why))
+        self.wire.lost(worker.rank, why)
+        self.scheduler.end(worker)

@@ -8,7 +8,7 @@ to that time has been acted out. So the order of all calls and events is a funct
     ready       its thread sleeps in a call until its turn
     resuming    its thread sleeps; what it waited for has come (or it has not begun)
     blocked     its thread sleeps in Transfer.wait
-    ended
+    ended       or killed: its next call, and the one that it sleeps in, raise `Killed`
 
 At most `slots` threads run. A worker that is still the least keeps running without a switch of threads; otherwise it
 wakes the one that is next and sleeps on a lock of its own, so a switch costs one wake-up, whatever the number of
@@ -41,6 +41,10 @@ class Stopped(BaseException):
     """The run was stopped from outside (Ctrl-C): unwinds a worker's thread past `except Exception`."""
 
 
+class Killed(BaseException):
+    """This worker dies now: unwinds its thread past `except Exception`. The others go on."""
+
+
 class Awaited(Protocol):
     """What a worker blocks on: a protocol under way."""
 
@@ -53,13 +57,14 @@ class Awaited(Protocol):
 class VirtualWorker:
     """One worker's place in virtual time. As a context manager: its turn (free inside a protocol's step)."""
 
-    __slots__ = ("absences", "awaits", "clock", "gate", "rank", "scheduler")
+    __slots__ = ("absences", "awaits", "clock", "gate", "killed", "rank", "scheduler")
 
-    def __init__(self, scheduler: Scheduler, rank: int, absences: Absences | None) -> None:
+    def __init__(self, scheduler: Scheduler, rank: int, absences: Absences | None, begins: float) -> None:
         self.scheduler = scheduler
         self.rank = rank
         self.absences = absences  # None: never paused
-        self.clock = 0.0
+        self.clock = begins
+        self.killed = False
         self.awaits: Awaited | None = None
         self.gate = threading.Lock()  # released by whoever lets this worker go on
         self.gate.acquire()
@@ -81,9 +86,11 @@ class VirtualWorker:
 class Scheduler:
     """Hands the turn round. All state is guarded by one lock, held during a turn and while events are acted out."""
 
-    def __init__(self, absences: Sequence[Absences | None], slots: int) -> None:
+    def __init__(self, absences: Sequence[Absences | None], slots: int, begins: Sequence[float] | None = None) -> None:
+        """begins: the clock of each worker at its start; None: 0."""
+        clocks = begins or [0.0] * len(absences)
         self.timeline = EventQueue()
-        self.workers = [VirtualWorker(self, rank, away) for rank, away in enumerate(absences)]
+        self.workers = [VirtualWorker(self, rank, away, clocks[rank]) for rank, away in enumerate(absences)]
         self.stepper = 0
         """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
         self.stepping: Awaited | None = None
@@ -92,7 +99,7 @@ class Scheduler:
         self._mutex = threading.Lock()
         self._running: list[VirtualWorker] = []
         self._ready: list[Turn] = []
-        self._resuming: list[Turn] = [(0.0, rank) for rank in range(len(self.workers))]
+        self._resuming: list[Turn] = sorted((worker.clock, worker.rank) for worker in self.workers)
         self._blocked = 0
         self._stopped = False
 
@@ -124,6 +131,10 @@ class Scheduler:
             timeline.now = worker.clock
             if self._resuming and len(self._running) < self._slots:
                 self._dispatch()
+            _live(worker)
+        except Killed:
+            self._mutex.release()
+            raise
         except BaseException:
             self._stop()  # stopped already, or an event failed: then nothing can be ordered any more
             self._mutex.release()
@@ -137,6 +148,7 @@ class Scheduler:
         """Move the worker's clock to `clock` (seconds); without a turn, see above."""
         if self._stopped:
             raise Stopped
+        _live(worker)
         if self._slots == 1:
             worker.clock = clock  # nobody else runs: whoever is next will see it
             return
@@ -164,6 +176,12 @@ class Scheduler:
         self._blocked -= 1
         worker.clock = self.timeline.now
         heapq.heappush(self._resuming, (worker.clock, worker.rank))
+
+    def kill(self, worker: VirtualWorker) -> None:
+        """The worker does nothing any more; its thread notices when it is next to act."""
+        worker.killed = True
+        if worker.awaits is not None:
+            self.wake(worker)
 
     # Called by the thread that waits for the workers
 
@@ -239,6 +257,7 @@ class Scheduler:
         self._mutex.acquire()
         if self._stopped:
             raise Stopped
+        _live(worker)
         if state is not None:
             torch.default_generator.set_state(state)
 
@@ -247,6 +266,11 @@ class Scheduler:
         for worker in self.workers:
             if worker.gate.locked():  # asleep, or running: then its next sleep ends at once
                 worker.gate.release()
+
+
+def _live(worker: VirtualWorker) -> None:
+    if worker.killed:
+        raise Killed
 
 
 def _deadlock(blocked: list[VirtualWorker]) -> None:

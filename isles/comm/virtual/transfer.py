@@ -66,6 +66,30 @@ class VirtualWork:
             waiter.one_done(self)
 
 
+class VirtualBell(VirtualWork):
+    """See `isles.comm.transport.Bell`."""
+
+    __slots__ = ("alarm",)
+
+    def __init__(self, owner: VirtualWorker, seconds: float) -> None:
+        super().__init__(owner, None, None, None)
+        timeline = owner.scheduler.timeline
+        self.alarm: Event | None = None
+        if seconds < math.inf:
+            self.alarm = timeline.at(timeline.now + seconds, ARRIVED, owner.rank, self._rung)
+
+    def ring(self) -> None:
+        with self._owner:
+            if not self.finished:
+                if self.alarm is not None:
+                    self._owner.scheduler.timeline.cancel(self.alarm)
+                self._rung()
+
+    def _rung(self) -> None:
+        self.alarm = None
+        self.finish()
+
+
 class VirtualTransfer:
     """A protocol under way. See `isles.comm.transport.Transfer`."""
 

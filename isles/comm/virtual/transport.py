@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from threading import get_ident
 from typing import Any
 
@@ -12,7 +13,7 @@ from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
-from isles.comm.virtual.transfer import VirtualTransfer, VirtualWork
+from isles.comm.virtual.transfer import VirtualBell, VirtualTransfer, VirtualWork
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.noise import lognormal
 
@@ -65,6 +66,10 @@ class VirtualTransport:
             self._wire.send(self.rank, peer, data, tag, work)
         return work
 
+    def push(self, peer: int, data: Tensor, tag: Tag) -> None:
+        """Send in somebody else's turn, or in an event; nobody hears when it is gone."""
+        self._wire.send(self.rank, peer, data, tag, VirtualWork(self._worker, peer, None, None))
+
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> VirtualWork:
         """Done at arrival; from anyone: the earliest arrival, ties by rank.
 
@@ -84,6 +89,11 @@ class VirtualTransport:
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
+
+    def bell(self, seconds: float = math.inf) -> VirtualBell:
+        """In virtual time."""
+        with self._worker:
+            return VirtualBell(self._worker, seconds)
 
     def line(self) -> None:
         """All workers are in this process."""

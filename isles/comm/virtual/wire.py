@@ -42,7 +42,8 @@ class VirtualMessage:
     """
 
     __slots__ = (
-        "arrival", "bits", "data", "down", "error", "latency", "lines", "receive", "sent", "source", "tag", "target"
+        "arrival", "bits", "data", "down", "dropped", "error", "latency", "lines", "receive", "sent", "source", "tag",
+        "target",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class VirtualMessage:
         self.error: Exception | None = None  # what that receive fails with when this arrives
         self.lines = 1 if down is None else 2  # that are not done with it
         self.arrival = 0.0  # not before
+        self.dropped = False  # an end of it was gone when it left: it arrives nowhere
 
 
 class VirtualWire:
@@ -80,6 +82,7 @@ class VirtualWire:
         self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
         self._lost: dict[int, str] = {}
+        self._dead: set[int] = set()  # of the lost ones those whose lines broke in the middle
 
     def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
         """Queue `data` on the uplink of `source`; `work` is done when it is gone, PeerLost if the target has ended."""
@@ -127,6 +130,22 @@ class VirtualWire:
         for key in sorted((key for key in self._posted if key[1] in (rank, None)), key=lambda key: key[0]):
             self._fail_hopeless(key)
 
+    def dead(self, rank: int) -> None:
+        """`rank` died: what is still leaving its line never arrives. The others hear of it by `lost`."""
+        self._dead.add(rank)
+
+    def cut(self, rank: int, why: str) -> None:
+        """As `lost`, until `mend`; what `rank` waits for fails, too."""
+        waiting = sorted((key for key in self._posted if key[0] == rank), key=str)
+        works = [(key[1], work) for key in waiting for work in self._posted.pop(key)]
+        self.lost(rank, why)
+        for peer, work in works:
+            work.finish(PeerLost(rank if peer is None else peer, why))
+
+    def mend(self, rank: int) -> None:
+        """`rank` is back; messages of before are not."""
+        self._lost.pop(rank, None)
+
     def _fail_hopeless(self, key: tuple[int, int | None, Tag]) -> None:
         """Fail the receives of `key` that are more than the messages that may still come."""
         target, source, tag = key
@@ -172,7 +191,9 @@ class VirtualWire:
     def _gone(self, index: int) -> None:
         """The last bit has left: copy the bytes, so that the sender may write over them, and let the latency run."""
         message = self._complete(index)
-        if message.target not in self._lost:
+        if message.target in self._lost or message.source in self._dead:
+            message.dropped, message.data = True, None
+        else:
             self._bind(message)
         self._through(message, self.timeline.now + message.latency)
         message.sent.finish()
@@ -217,7 +238,8 @@ class VirtualWire:
             message.receive.finish(message.error)
             return
         self._count_down((target, source, tag))
-        if target in self._lost:
+        if target in self._lost or message.dropped:
+            self._fail_hopeless((target, source, tag))
             return
         receive = self._take((target, source, tag)) or self._take((target, None, tag))
         if receive is not None:

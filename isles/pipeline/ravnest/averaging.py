@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
-from isles.comm.tags import MAX_FRAGMENTS
-from isles.pipeline.ravnest.quorum import Quorum
+from isles.pipeline.ravnest.quorum import WORDS, Attempt, Quorum
 from isles.pipeline.ravnest.refinement import SharedSegment
 
 
@@ -38,7 +36,8 @@ class _Share:
 
 class ClusterAverage:
     """One node's. stage: holds the parameters by their names in the whole model. segments: of the whole model, with
-    positions of the quorum's world as holders. optimizer: its state is averaged too, where given.
+    positions of the quorum's world as holders. by_samples: clusters count by what they trained on. optimizer: its state
+    is averaged too, where given.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class ClusterAverage:
         quorum: Quorum,
         segments: Sequence[SharedSegment],
         *,
-        weights: Literal["equal", "samples"] = "equal",
+        by_samples: bool = False,
         optimizer: Optimizer | None = None,
     ) -> None:
-        if len(segments) > MAX_FRAGMENTS:
-            raise ValueError(f"{len(segments)} segments: {MAX_FRAGMENTS} at most; cut fewer clusters differently")
-        self.quorum, self._weights, self._optimizer = quorum, weights, optimizer
+        if len(segments) > WORDS:
+            raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
+        self.quorum, self._by_samples, self._optimizer = quorum, by_samples, optimizer
         own, here = dict(stage.named_parameters()), quorum.world.rank
         self._shares = [
             _Share(number, segment, tuple(own[name] for name in segment.names))
@@ -78,29 +77,29 @@ class ClusterAverage:
         cannot be.
         """
         tensors = [self._tensors(share) for share in self._shares]
-        means = self.quorum.together(lambda number: self._means(tensors, number, step, samples))
+        buffers = self.quorum.together(lambda number: self._attempt(tensors, number, step, samples))
+        means = [buffer[:-1] / buffer[-1] if self._by_samples else buffer for buffer in buffers]
         for vector, own in zip(means, tensors, strict=True):
             _put(vector, own)
         return self.quorum.whole
 
-    def _means(self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int) -> list[Tensor]:
+    def _attempt(
+        self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int
+    ) -> Attempt[list[Tensor]]:
         clusters = self.quorum.whole
-        buffers, transfers = [], []
+        buffers, protocols = [], []
         for share, own in zip(self._shares, tensors, strict=True):
             group, buffer = self._group(share, clusters), self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
                 told = "its weights are not finite: lower the learning rate (inner.lr)"
                 raise WorkerFailed(self.quorum.world.transport.rank, told)
             call = group.call("outer", round=number, fragment=share.number)
-            protocol = mean(call, buffer, codec("none"), Stamp(step=step))
-            transfers.append(group.start(protocol, "outer", nbytes=2 * buffer.nbytes))
+            protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
-        for transfer in transfers:
-            transfer.wait()
-        return [buffer if self._weights == "equal" else buffer[:-1] / buffer[-1] for buffer in buffers]
+        return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
     def _weighed(self, flat: Tensor, samples: int) -> Tensor:
-        if self._weights == "equal":
+        if not self._by_samples:
             return flat
         return torch.cat([flat * samples, flat.new_tensor([samples])])
 

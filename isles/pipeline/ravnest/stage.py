@@ -104,6 +104,8 @@ class AsyncStage:
         """Of the last run."""
         self.played: list[Span] = []
         """The last run's tasks at this node, in seconds of its clock."""
+        self.losses: list[Tensor] = []
+        """Of the run under way, or the last one: of every microbatch whose backward pass is over, nats."""
         self._update, self._next = update, 0
         self._held: dict[int, _Held] = {}
         self._device = next(stage.parameters()).device
@@ -120,9 +122,9 @@ class AsyncStage:
         """Microbatches of the run so far."""
         return self._next
 
-    def resume(self, microbatches: int) -> None:
+    def resume(self, microbatches: int, updates: int) -> None:
         """Go on after so many."""
-        self._next = microbatches
+        self._next, self.versions.newest = microbatches, updates
 
     def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
         """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
@@ -141,7 +143,7 @@ class _Stretch:
         """Microbatches of the run that have gone each way here."""
         self.ended = False
         """Whether the last one came by."""
-        self.losses: list[Tensor] = []
+        self.losses = node.losses = []
         self.in_update, self.oldest = 0, 0
 
     def run(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ survive.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 from warnings import warn
 
@@ -18,11 +18,12 @@ from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster
+from isles.network.planner.memory import Held
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T
 
-_PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
 MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
 
@@ -61,6 +62,10 @@ class Courier:
         """True if there is nobody else in the world: what this worker does is its inner optimizer's business."""
         return self.roster.founders.size == 1 and not self.roster.grows
 
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+        """What it keeps beyond the buffers that travel."""
+        return []
+
     def survivors(self) -> Group:
         """The workers that are left; where the method goes on without lost ones, they are asked."""
         return self.roster.survivors(asked=self.parts.on_peer_failure == "solo")
@@ -84,7 +89,7 @@ class Courier:
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
         fragment.latest = sent = self._start(
-            fragment, fragment.rounds, payload, fragment.averaging, stamp, _PAYLOAD, own, None, left
+            fragment, fragment.rounds, payload, fragment.averaging, stamp, PAYLOAD, own, None, left
         )
         sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
         return sent
@@ -206,7 +211,23 @@ class Courier:
         residual: Tensor | None,
     ) -> Exchange:
         group = self._present(round)
-        call = group.call(round=round, fragment=fragment.index, leeway=self.leeway)
+        return self._start_in(group, fragment, round, buffer, means, stamp, part, own, fill, residual)
+
+    def _start_in(
+        self,
+        group: Group,
+        fragment: Fragment,
+        round: int,
+        buffer: Tensor,
+        means: Averaging,
+        stamp: Stamp,
+        part: int,
+        own: Tensor | None,
+        fill: Tensor | None,
+        residual: Tensor | None,
+        attempt: int = 0,
+    ) -> Exchange:
+        call = group.call(round=round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
         nbytes = means.sent_bytes(round, group.size, group.rank)
         steps = means.mean(call, buffer, stamp, fill, residual, part)
         deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)

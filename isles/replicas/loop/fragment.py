@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,10 @@ class Exchange:
     """Known before it arrives: this worker is one of them."""
     round: int = 0
     """Of its fragment, where it is under way."""
+    put_off: bool = False
+    """Nothing lands now, and nothing has changed; see `isles.replicas.loop.agreed`."""
+    since: Tensor | None = None
+    """What was learned after it was sent, which its landing would undo."""
 
     def wait(self) -> None:
         """Block until it arrived; raises PeerLost, DeadlinePassed or Diverged. May be called again."""
@@ -247,6 +251,19 @@ def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:
     """Write each fragment's flat vector into the live weights."""
     for fragment, flat in zip(fragments, weights, strict=True):
         fragment.flat.write(flat)
+
+
+@contextmanager
+def on_anchors(fragments: Sequence[Fragment], written: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile the live weights are the anchors. written: called whenever they have been written."""
+    live = [fragment.flat.read(fragment.flat.new()) for fragment in fragments]
+    show(fragments, [fragment.anchor for fragment in fragments])
+    written()
+    try:
+        yield
+    finally:
+        show(fragments, live)
+        written()
 
 
 def without_partners(state: dict[str, Any]) -> dict[str, Any]:

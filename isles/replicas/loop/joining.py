@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from isles.replicas.loop.courier import Courier
+import torch
+from torch import Tensor
+
+from isles.replicas.loop.fragment import Exchange, Flight
 from isles.replicas.loop.outer import OuterSync
 
 
@@ -16,12 +19,25 @@ def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, **own})
 
 
+@torch.no_grad()
+def follow(optimizer: OuterSync, round: int, mean: Tensor, participants: int, *, whole: bool) -> int:
+    """Land the mean (n,) of a round that others landed without this worker; the hash of its anchor then.
+
+    participants: whose mean it is; not whole: the round was skipped by all.
+    """
+    (fragment,) = optimizer.fragments
+    fragment.rounds = round
+    answer = Exchange(mean, None, participants=participants, whole=whole)
+    optimizer.land(Flight(fragment, optimizer.steps, answer, None), None)
+    return fragment.digest
+
+
 def enter(optimizer: OuterSync, round: int, steps: int) -> None:
     """Take part from `round` on, after `steps` inner steps: those before went on without this worker, and what it had
     under way with its partners of then is nobody's.
     """
     optimizer.steps, optimizer.flights = steps, []
-    optimizer.courier = Courier(optimizer.roster, optimizer.parts)
+    optimizer.courier = optimizer.new_courier()
     for fragment in optimizer.fragments:
         fragment.rounds, fragment.sent = round - 1, steps
         fragment.latest = None

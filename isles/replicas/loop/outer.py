@@ -29,11 +29,12 @@ from isles.comm.group import Group
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, workers
+from isles.replicas.checks import idle_low_rank, not_finite, rounds_for_momentum, rounds_to_leave_behind
 from isles.replicas.flat import FlatNames
+from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
-from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, show, without_partners
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.look import Look, NoLook
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
@@ -67,18 +68,21 @@ class OuterSync(ReplicaSync):
         self.parts = parts = self.compose()
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
-        self.courier = Courier(self.roster, parts)
+        self.courier = self.new_courier()
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self._weighed = counts_alike(self.config, parts, self.roster)
         self.skipped = 0
         """Rounds of a fragment that were skipped, because somebody's share was not finite."""
-        self.healed = 0
-        """Times that this worker healed itself."""
+        self.healed = 0  # times that this worker healed itself
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
+
+    def new_courier(self) -> Courier:
+        """One that has nothing under way."""
+        return (AgreedCourier if self.roster.grows and self.agrees else Courier)(self.roster, self.parts)
 
     @torch.no_grad()
     @override
@@ -175,7 +179,8 @@ class OuterSync(ReplicaSync):
 
     @override
     def memory(self) -> list[Held]:
-        return [*super().memory(), *outer_memory(self.parts, self.fragments, self.group.size)]
+        outer = outer_memory(self.parts, self.fragments, self.group.size)
+        return [*super().memory(), *outer, *self.courier.extra_memory(self.fragments)]
 
     @override
     def gauges(self) -> dict[str, float]:
@@ -201,15 +206,9 @@ class OuterSync(ReplicaSync):
     def evaluation_weights(self) -> Iterator[nn.Module]:
         """The anchors."""
         self.catch_up()
-        live = [fragment.flat.read(fragment.flat.new()) for fragment in self.fragments]
-        show(self.fragments, [fragment.anchor for fragment in self.fragments])
-        self.replica.spread(self.everything, "eval")
-        try:
-            with super().evaluation_weights() as model:
-                yield model
-        finally:
-            show(self.fragments, live)
-            self.replica.spread(self.everything, "eval")
+        shown = on_anchors(self.fragments, lambda: self.replica.spread(self.everything, "eval"))
+        with shown, super().evaluation_weights() as model:
+            yield model
 
     @override
     def outer_state(self) -> dict[str, Any]:
@@ -234,7 +233,7 @@ class OuterSync(ReplicaSync):
             resting = tuple(saved.get("at_rest", ()))
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, resting))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
-        self.courier = Courier(self.roster, self.parts)
+        self.courier = self.new_courier()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
 
     @classmethod
@@ -280,9 +279,9 @@ class OuterSync(ReplicaSync):
             flight = self._send(fragment, payload, moment, usable)
             fresh[fragment.index] = flight.payload.own
             landing += self._landing_with(flight, landing)
-            self.flights.append(flight)
+            self.flights += [] if flight.payload.put_off else [flight]
         for flight in landing:
-            self._land(flight, fresh.get(flight.fragment.index))
+            self.land(flight, fresh.get(flight.fragment.index))
 
     def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor, bool]]:
         """What leaves now, by fragment, and whether it is of use; rounds without anybody else are done here."""
@@ -331,7 +330,7 @@ class OuterSync(ReplicaSync):
         """
         if sent.lands <= self.steps:
             self.courier.receive(sent, self._snapshot)
-            return [sent]
+            return [] if sent.payload.put_off else [sent]
         if self.parts.cadence.rounds_late and all(flight.fragment is not sent.fragment for flight in landing):
             return [self.courier.nothing(sent.fragment, self.steps)]
         return []
@@ -340,7 +339,7 @@ class OuterSync(ReplicaSync):
         """Land everything in flight, in the order in which it was sent."""
         for flight in list(self.flights):
             self.courier.receive(flight, self._snapshot)
-            self._land(flight, None)
+            self.land(flight, None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
         """What this worker has to say of a fragment now."""
@@ -359,7 +358,8 @@ class OuterSync(ReplicaSync):
         sent = self.courier.send(fragment, payload, self.steps, lands, usable)
         return Flight(fragment, lands, sent, anchors, resting)
 
-    def _land(self, flight: Flight, fresh: Tensor | None) -> None:
+    def land(self, flight: Flight, fresh: Tensor | None) -> None:
+        """What came back of a flight. fresh: see `Reading.read`."""
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
@@ -380,6 +380,8 @@ class OuterSync(ReplicaSync):
 
     def _landed(self, flight: Flight) -> None:
         fragment = flight.fragment
+        if flight.payload.since is not None:
+            fragment.flat.write(fragment.flat.read(fragment.flat.new()).add_(flight.payload.since))
         self.replica.spread(fragment.places)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
@@ -390,9 +392,7 @@ class OuterSync(ReplicaSync):
         self._warn(broken, f"round {fragment.rounds} of fragment {fragment.index} is skipped by all in it")
 
     def _warn(self, broken: Sequence[int], what: str) -> None:
-        who = workers(broken) if broken else "a worker"
-        text = f"what {who} learned up to inner step {self.steps} is not finite: {what}, and its weights go back"
-        warn(f"{text} to the anchor; a lower learning rate, or max_norm, may keep it finite", stacklevel=2)
+        warn(not_finite(broken, self.steps, what), stacklevel=2)
 
     def _under_way(self) -> Iterator[Exchange]:
         for flight in self.flights:

@@ -151,8 +151,13 @@ def _table(values: Mapping[str, Any]) -> Any:
     table = tomlkit.table()
     for key, value in values.items():
         if value is not None:  # TOML has no null; a key that is absent has its default
-            table.add(key, list(value) if isinstance(value, tuple) else value)
+            table.add(key, _listed(value))
     return table
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, inside of tuples too."""
+    return [_listed(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _parse_file(path: str) -> Tables:

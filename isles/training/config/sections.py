@@ -22,6 +22,7 @@ from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.schema import BACKENDS, known_backend
+from isles.training.config.clustered import check_workers, refuse_clustered
 from isles.training.config.inner import InnerConfig
 from isles.training.config.planned import check_plan, plan_of
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked wit
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
 _LEAST_SILENCE = 30.0  # seconds
+LEASE, _LEAST_LEASE, _MOST_LEASE = 3.0, 0.5, 60.0  # seconds
+SILENCE = 60.0  # seconds
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
 
 
@@ -84,9 +87,13 @@ class WorldConfig:
     """Longest wait for the other machines at the start, and then for the workers to meet, seconds; raise it if they are
     started at different times.
     """
-    silence: float = 60.0
+    silence: float = SILENCE
     """Seconds without a sign of life after which a worker or a machine counts as lost, 30 or more; raise it to ride out
     longer cuts of a line. Deadlines count from the last byte that moved.
+    """
+    lease: float = LEASE
+    """Where workers join a lighthouse: seconds of silence after which one counts as gone, for it stands still or is cut
+    off; one that is killed is missed at once. Raise it for lines that stand still longer.
     """
     slowest_link: float = 10e6
     """Bits per second; long transfers get five times what such a link would need, and where the system does not tell
@@ -131,6 +138,8 @@ class WorldConfig:
                 f"silence = {self.silence}: choose {_LEAST_SILENCE:g} seconds or more, for a full slow line can stand "
                 "still for 16"
             )
+        if not _LEAST_LEASE <= self.lease <= _MOST_LEASE:
+            raise ValueError(f"lease = {self.lease}: choose {_LEAST_LEASE:g} to {_MOST_LEASE:g} seconds")
         for factor in self.step_factors:
             if not 0 < factor < math.inf:
                 raise ValueError(f"step_factors: {factor}: choose positive factors, such as [1.0, 1.0, 2.0]")
@@ -252,8 +261,15 @@ class Config:
             self._check_pipeline()
 
     @property
+    def survives(self) -> bool:
+        """Whether the workers that are left go on when others fail."""
+        return self.replicas.survives or self.pipeline.routing == "ravnest"
+
+    @property
     def replicas_in_all(self) -> int:
         """Copies of the model that the workers make up."""
+        if self.pipeline.clusters:
+            return len(self.pipeline.clusters)
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
     def _check_plan(self, plan: PipelinePlan) -> None:
@@ -286,17 +302,32 @@ class Config:
                 'false, or "dct:0.75"'
             )
 
+    def _check_clusters(self) -> None:
+        unset = {
+            "world.inner": (self.world.inner, 1),
+            "inner.accumulation": (self.inner.accumulation, 1),
+            "pipeline.stage_loss": (self.pipeline.stage_loss, 0.0),
+            "replicas.on_broken": (getattr(self.replicas, "on_broken", "skip"), "skip"),
+            "memory.method": (self.memory.method, "none"),
+            "run.start": (self.run.start, ""),
+        }
+        refuse_clustered(self.method, self.replicas_in_all, self.pipeline, self.inner, self.model, unset)
+
     def _check_pipeline(self) -> None:
         stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
         if plan is not None:
             self._check_plan(plan)
+        elif self.pipeline.clusters:
+            check_workers(self.pipeline.clusters, world.workers)
         elif world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        readers = world.workers // stages if plan is None else len(plan.problem.origins)
+        if self.pipeline.routing == "ravnest":
+            self._check_clusters()
+        readers = self.replicas_in_all if plan is None else len(plan.problem.origins)
         sequences = self.data.batch_size_per_worker(readers)
         if sequences % self.pipeline.microbatches:
             raise ValueError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
-from isles.comm.elastic.company import Company
-from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.gifts import ON_DEMAND, Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
+from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
+from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
@@ -38,7 +40,8 @@ from isles.replicas.loop.joining import adopt, enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.draws import draws_seed
-from isles.training.elastic.terms import last_round, positions, sync_every
+from isles.training.elastic.means import Means, shadow
+from isles.training.elastic.terms import lands_together, last_round, positions, sync_every
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
 from isles.training.records.saved import load_weights
@@ -46,38 +49,46 @@ from isles.training.records.tensors import write_tensors
 from isles.training.running.starting import deadlines
 from isles.training.trainer import Trainer
 
-STATE, MODEL = "state", "model"
+STATE, MODEL = ON_DEMAND, "model"
 _STRUCTURE = "__structure__"
 _STATE_COPIES = 16  # of the model's bytes, that a state may have at most
 _FRESH = 2  # rounds for which a copied state is given to new takers
 _WAIT = 5.0  # seconds between looks at whether the run has ended
-_SLOW = 60.0  # seconds without a piece of a state after which another donor is asked for
+_SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
 _SPARE = 1 << 20  # bytes of a state beside its tensors
+_MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
 Ending = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
-    transport, gifts: between seats; they are whoever's who made them.
+    transport, gifts: between seats; they are whoever's who made them. carried: bytes sent, by the way that they went,
+    which is told beside the metrics.
     """
 
     def __init__(
         self,
         config: Config,
-        company: Company,
+        company: LighthouseLine,
         transport: Transport,
         gifts: Gifts,
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
+        carried: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
+        self._carried = carried
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
         self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
-        self._has = 0  # the round of the state that it began with
+        self._has, self._size = 0, 0  # the round of the state that it began with, and its bytes
+        self._agrees = lands_together(config)
+        self._tried = 0  # the newest round whose cell was read
+        self._put_off = 0  # rounds in succession
+        self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
@@ -85,6 +96,7 @@ class Participant:
         self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
+        self._means = Means(self.optimizer, gifts, folder)
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -98,9 +110,10 @@ class Participant:
             round = None
             while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
                 round = company.first(_WAIT)
-            if round is not None:
-                self._catch_up(load, round)
-                ending = self._train(company.first(0.0) or round)
+            if round is not None and self._catches_up(load, round):
+                round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+                self._tell_start(load, round)
+                ending = self._train(round)
         if ending == "finished":
             self._conclude()
         return ending if company.ended is None or ending != "again" else "over"
@@ -121,12 +134,12 @@ class Participant:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
                 return "left"
-            self._round(round, every)
-            round += 1
+            round += self._round(round, every)
         return "finished"
 
     def _enter(self, round: int, steps: int) -> None:
         self.roster.begin_anew()
+        self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
         enter(self.optimizer, round, steps)
         self._schedule_at(steps)
 
@@ -139,24 +152,71 @@ class Participant:
         ):
             group["lr"] = base * factor(steps)
 
-    def _round(self, round: int, every: int) -> None:
-        """One round: its steps, of which the last one exchanges."""
+    def _round(self, round: int, every: int) -> bool:
+        """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
         company, view = self.company, self.company.begin(round)
-        self.text.take_from(positions(self.config, company.member.views, view, company.seat, round, self._spare))
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
-        if view is None:
+        cell, spare = None if round == self._tried else view, self._spare
+        self._tried = round
+        self.text.take_from(positions(self.config, company.member.views, cell, company.seat, round, self._spare))
+        if cell is None:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began = self.transport.now()
+        began, waited = self.transport.now(), self._waited()
         for _ in range(steps):
             self.trainer.step()
-        company.pace((self.transport.now() - began) / steps)
+        took = self.transport.now() - began
+        company.pace(took / steps)
+        is_put_off = self._is_put_off(round)
+        seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
+        line = RoundLine(
+            seat=company.seat,
+            round=round,
+            view=-1 if cell is None else cell.number,
+            spare=spare,
+            steps=steps,
+            seconds=max(took - (self._waited() - waited), 0.0),
+            seats=seats,
+            outcome=outcome,
+            at=self.transport.now(),
+        )
+        company.report({"round": as_line(line)})
+        if is_put_off:
+            return False
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
+            self._tell_carried()
+        if self._agrees:
+            self._means.landed(round)
         self._copy_state(round)
+        return True
+
+    def _is_put_off(self, round: int) -> bool:
+        """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
+        been so for too long.
+        """
+        if not self._agrees or self.optimizer.fragments[0].rounds >= round:
+            self._put_off, self._landed_at = 0, self.transport.now()
+            return False
+        self._put_off += 1
+        waited = self.transport.now() - self._landed_at
+        if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.company.is_called:
+            raise RendezvousFailed(
+                f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN lights it "
+                "again there, and isles join brings this worker back"
+            )
+        return True
+
+    def _waited(self) -> float:
+        """Seconds so far in which computing stood still."""
+        return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
+
+    def _tell_carried(self) -> None:
+        if self._carried is not None:
+            self.company.report({"carried": dict(self._carried())})
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -197,6 +257,7 @@ class Participant:
         left_out = {str(seat): number for seat, number in self.company.left_out().items()}
         self.gifts.offer(STATE, path, {"round": round, "left_out": left_out})
         self._copied = round
+        self._means.copied(round)
 
     def _take(self, load: Load) -> bool:
         """Begin with the state that the lighthouse names; False where it did not come."""
@@ -211,23 +272,46 @@ class Participant:
         self.company.loaded(load, self._has, left_out)
         return True
 
-    def _catch_up(self, load: Load, round: int) -> None:
-        """The others went on while this worker waited for its first round: it takes the donor's newest state, for an
-        old one would draw them back.
+    def _catches_up(self, load: Load, round: int) -> bool:
+        """The others went on while this worker waited for its first round. Where all land one mean it lands those of
+        the rounds before, or is of no use; else it takes the donor's newest state, for an old one would draw them back.
         """
-        if load.donor >= 0 and round - self._has > _FRESH:
-            try:
+        if load.donor < 0:
+            return True
+        path, donor = self.folder / "taken.safetensors", str(load.donor)
+        try:
+            if self._agrees:
+                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
+                self._has = round - 1
+            elif round - self._has > _FRESH:
                 self._has, _ = self._fetch(load)
-            except NotGiven as why:
-                self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+        except NotGiven as why:
+            if self._agrees:
+                self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+                stray(self.company, round - 1)
+                return False
+            self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
+        return True
+
+    def _tell_start(self, load: Load, round: int) -> None:
+        line = StartLine(
+            seat=self.company.seat,
+            first=round,
+            donor=load.donor if self._has else -1,
+            has=self._has,
+            size=self._size,
+            at=self.transport.now(),
+        )
+        self.company.report({"start": as_line(line)})
 
     def _fetch(self, load: Load) -> tuple[int, dict[int, int]]:
         """Take on the state of the donor: the round that it is of, and whom it was told to be left out."""
         giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
-        path = self.folder / "taken.safetensors"
+        path, patience = self.folder / "taken.safetensors", _SLOW + 2 * load.seconds
         weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
         try:
-            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=_SLOW)
+            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=patience)
+            self._size = path.stat().st_size
             return self._adopt(path), _left_out(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)
@@ -260,6 +344,7 @@ class Participant:
             fragment.ahead = None  # there is no round that it was sent ahead for
         result = self.trainer.conclude(self.folder)
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
+        self._tell_carried()
         self.company.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,18 @@ from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import Lighthouse
 from isles.comm.elastic.messages import Examine, Over
+from isles.comm.elastic.record import EXCHANGES, as_line, from_line
 from isles.comm.elastic.session import open_session
+from isles.comm.elastic.transport import WAYS
 from isles.comm.errors import PeerLost
 from isles.durable import settle, write_text
-from isles.launch.fields import Unfit
+from isles.launch.fields import Unfit, integer, table
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.averaging import spread, write_mean
+from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.joining import MODEL, STATE
-from isles.training.elastic.terms import last_round, rules, sync_every
+from isles.training.elastic.terms import lands_together, last_round, rules, sync_every
 from isles.training.records.events import Schema
 from isles.training.records.rundir import METRICS, SUMMARY, held
 from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
@@ -70,6 +74,7 @@ class Keeper:
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.judged: list[float | None] = []
+        self.carried: dict[int, dict[str, int]] = {}
         self.spread = 0.0
         self._schema = Schema(config)
 
@@ -85,11 +90,12 @@ class Keeper:
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, _ = host_credentials(self.out, None)
-            session = open_session("router", mine, listen=self.address)
+            session = open_session("router", mine, listen=self.address, lease=self.config.world.lease)
             stack.callback(session.close)
             journal = Journal(self.out)
             stack.callback(journal.close)
             write_config(self.config, self.out)
+            self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.session, self.giver = session, Giver(session, LIGHTHOUSE, patient=False)
             state = self.out / "state.safetensors"
@@ -102,6 +108,7 @@ class Keeper:
                 SeatKeys(self.out / CREDENTIALS),
                 config=to_toml(self.config),
                 version=__version__,
+                port=int(self.address.rpartition(":")[2]),
                 heard=self._heard,
             )
             stack.callback(self.lighthouse.close)
@@ -129,6 +136,9 @@ class Keeper:
         if self.judged:
             summary["val_loss"] = self.judged[0]
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": self._ddp(len(taken))}
+        summary["links"] = self._links()
+        counted = self.lighthouse.membership.read(last_round(self.config) + 1)
+        summary |= figures(*recorded(self.out), counted)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
         self.lighthouse.wait(self._all_gone, 10.0)  # they hear it, and go
@@ -139,6 +149,11 @@ class Keeper:
         parameters = max(result["parameters"] for result in self.results.values())
         sent = [sent_bytes(parameters, torch.float32, codec("none"), workers, place) for place in range(workers)]
         return self.config.run.steps * sum(sent) / workers
+
+    def _links(self) -> dict[str, int]:
+        """Bytes that the workers have sent directly and over the lighthouse, and those by the lighthouse's count."""
+        ways = {way: sum(one[way] for one in self.carried.values()) for way in WAYS}
+        return {**ways, "relayed_here": self.lighthouse.relayed}
 
     def _is_done(self) -> bool:
         members = self.lighthouse.membership.members()
@@ -180,7 +195,8 @@ class Keeper:
             taken[seat] = path
         (self.out / "looked.partial").unlink(missing_ok=True)
         if taken:
-            write_mean(list(taken.values()), self.out / MODEL_FILE)
+            models = list(taken.values())
+            write_mean(models[:1] if lands_together(self.config) else models, self.out / MODEL_FILE)  # all are equal
             self.spread = spread(list(taken.values()), self.out / MODEL_FILE)
         for path in taken.values():
             path.unlink(missing_ok=True)
@@ -205,6 +221,11 @@ class Keeper:
             elif isinstance(event, dict) and set(event) == {"judged"}:
                 value = event["judged"]
                 self.judged.append(value if isinstance(value, float) else None)
+            elif isinstance(event, dict) and set(event) == {"carried"}:
+                carried = table(event["carried"], "carried")
+                self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in WAYS}
+            elif isinstance(event, dict) and set(event) in ({"round"}, {"start"}):
+                self._note(seat, next(iter(event.values())))
             else:
                 line = self._schema("event", event, {seat})
                 self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
@@ -212,3 +233,11 @@ class Keeper:
                 self.on_line(line)
         except Unfit as error:
             raise ValueError(str(error)) from None
+
+    def _note(self, seat: int, told: Any) -> None:
+        """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
+        line = from_line(told)
+        if line.seat != seat:
+            raise ValueError("a line of another seat's rounds")
+        self._exchanges.write(as_json(as_line(replace(line, at=round(time.time(), 3)))) + "\n")
+        self._exchanges.flush()

@@ -14,9 +14,13 @@ from isles.comm.view import View
 from isles.data.lots import rows, spare_rows
 from isles.replicas import method
 from isles.training.config.reading import Tables, resolve
-from isles.training.config.sections import Config
+from isles.training.config.sections import SILENCE, Config
 
-_TAKEN = "noloco is"
+_TAKEN = "noloco and diloco are"
+_AT_ONCE = {"delay": "none", "outer_delay": 0, "overlap_steps": 0, "fragments": "whole"}
+"""Settings with which all that is sent lands at once."""
+_OURS = {"on_peer_failure": "solo", "on_broken": "leave out"}
+"""What such runs choose where the configuration does not."""
 
 
 def elastic(tables: Tables) -> Config:
@@ -24,34 +28,51 @@ def elastic(tables: Tables) -> Config:
 
     ValueError, with the key and the mend, where it cannot be one.
     """
-    config, key = resolve(tables), "on_peer_failure"
-    if hasattr(config.replicas, key) and key not in tables.get("replicas", {}):
-        config = replace(config, replicas=replace(config.replicas, **{key: "solo"}))
+    config = resolve(tables)
+    ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
+    ours = {key: value for key, value in ours.items() if key not in tables.get("replicas", {})}
+    config = replace(config, replicas=replace(config.replicas, **ours))
     check(config)
     return config
 
 
-def check(config: Config) -> None:
+def going_on(config: Config) -> Config:
+    """`config` for workers that come and go on the virtual clock; they go on without whoever is lost. ValueError as
+    `check`.
+    """
+    key = "on_peer_failure"
+    if hasattr(config.replicas, key):
+        config = replace(config, replicas=replace(config.replicas, **{key: "solo"}))
+    check(config, simulated=True)
+    return config
+
+
+def check(config: Config, *, simulated: bool = False) -> None:
     """ValueError where workers of `config` cannot come and go."""
     name, kind = config.method, method(config.method)
     if not kind.follows_roster:
         raise ValueError(
             f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
-            f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} one)"
+            f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} some)"
         )
-    for key in ("delay", "outer_delay", "fragments"):
-        value = getattr(config.replicas, key, None)
-        if value not in (None, 0, 1, "none", "whole"):
+    for key, value in _AT_ONCE.items():
+        given = getattr(config.replicas, key, value)
+        if given not in (value, None):
             raise ValueError(
-                f"replicas.{key} = {value!r}: a joiner takes a state right after a landing, when nothing is under way, "
-                "and here something always is; take it out, or use isles train --nodes"
+                f"replicas.{key} = {given!r}: a joiner takes a state right after a landing, when nothing is under way, "
+                f"and here something always is; choose {value!r}, or use isles train --nodes"
             )
-    if _lands_together(config):
+    if getattr(config.replicas, "every_step_until", 0):
         raise ValueError(
-            f"replicas.method = {name!r}: all its workers land one mean together, which is not there yet where they "
-            f"come and go: use isles train --nodes, or {_TAKEN.removesuffix(' is')}"
+            "replicas.every_step_until: where workers come and go all rounds are of sync_every steps; set it to 0"
         )
-    if getattr(config.replicas, "on_peer_failure", "raise") != "solo":
+    mixing = getattr(config.replicas, "mixing", "all")
+    if mixing != "all":
+        raise ValueError(
+            f"replicas.mixing = {mixing!r}: such a round cannot be done without a lost worker; choose "
+            '"all", or the method noloco'
+        )
+    if getattr(config.replicas, "on_peer_failure", "solo") != "solo":
         raise ValueError(
             'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
             "it out"
@@ -61,9 +82,14 @@ def check(config: Config) -> None:
             "world.inner, pipeline.stages: where workers come and go each is a whole replica; take them out, or use "
             "isles train --nodes"
         )
-    if config.world.is_simulated:
+    if config.world.silence != SILENCE:
         raise ValueError(
-            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate'
+            f"world.silence = {config.world.silence:g}: where workers come and go it is world.lease that says when one "
+            "counts as gone; set that, and leave silence out"
+        )
+    if config.world.is_simulated and not simulated:
+        raise ValueError(
+            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
         )
     if config.memory.method != "none" or config.model.autocast == "fp16":
         raise ValueError(
@@ -84,9 +110,9 @@ def check(config: Config) -> None:
         )
 
 
-def _lands_together(config: Config) -> bool:
+def lands_together(config: Config) -> bool:
     """Whether the answer of an exchange is one for all workers. A method of pairs or groups says so by its settings."""
-    return not any(hasattr(config.replicas, key) for key in ("group_size", "groups_of"))
+    return hasattr(config.replicas, "mixing") or not hasattr(config.replicas, "group_size")
 
 
 def sync_every(config: Config) -> int:
@@ -101,7 +127,12 @@ def last_round(config: Config) -> int:
 
 def rules(config: Config) -> Rules:
     """Of the lighthouse."""
-    return Rules(founders=config.world.workers, sync_every=sync_every(config))
+    return Rules(
+        founders=config.world.workers,
+        sync_every=sync_every(config),
+        agrees=lands_together(config),
+        last=last_round(config),
+    )
 
 
 def positions(

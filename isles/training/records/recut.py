@@ -61,8 +61,10 @@ def _fitted(config: Config, model: nn.Module) -> nn.Module:
     return model
 
 
-def first_blocks(config: Config) -> list[int]:
-    """The first block of each stage after the first."""
+def first_blocks(config: Config) -> list[Any]:
+    """The first block of each stage after the first; where clusters are cut each in its own way, those of each."""
+    if config.pipeline.clusters:
+        return [list(cuts) for cuts in config.pipeline.clusters]
     if config.pipeline.stages == 1:
         return []
     return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
@@ -85,8 +87,8 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
-    if config.pipeline.stage_loss or config.pipeline.routing == "skippipe":
-        key = "stage_loss" if config.pipeline.stage_loss else 'routing = "skippipe"'
+    if config.pipeline.stage_loss or config.pipeline.routing in ("skippipe", "ravnest"):
+        key = "stage_loss" if config.pipeline.stage_loss else f'routing = "{config.pipeline.routing}"'
         raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
     world, data, inner, pipeline = config.world, config.data, config.inner, config.pipeline
     sequences = data.batch_size_per_worker(world.workers // pipeline.stages)

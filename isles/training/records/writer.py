@@ -123,7 +123,11 @@ class Records:
 
 
 def _sampling(config: Config) -> dict[int, int]:
-    """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it."""
+    """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it.
+    Clusters may be cut differently, and send none.
+    """
+    if config.pipeline.routing == "ravnest":
+        return {}
     stages = {rank: at.stage for rank, at in enumerate(layout_of(config).coordinates) if at.inner == 0}
     replicas = Counter(stages.values())
     return {rank: stage for rank, stage in stages.items() if replicas[stage] > 1}

@@ -30,7 +30,7 @@ from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.kept import settled
-from isles.training.config.sections import Config
+from isles.training.config.sections import LEASE, Config
 from isles.training.memory import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
@@ -69,6 +69,8 @@ def launch(
     """
     refusals(config)
     refuse_stages(config)
+    if config.world.lease != LEASE:
+        raise ValueError(f"world.lease = {config.world.lease:g}: acts where workers join a lighthouse; leave it out")
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):
             prepared(config, stage)  # refuses what cannot be before anything is made
@@ -136,9 +138,9 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
             os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
 
     with first_interrupt(stop, config.run.grace):
-        results = pool.join(on_event, tell if config.replicas.survives else None)
+        results = pool.join(on_event, tell if config.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in pool.failures]
-    if not (config.replicas.survives and left):
+    if not (config.survives and left):
         raise_first(results, pool.failures)
     return left
 

@@ -12,7 +12,7 @@ import pytest
 import isles.comm.elastic
 
 ROOM = Path(isles.comm.elastic.__file__).parent
-PURE = ("account", "ballot", "ballots", "cells", "member", "membership", "messages", "orders")
+PURE = ("account", "ballot", "ballots", "calls", "cells", "member", "membership", "messages", "orders", "record")
 ALLOWED = {"__future__", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics", "types"}
 ALLOWED |= {"typing"}
 

@@ -49,6 +49,7 @@ class Node:
     alive: bool = True
     frozen: bool = False
     cut: bool = False
+    broken: bool = False  # its connection, and it has not come back yet
     training: bool = False
     leaving: bool = False
     landed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # what makes its digest
@@ -208,9 +209,13 @@ class World:
         if seconds > LEASE:
             self.counts["absences"] += 1
             self.after(LEASE, lambda: node.alive and node.member is not None and self.break_connection(node))
-            back = self.random.uniform(0.1, 0.3)
-            self.after(seconds + back, lambda: node.alive and node.member is not None and self.make_connection(node))
-        self.after(seconds, lambda: end(node))
+
+        def over() -> None:
+            end(node)
+            if node.broken:  # by this absence, or by one before after which it was not back yet
+                self.after(self.random.uniform(0.1, 0.3), lambda: node.alive and self.make_connection(node))
+
+        self.after(seconds, over)
 
     def _wake(self, node: Node) -> None:
         node.frozen = False
@@ -238,17 +243,20 @@ class World:
             self.deaf = self.now
             self.lighthouse = Membership(self.rules, self.journal, until=self.now + GRACE)
             for node in self.nodes:
-                if node.alive and not node.frozen and not node.cut and node.member is not None:
+                if node.alive and node.member is not None:
                     self.after(self.random.uniform(0.5, 2.0), lambda node=node: self._return(node))
             self.after(GRACE + 0.01, lambda: self.command(lambda m: m.tick(self.now)))
 
         self.after(seconds, restart)
 
     def _return(self, node: Node) -> None:
-        if node.alive and not node.frozen and not node.cut:
+        if node.alive and (node.frozen or node.cut):  # it tries as long as it takes
+            self.after(1.0, lambda: self._return(node))
+        elif node.alive and not node.broken:
             self.command(lambda m: m.back(self.now, node.seat))
 
     def break_connection(self, node: Node) -> None:
+        node.broken = True
         self.command(lambda m: m.gone(self.now, node.seat))
         for other in self.nodes:
             if other is not node and other.alive and other.member is not None:
@@ -259,6 +267,7 @@ class World:
     def make_connection(self, node: Node) -> None:
         if node.frozen or node.cut:
             return
+        node.broken = False
         self.command(lambda m: m.back(self.now, node.seat))
         for other in self.nodes:
             if other.member is not None and other.alive and other is not node:

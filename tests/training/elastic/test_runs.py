@@ -40,10 +40,31 @@ def lines_of(records: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[Any, 
     return {(one["step"], one["worker"]): (one["loss"], one["lr"], one["tokens"]) for one in records if "loss" in one}
 
 
-@pytest.mark.parametrize(("workers", "listen"), [(1, 0), (3, 0), (3, 2)])
-def test_without_churn_it_is_the_fixed_world(tmp_path: Path, workers: int, listen: int) -> None:
+INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
+LOCAL = ("replicas.method=localsgd",)
+LOW_RANK = ("replicas.method=dilocox", "replicas.delay=none")
+SPARSE = ("replicas.method=sparseloco",)
+
+
+@pytest.mark.parametrize(
+    ("workers", "listen", "settings"),
+    [
+        (1, 0, ()),
+        (3, 0, ()),
+        (3, 2, ()),
+        (2, 2, INT8),
+        *(
+            pytest.param(workers, 0, settings, marks=pytest.mark.long)
+            for workers in (1, 2, 3, 4)
+            for settings in (("replicas.method=diloco",), INT8, LOCAL, LOW_RANK, SPARSE)
+        ),
+    ],
+)
+def test_without_churn_it_is_the_fixed_world(
+    tmp_path: Path, workers: int, listen: int, settings: tuple[str, ...]
+) -> None:
     """The same lines, bytes of exchanges and bits of the one model as on the virtual clock, relayed and directly."""
-    config = small(tmp_path, 30, workers)
+    config = small(tmp_path, 30, workers, *settings)
     whole = run(fixed(config), tmp_path / "fixed")
     world = Run(config, tmp_path / "elastic")
     for number in range(workers):
@@ -72,9 +93,9 @@ def leisurely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of 50 ms, which leave the machine to the others."""
     one_round = Participant._round
 
-    def slowly(worker: Participant, *place: int) -> None:
+    def slowly(worker: Participant, *place: int) -> bool:
         time.sleep(0.05)
-        one_round(worker, *place)
+        return one_round(worker, *place)
 
     monkeypatch.setattr(Participant, "_round", slowly)
 

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from isles.cli.resume import resume
 from isles.comm.view import View
-from isles.training.config.reading import gather
+from isles.training.config.reading import gather, resolve
 from isles.training.elastic.averaging import write_mean
-from isles.training.elastic.entering import _configuration
+from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse import Keeper
 from isles.training.elastic.terms import elastic, last_round, positions, rules
+from isles.training.running.run import launch
 from tests.training.runs import TINY
 
 
@@ -29,6 +30,8 @@ def test_lost_workers_end_nobody() -> None:
     made = config("run.steps=20", "world.workers=3")
     assert made.replicas.on_peer_failure == "solo"
     assert (last_round(made), rules(made).founders, rules(made).sync_every) == (4, 3, 5)
+    assert made.replicas.on_broken == "leave out" and not rules(made).agrees
+    assert rules(elastic(gather(None, {}, ["replicas.method=diloco", "run.steps=20"]))).agrees
 
 
 @pytest.mark.parametrize(
@@ -37,8 +40,10 @@ def test_lost_workers_end_nobody() -> None:
         (["replicas.method=ddp"], "replicas.method"),
         (["replicas.method=demo"], "replicas.method"),
         (["replicas.method=ist"], "replicas.method"),
-        (["replicas.method=diloco"], "land one mean together"),
-        (["replicas.method=eager"], "land one mean together"),
+        (["replicas.method=eager"], "replicas.outer_delay = 1"),
+        (["replicas.method=streaming-diloco"], "replicas.overlap_steps"),
+        (["replicas.method=postlocal-sgd"], "every_step_until"),
+        (["replicas.method=custom", "replicas.mixing=groups"], "replicas.mixing = 'groups'"),
         (["replicas.method=streaming-noloco"], "replicas."),
         (["replicas.on_peer_failure=raise"], "on_peer_failure"),
         (["world.workers=4", "world.inner=2"], "world.inner"),
@@ -46,6 +51,8 @@ def test_lost_workers_end_nobody() -> None:
         (["run.steps=21"], "replicas.sync_every = 5"),
         (["run.loggers=['tensorboard']"], "run.loggers"),
         (["run.start=runs/other"], "run.start"),
+        (["world.silence=90"], "world.lease"),
+        (["world.lease=0.1"], "lease = 0.1"),
         (["data.split=by_file"], "data.split"),
         (["data.batch_mode=global", "data.batch_size=6"], "data.batch_mode"),
     ],
@@ -60,12 +67,18 @@ def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> N
     assert "\n" not in str(told.value)
 
 
+def test_a_fixed_world_has_no_lease(tmp_path: Path) -> None:
+    config = gather(None, {}, [*TINY, "world.lease=5"])
+    with pytest.raises(ValueError, match="where workers join a lighthouse"):
+        launch(resolve(config), tmp_path / "run", lambda line: None, lambda notice: None)
+
+
 def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
     with pytest.raises(ValueError, match="os:system"):
-        _configuration(b'[model]\nfactory = "os:system"\n', None, None)
+        _configuration(b'[model]\nfactory = "os:system"\n', Here())
     with pytest.raises(ValueError, match="damaged"):
-        _configuration(b"\xff\xfe", None, None)
+        _configuration(b"\xff\xfe", Here())
 
 
 def test_cells_are_read_in_passes() -> None:

@@ -1,0 +1,182 @@
+"""Mail: letters that nobody asked for, from whoever is in the group, as they come.
+
+    letter = head | body
+    head   = 10 numbers of 8 bytes: what it is, whose run, kind, step, attempt, number, bytes of the body, and three
+             figures that ride along
+    body   = so many bytes, raw, received where they stay
+
+Collectives know who sends what and when; letters are for what is decided while it travels. From every other member one
+head is awaited at any time, behind the computation, then the body that it announces: memory is taken only for a length
+that the configuration allows. What cannot be a letter of this run ends the mail from its sender (`lost`), and nothing
+else. Letters of one sender come in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isles.comm.errors import CommError, Malformed
+from isles.comm.group import Group
+from isles.comm.transport import AnyOf, Bell, Steps, Work
+
+MAGIC = 0x49534C45534D4131  # "ISLESMA1"
+_HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
+_NUMBERS = 10
+_UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
+
+
+class MailNote(NamedTuple):
+    """What a letter is about. kind: which lengths it may have. nanoseconds, queue, extra: figures that ride along."""
+
+    kind: int
+    step: int
+    attempt: int = 0
+    number: int = 0
+    nanoseconds: int = 0
+    queue: int = 0
+    extra: int = 0
+
+
+class MailLetter(NamedTuple):
+    """sender: position in the group. body: uint8 (n,). wire: seconds from the head's arrival to the body's, where the
+    body came after it was waited for; else 0.
+    """
+
+    sender: int
+    note: MailNote
+    body: Tensor
+    wire: float
+
+
+class Mail:
+    """One worker's letters from and to the others of `group`, on channel pipeline.
+
+    run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. Made once
+    for a group: it listens from then on.
+    """
+
+    def __init__(self, group: Group, *, run: int, lengths: Mapping[int, range]) -> None:
+        self.group, self.run, self.lengths = group, run, dict(lengths)
+        self.letters: deque[MailLetter] = deque()
+        """Not taken yet."""
+        self.lost: dict[int, CommError] = {}
+        """Positions from which nothing more comes, and why."""
+        self.refused: Counter[int] = Counter()
+        """Letters that could not be, by position."""
+        self._news: Bell | None = None
+        self._heard_of = 0  # members lost that `wait` has told of
+        self._unread: Counter[int] = Counter()
+        self._room: dict[int, Bell] = {}
+        self._sends: list[Work] = []
+        for position in group.others:
+            group.start(self._listen(position), "pipeline", math.inf)
+
+    def send(self, position: int, note: MailNote, body: Tensor | None = None) -> None:
+        """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
+        if position in self.lost:
+            return
+        length = 0 if body is None else body.numel()
+        head = torch.tensor([MAGIC, self.run, *note[:4], length, *note[4:]], dtype=torch.int64)
+        call = self.group.call("pipeline", round=0)
+        self._sends = [work for work in self._sends if not work.done()]
+        self._sends.append(call.send(position, head, _HEAD))
+        if body is not None and length:
+            self._sends.append(call.send(position, body, _BODY))
+
+    def take(self) -> MailLetter | None:
+        """The oldest letter that is here."""
+        if not self.letters:
+            return None
+        letter = self.letters.popleft()
+        self._unread[letter.sender] -= 1
+        if self._unread[letter.sender] < _UNREAD and letter.sender in self._room:
+            self._room.pop(letter.sender).ring()
+        return letter
+
+    def wait(self, seconds: float = math.inf) -> None:
+        """Until a letter is here, or somebody more is lost, or `seconds` have passed."""
+        bell = self._news = self.group.transport.bell(seconds)
+        if not self.letters and self._heard_of == len(self.lost):
+            self.group.start(_rung(bell), "pipeline", math.inf).wait()
+        bell.ring()
+        self._news, self._heard_of = None, len(self.lost)
+
+    def give_up(self, position: int, why: CommError) -> None:
+        """Neither wait for `position` any more nor read what it sends."""
+        self.lost.setdefault(position, why)
+        self.letters = deque(letter for letter in self.letters if letter.sender != position)
+
+    def refuse(self, position: int, why: CommError) -> None:
+        """A letter of `position` could not be, which its head did not show."""
+        self.refused[position] += 1
+        self.give_up(position, why)
+
+    def settle(self) -> None:
+        """Wait until what was sent is gone."""
+        for work in self._sends:
+            try:
+                self.group.start(_done(work), "pipeline").wait()
+            except CommError:
+                continue  # its peer is lost: `lost` says so
+        self._sends = []
+
+    def _listen(self, position: int) -> Steps[None]:
+        call = self.group.call("pipeline", round=0)
+        try:
+            while True:
+                head = torch.empty(_NUMBERS, dtype=torch.int64)
+                arrival = call.recv(position, head, _HEAD)
+                yield arrival
+                note, length = self._read(position, head)
+                body, wire = torch.empty(length, dtype=torch.uint8), 0.0
+                if length:
+                    work = call.recv(position, body, _BODY)
+                    waited = not work.done()
+                    yield work
+                    wire = work.at - arrival.at if waited else 0.0
+                if position in self.lost:
+                    return
+                self._unread[position] += 1
+                self.letters.append(MailLetter(position, note, body, wire))
+                self._ring()
+                if self._unread[position] >= _UNREAD:
+                    room = self._room[position] = self.group.transport.bell()
+                    yield room
+        except CommError as error:
+            if isinstance(error, Malformed):
+                self.refused[position] += 1
+            self.lost.setdefault(position, error)
+            self._ring()
+
+    def _read(self, position: int, head: Tensor) -> tuple[MailNote, int]:
+        """Malformed where the head is none of this run."""
+        magic, run, kind, step, attempt, number, length, *figures = head.tolist()
+        note = MailNote(kind, step, attempt, number, *figures)
+        rank = self.group.ranks[position]
+        if magic != MAGIC:
+            raise Malformed(rank, "the head of a letter begins with something else")
+        if run != self.run:
+            raise Malformed(rank, "a letter of another run, or of another configuration")
+        if length not in self.lengths.get(kind, range(0)):
+            raise Malformed(rank, f"a letter of kind {kind} with {length} bytes")
+        if min(note) < 0:
+            raise Malformed(rank, "the head of a letter has numbers below 0")
+        return note, length
+
+    def _ring(self) -> None:
+        if (bell := self._news) is not None:
+            bell.ring()
+
+
+def _rung(bell: Bell) -> Steps[None]:
+    yield AnyOf([bell])
+
+
+def _done(work: Work) -> Steps[None]:
+    yield work

@@ -1,0 +1,157 @@
+"""What an elastic run leaves on record beside its views, for its report, its Goodput and its repetition. Pure.
+
+RUN/members.jsonl      `Membership`'s entries, each with its moment `at`
+RUN/exchanges.jsonl    a `RoundLine` for each round of each worker, and a `StartLine` for each state that one began with
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_type_hints
+
+EXCHANGES = "exchanges.jsonl"
+WHOLE, ALONE = "whole", "alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundLine:
+    """A round of worker `seat` that is over.
+
+    view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
+    which took `seconds` of computing. seats: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
+    that ended it. at: its end, in seconds of that worker's clock.
+    """
+
+    seat: int
+    round: int
+    view: int
+    spare: int
+    steps: int
+    seconds: float
+    seats: tuple[int, ...]
+    outcome: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartLine:
+    """Worker `seat` began before round `first` with the state that `donor` (-1: nobody) had after round `has`; it came
+    in `size` bytes.
+    """
+
+    seat: int
+    first: int
+    donor: int
+    has: int
+    size: int
+    at: float
+
+
+def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
+    """JSON-able."""
+    return asdict(line)
+
+
+def from_line(value: Any) -> RoundLine | StartLine:
+    """Of `as_line`. ValueError where it is none."""
+    if isinstance(value, dict):
+        for kind in (RoundLine, StartLine):
+            hints = get_type_hints(kind)
+            if value.keys() == {field.name for field in fields(kind)}:
+                return kind(**{key: _typed(key, value[key], hints[key]) for key in hints})
+    raise ValueError(f"{str(value)[:60]!r} is no line of {EXCHANGES}")
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if hint is int and whole and -1 <= value < 1 << 53:
+        return value
+    if hint is float and (whole or isinstance(value, float)) and 0 <= value < 1e15:
+        return float(value)
+    if hint is str and isinstance(value, str) and value.isidentifier() and len(value) <= 40:
+        return value
+    if hint == tuple[int, ...] and isinstance(value, list | tuple) and len(value) <= 1 << 16:
+        return tuple(_typed(key, one, int) for one in value)
+    raise ValueError(f"{key} = {str(value)[:40]!r} is not what belongs there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lives:
+    """What `members.jsonl` says: by seat the stretches (from, until) in seconds in which it was connected; the views as
+    (moment, number, first round, seats); counts of entries.
+    """
+
+    present: Mapping[int, list[tuple[float, float]]]
+    views: list[tuple[float, int, int, tuple[int, ...]]]
+    counts: Counter[str]
+    end: float
+
+
+def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
+    """end: of the run, in seconds of the entries' `at`; at least that of the last entry."""
+    present: dict[int, list[tuple[float, float]]] = {}
+    since: dict[int, float] = {}
+    views: list[tuple[float, int, int, tuple[int, ...]]] = []
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        at, event, seat = float(entry.get("at", 0.0)), entry["event"], entry.get("seat", -1)
+        end = max(end, at)
+        counts[event] += 1
+        if event in ("join", "back"):
+            since.setdefault(seat, at)
+        elif event in ("gone", "shut") and seat in since:
+            present.setdefault(seat, []).append((since.pop(seat), at))
+        elif event == "view":
+            view = entry["view"]
+            views.append((at, view["number"], view["since"], tuple(view["seats"])))
+    for seat, at in since.items():
+        present.setdefault(seat, []).append((at, end))
+    return Lives(present=present, views=views, counts=counts, end=end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundAccount:
+    """The rounds of a run: how many were whole, alone (nobody to exchange with), or ended by an error, by its name;
+    `steps` that were done and how long that took; `size` bytes of `gifts`. out_of_turn: rounds without a cell.
+    """
+
+    rounds: int
+    outcomes: Counter[str]
+    out_of_turn: int
+    steps: int
+    seconds: float
+    gifts: int
+    size: int
+
+    @property
+    def alone(self) -> float:
+        """Share of the rounds in which a worker used nobody else's work."""
+        return 1.0 - self.outcomes[WHOLE] / self.rounds if self.rounds else 0.0
+
+
+def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:
+    """Of all lines of a run."""
+    rounds = [line for line in lines if isinstance(line, RoundLine)]
+    gifts = [line for line in lines if isinstance(line, StartLine) and line.donor >= 0]
+    return RoundAccount(
+        rounds=len(rounds),
+        outcomes=Counter(line.outcome for line in rounds),
+        out_of_turn=sum(line.view < 0 for line in rounds),
+        steps=sum(line.steps for line in rounds),
+        seconds=sum(line.seconds for line in rounds),
+        gifts=len(gifts),
+        size=sum(line.size for line in gifts),
+    )
+
+
+def goodput(counted: int, done: RoundAccount, there: Lives) -> float:
+    """Share of the time for which workers were there that they spent in steps that count.
+
+    counted: inner steps whose work is in the weights at the end. Steps are taken to be alike; what a step of a dead
+    worker took that nobody heard of is not computing here.
+    """
+    seconds = sum(until - since for stretches in there.present.values() for since, until in stretches)
+    share = min(counted / done.steps, 1.0) if done.steps else 0.0
+    return done.seconds * share / seconds if seconds else 0.0

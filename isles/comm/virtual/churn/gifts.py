@@ -1,0 +1,99 @@
+"""States on their way from one worker to another on the virtual clock: files as between processes, whose bytes go over
+the same lines as everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isles.comm.elastic.gifts import ON_DEMAND, NotGiven
+from isles.comm.errors import CommError
+from isles.comm.tags import Tag
+from isles.comm.transport import Steps
+from isles.comm.virtual.churn.company import VirtualCompany
+from isles.comm.virtual.transport import VirtualTransport
+
+_GIFTS = 1 << 30  # numbers of their messages, apart from those of control
+
+
+class VirtualGifts:
+    """What the worker of `transport` gives and takes; `others`: those of all workers, by the name of the giver.
+
+    taken: the bytes of each gift that has come here.
+    """
+
+    def __init__(self, transport: VirtualTransport, company: VirtualCompany, others: dict[str, VirtualGifts]) -> None:
+        self.wanted = threading.Event()
+        self.taken: list[int] = []
+        self._transport, self._company, self._others = transport, company, others
+        self._offers: dict[str, tuple[Path, dict[str, Any]]] = {}
+        self._waiting: dict[int, str] = {}  # what each seat waits for
+        self._sent: dict[int, tuple[int, int, bytes, dict[str, Any]]] = {}  # to each seat: number, size, content, facts
+        self._number = 0
+        others[str(company.seat)] = self
+
+    def offer(self, what: str, path: Path, facts: Mapping[str, Any]) -> None:
+        """See `Giver.offer`."""
+        self._offers[what] = path, dict(facts)
+        if what == ON_DEMAND:
+            self.wanted.clear()
+        with self._company.turn:
+            for seat, wanted in list(self._waiting.items()):
+                if wanted == what:
+                    self._send(seat, what)
+
+    def withdraw(self, what: str) -> None:
+        """See `Giver.withdraw`."""
+        self.shut(what)
+
+    def shut(self, what: str) -> None:
+        """See `Giver.shut`."""
+        offer = self._offers.pop(what, None)
+        if offer is not None:
+            offer[0].unlink(missing_ok=True)
+
+    def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+        """See `isles.comm.elastic.gifts.take`."""
+        other, own = self._others.get(giver), self._company
+        if other is None:
+            raise NotGiven("there is none")
+        with own.turn:
+            other._sent.pop(own.seat, None)
+            other._ask(own.seat, what)
+        if not own.wait(lambda: own.seat in other._sent or own.member.lost(other._company.seat), seconds):
+            raise NotGiven(f"nothing came within {seconds:g} s")
+        if own.seat not in other._sent:
+            raise NotGiven("it is gone")
+        number, size, content, facts = other._sent.pop(own.seat)
+        try:
+            self._transport.run(self._receive(other._company.seat, number, size), "control", seconds).wait()
+        except CommError as error:
+            raise NotGiven(str(error)) from error
+        path.write_bytes(content)
+        self.taken.append(size)
+        return facts
+
+    def _receive(self, seat: int, number: int, size: int) -> Steps[None]:
+        yield self._transport.recv(seat, torch.empty(size, dtype=torch.uint8), Tag("control", _GIFTS + number))
+
+    def _ask(self, seat: int, what: str) -> None:
+        self._waiting[seat] = what
+        if what in self._offers and not self._company.is_away:
+            self._send(seat, what)
+        elif what == ON_DEMAND:
+            self.wanted.set()
+
+    def _send(self, seat: int, what: str) -> None:
+        """In a turn: the file goes on the line."""
+        del self._waiting[seat]
+        path, facts = self._offers[what]
+        content = path.read_bytes()
+        self._number += 1
+        self._sent[seat] = self._number, len(content), content, facts
+        self._transport.push(seat, torch.empty(len(content), dtype=torch.uint8), Tag("control", _GIFTS + self._number))
+        self._others[str(seat)]._company.changed()

@@ -1,0 +1,173 @@
+"""Rounds that all their members land together, or none: where workers come and go, of methods with one mean for all.
+
+    opening    among whom, and as which attempt (`Roster.opening`)
+    encode     a copy of the snapshot; what error feedback and low-rank bases were before is kept
+    exchange   the answer's hash is told, or that there is none (`Roster.commit`)
+    verdict    land; or again, from the snapshot and what was kept, among those who are left; or wait
+
+A round whose verdict cannot be had now is put off: nothing has changed here, training goes on, and the next snapshot
+holds what was learned since the last landing. An answer that waits for its verdict is landed once it is told, and what
+was learned meanwhile is added again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from isles.comm.collectives.headers import Stamp
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
+from isles.comm.group import Group
+from isles.comm.roster import Roster
+from isles.network.planner.memory import Held
+from isles.replicas.loop.courier import PAYLOAD, Courier
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment
+from isles.replicas.parts.interfaces import Composition
+
+_POSITIVE = (1 << 61) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What an attempt changes beside its buffer."""
+
+    residual: Tensor | None
+    bases: dict[str, Any]
+
+    @classmethod
+    def of(cls, fragment: Fragment) -> _Kept:
+        residual = fragment.residual
+        return cls(None if residual is None else residual.clone(), fragment.averaging.state_dict())
+
+    def restore(self, fragment: Fragment) -> None:
+        """Into the fragment."""
+        if fragment.residual is not None and self.residual is not None:
+            fragment.residual.copy_(self.residual)
+        fragment.averaging.load_state_dict(self.bases)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An attempt without a verdict. answer: None where it failed; then: what it left behind; live: the weights then."""
+
+    round: int
+    attempt: int
+    answer: Exchange | None
+    digest: int | None
+    then: _Kept
+    live: Tensor | None
+
+
+class AgreedCourier(Courier):
+    """Of one fragment whose answers land at once. Beyond the buffer an attempt takes one more vector, and a copy of the
+    residual and of the bases.
+    """
+
+    def __init__(self, roster: Roster, parts: Composition) -> None:
+        super().__init__(roster, parts)
+        self._waiting: _Waiting | None = None
+        self._sent = 0  # inner step of the last round that landed
+
+    @override
+    def is_alone(self, fragment: Fragment) -> bool:
+        """Never: that a round has one member is said by others."""
+        return False
+
+    @override
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+        vectors = sum(fragment.anchor.nbytes for fragment in fragments)
+        residuals = sum(fragment.residual.nbytes for fragment in fragments if fragment.residual is not None)
+        bases = sum(fragment.averaging.held_bytes for fragment in fragments)
+        return [Held("copies for another attempt", vectors + residuals + bases, "exchange")]
+
+    @override
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
+        """The snapshot, kept as it is: each attempt sends a copy."""
+        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
+
+    @override
+    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+        """Exchange until it lands, or put the round off."""
+        fragment, kept = flight.fragment, _Kept.of(flight.fragment)
+        if not self._resumed(flight):
+            return
+        opening = self.roster.opening(fragment.rounds)
+        while opening is not None:
+            group, attempt = opening
+            answer = self._exchanged(flight, group, attempt)
+            error = self._failure(answer)
+            digest = None if error else fragment.flat.digest(answer.buffer) & _POSITIVE
+            verdict = self.roster.commit(fragment.rounds, attempt, digest, error)
+            if verdict == "land":
+                self._land(flight, answer)
+                return
+            then = _Kept.of(fragment)
+            kept.restore(fragment)
+            opening = None
+            if verdict == "again":
+                opening = self.roster.opening(fragment.rounds)
+            if opening is None:
+                live = None if error else fragment.flat.read(fragment.flat.new())
+                self._waiting = _Waiting(fragment.rounds, attempt, None if error else answer, digest, then, live)
+        self._put_off(flight)
+
+    def _resumed(self, flight: Flight) -> bool:
+        """Ask what became of an attempt that waits; whether another one may be made. The flight lands, or is put off,
+        where not.
+        """
+        fragment, waiting, self._waiting = flight.fragment, self._waiting, None
+        if waiting is None or waiting.round != fragment.rounds:
+            return True
+        verdict = self.roster.commit(waiting.round, waiting.attempt, waiting.digest)
+        if verdict == "again":
+            return True
+        if verdict == "land" and waiting.answer is not None and waiting.live is not None:
+            waiting.then.restore(fragment)
+            learned = fragment.flat.read(fragment.flat.new()).sub_(waiting.live)
+            self._land(flight, waiting.answer)
+            flight.payload.since = learned
+            return False
+        self._waiting = waiting
+        self._put_off(flight)
+        return False
+
+    def _exchanged(self, flight: Flight, group: Group, attempt: int) -> Exchange:
+        """An attempt, begun."""
+        fragment, parts, usable = flight.fragment, self.parts, not flight.payload.is_own_broken
+        buffer = fragment.staging().copy_(flight.payload.buffer)
+        if parts.feedback is not None:
+            usable = fragment.compensate(buffer) and usable
+            if not usable:
+                buffer.zero_()
+        left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
+        stamp = Stamp(flight.lands, fragment.digest, broken=not usable)
+        answer = self._start_in(
+            group, fragment, fragment.rounds, buffer, fragment.averaging, stamp, PAYLOAD, None, None, left, attempt
+        )
+        answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
+        return answer
+
+    def _failure(self, answer: Exchange) -> CommError | None:
+        try:
+            answer.wait()
+        except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
+            return error
+        return None
+
+    def _land(self, flight: Flight, answer: Exchange) -> None:
+        """The copy that was not sent is spare; those of attempts that failed may still be on their way to somebody."""
+        flight.fragment.release(flight)
+        flight.payload = flight.fragment.latest = answer
+        self._sent = flight.lands
+        self._balance(flight.fragment, answer)
+
+    def _put_off(self, flight: Flight) -> None:
+        """As if the round had not been."""
+        fragment = flight.fragment
+        fragment.release(flight)
+        fragment.rounds, fragment.sent = fragment.rounds - 1, self._sent
+        flight.payload.put_off = True

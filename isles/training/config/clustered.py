@@ -1,0 +1,48 @@
+"""`pipeline.routing = "ravnest"`: whether the rest of a configuration goes with clusters. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from isles.models.config import ModelConfig
+from isles.pipeline.config import PipelineConfig
+from isles.training.config.inner import InnerConfig
+
+
+def check_workers(clusters: Sequence[Sequence[int]], workers: int) -> None:
+    """ValueError unless so many workers make up `clusters`."""
+    nodes = sum(len(cuts) + 1 for cuts in clusters)
+    if workers != nodes:
+        raise ValueError(
+            f"pipeline.clusters = {[list(cuts) for cuts in clusters]}: they are {nodes} workers, world.workers = "
+            f"{workers}; set it to {nodes}"
+        )
+
+
+def refuse_clustered(
+    method: str,
+    clusters: int,
+    pipeline: PipelineConfig,
+    inner: InnerConfig,
+    model: ModelConfig,
+    unset: Mapping[str, tuple[object, object]],
+) -> None:
+    """ValueError, with the key, for what asynchronous stages cannot do. unset: by key, a value and what it must be."""
+    if method not in (("localsgd",) if clusters > 1 else ("localsgd", "none")):
+        raise ValueError(
+            f'replicas.method = "{method}": clusters average weights every replicas.sync_every steps; choose '
+            '"localsgd"' + ("" if clusters > 1 else ', or "none"')
+        )
+    for key, (value, wanted) in unset.items():
+        if value != wanted:
+            raise ValueError(f'{key} = {value!r}: pipeline.routing = "ravnest" wants {wanted!r}; set it to that')
+    if inner.max_norm and pipeline.clip == "model":
+        raise ValueError(
+            'pipeline.clip = "model" wants all stages at one step; with routing = "ravnest" choose "stage", or '
+            "inner.max_norm = 0"
+        )
+    if model.own is None and model.shape().tie_embeddings:
+        raise ValueError(
+            "model.tie_embeddings = true: the embedding is the head as well, and they lie at two ends of a cluster; "
+            "set it to false"
+        )

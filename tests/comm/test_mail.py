@@ -1,0 +1,173 @@
+"""Letters: whole, in order, from anyone; what cannot be one ends its sender's mail, is counted and named."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import isles
+from isles.comm.collectives.mail import MAGIC, Mail, MailNote
+from isles.comm.mesh import Mesh
+from tests.gloo import run_gloo
+
+RUN, WORK, WORD = 77, 1, 2
+LENGTHS = {WORK: range(1000, 1001), WORD: range(1)}
+
+
+def mailbox(world: Mesh) -> Mail:
+    return Mail(world.world, run=RUN, lengths=LENGTHS)
+
+
+def taken(box: Mail, letters: int) -> list[Any]:
+    """As many letters as that, or fewer where all others are lost."""
+    found = []
+    while len(found) < letters and len(box.lost) < box.group.size - 1:
+        while (letter := box.take()) is not None:
+            found.append(letter)
+        if len(found) < letters:
+            box.wait()
+    while (letter := box.take()) is not None:
+        found.append(letter)
+    return found
+
+
+def talk(world: Mesh) -> Any:
+    """Everybody sends 20 letters to everybody, long and short; all must come whole and in order."""
+    box = mailbox(world)
+    for number in range(20):
+        for position in world.world.others:
+            body = torch.full((1000,), (7 * world.rank + number) % 251, dtype=torch.uint8)
+            kind = WORK if number % 3 else WORD
+            box.send(position, MailNote(kind, 1, 0, number, queue=world.rank), body if kind == WORK else None)
+    letters = taken(box, 20 * (world.size - 1))
+    box.settle()
+    world.world.barrier()
+    for letter in letters:
+        assert letter.body.numel() == (1000 if letter.note.kind == WORK else 0)
+        assert (letter.body == (7 * letter.sender + letter.note.number) % 251).all()
+        assert letter.note.queue == letter.sender
+    by = {
+        position: [each.note.number for each in letters if each.sender == position] for position in world.world.others
+    }
+    return by
+
+
+@pytest.mark.parametrize("run", [isles.run_virtual, run_gloo])
+def test_letters_come_whole_and_in_order(run: Any) -> None:
+    for rank, found in enumerate(run(talk, 3)):
+        assert found == {position: list(range(20)) for position in range(3) if position != rank}
+
+
+def wake(world: Mesh) -> float:
+    """Seconds that a wait of a quarter of a second takes, while nothing comes; then one that a letter ends."""
+    box, now = mailbox(world), world.transport.now
+    world.world.barrier()
+    began = now()
+    if world.rank == 0:
+        box.wait(0.25)
+        waited = now() - began
+        box.wait(30.0)
+        assert box.take() is not None and now() - began < 10
+        world.world.barrier()
+        return waited
+    world.transport.compute(0.6)
+    time.sleep(0.6 if world.transport.native else 0.0)
+    box.send(0, MailNote(WORD, 1))
+    world.world.barrier()
+    return 0.25
+
+
+@pytest.mark.parametrize("run", [isles.run_virtual, run_gloo])
+def test_a_wait_ends_with_its_seconds_or_with_a_letter(run: Any) -> None:
+    assert run(wake, 2)[0] == pytest.approx(0.25, abs=1e-9 if run is isles.run_virtual else 0.3)
+
+
+HOSTILE = {
+    "magic": ([MAGIC + 1, RUN, WORD, 1, 0, 0, 0, 0, 0, 0], "begins with something else"),
+    "run": ([MAGIC, RUN + 1, WORD, 1, 0, 0, 0, 0, 0, 0], "another run"),
+    "length": ([MAGIC, RUN, WORK, 1, 0, 0, 999, 0, 0, 0], "999 bytes"),
+    "huge": ([MAGIC, RUN, WORK, 1, 0, 0, 1 << 62, 0, 0, 0], "bytes"),
+    "below": ([MAGIC, RUN, WORK, 1, 0, 0, -1, 0, 0, 0], "bytes"),
+    "kind": ([MAGIC, RUN, 9, 1, 0, 0, 0, 0, 0, 0], "kind 9"),
+    "number": ([MAGIC, RUN, WORD, 1, 0, -5, 0, 0, 0, 0], "below 0"),
+}
+
+
+def attacked(world: Mesh, head: list[int]) -> Any:
+    """Worker 2 sends a head that is none, and more; 0 and 1 go on with each other."""
+    box = mailbox(world)
+    if world.rank == 2:
+        call = world.world.call("pipeline", round=0)
+        works = [call.send(position, torch.tensor(head), 62) for position in (0, 1)]
+        box.send(0, MailNote(WORD, 1))
+        world.world.barrier()
+        return [work.error for work in works]
+    for number in range(3):
+        box.send(1 - world.rank, MailNote(WORK, 1, 0, number), torch.zeros(1000, dtype=torch.uint8))
+    letters = [letter for letter in taken(box, 3) if letter.sender != 2]
+    while 2 not in box.lost:
+        box.wait(20.0)
+    box.settle()
+    found = len(letters), str(box.lost[2]), dict(box.refused), list(box.lost)
+    world.world.barrier()
+    return found
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_letter_of_this_run_ends_the_mail_of_its_sender_alone(name: str) -> None:
+    head, why = HOSTILE[name]
+    for letters, error, refused, lost in isles.run_virtual(attacked, 3, args=(head,))[:2]:
+        assert (letters, refused, lost) == (3, {2: 1}, [2])
+        assert error.startswith("worker 2 sent what cannot be read") and why in error
+
+
+def test_the_same_with_real_processes() -> None:
+    head, _ = HOSTILE["huge"]
+    for letters, _, refused, lost in run_gloo(attacked, 3, args=(head,))[:2]:
+        assert (letters, refused, lost) == (3, {2: 1}, [2])
+
+
+def left(world: Mesh) -> Any:
+    """Worker 1 sends one letter and ends; its letter is read, then its loss is told once."""
+    box = mailbox(world)
+    if world.rank == 1:
+        box.send(0, MailNote(WORK, 3), torch.ones(1000, dtype=torch.uint8))
+        box.settle()
+        raise KeyError("gone")
+    while 1 not in box.lost:
+        box.wait(30.0)
+    letter = box.take()
+    box.send(1, MailNote(WORD, 1))
+    before = world.transport.now()
+    box.wait(0.0)  # told at once, as it was not told yet
+    box.wait(0.1)
+    assert world.transport.now() >= before + 0.1
+    return letter is not None and letter.note.step, type(box.lost[1]).__name__, math.isfinite(before)
+
+
+def test_a_loss_is_told_after_the_last_letter() -> None:
+    assert isles.run_virtual(left, 2, return_errors=True)[0] == (3, "PeerLost", True)
+
+
+def test_a_sender_that_is_not_read_waits() -> None:
+    """No more than 256 letters of one sender lie here unread; all come in the end."""
+
+    def flood(world: Mesh) -> Any:
+        box = mailbox(world)
+        if world.rank == 1:
+            for number in range(700):
+                box.send(0, MailNote(WORD, 1, 0, number))
+            world.world.barrier()
+            return None
+        world.transport.compute(60.0)
+        box.wait(60.0)
+        held = len(box.letters)
+        letters = taken(box, 700)
+        world.world.barrier()
+        return held, [letter.note.number for letter in letters] == list(range(700))
+
+    assert isles.run_virtual(flood, 2)[0] == (256, True)

@@ -1,0 +1,181 @@
+"""Averages over clusters of different cuts: the arithmetic mean everywhere, its bytes, and what a loss leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isles
+from isles.comm.codecs import codec
+from isles.comm.collectives.mean import sent_bytes
+from isles.pipeline.ravnest.refinement import SharedSegment, refinement
+from tests.gloo import run_gloo
+from tests.pipeline.ravnest import averages, nodes
+from tests.pipeline.ravnest.averages import THREE, Killed, Plan
+from tests.pipeline.ravnest.nodes import Wet
+
+LONG = pytest.mark.long
+FAST = isles.Links(bandwidth=1e8, latency=0.01)
+
+
+def virtual(plan: Plan, **options: Any) -> list[Any]:
+    return isles.run_virtual(averages.train, plan.workers, links=FAST, args=(plan,), step_seconds=0.0, **options)
+
+
+def by_cluster(done: list[dict[str, Any]], what: str) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for node in done:
+        found.setdefault(node["cluster"], {}).update(node[what])
+    return found
+
+
+def test_the_refinement_of_three_cuts() -> None:
+    clusters = [{0: "abc", 1: "def"}, {2: "ab", 3: "cde", 4: "f"}, {5: "abcdef"}]
+    found = refinement([{rank: list(names) for rank, names in one.items()} for one in clusters])
+    assert found == [
+        SharedSegment((0, 2, 5), ("a", "b")),
+        SharedSegment((0, 3, 5), ("c",)),
+        SharedSegment((1, 3, 5), ("d", "e")),
+        SharedSegment((1, 4, 5), ("f",)),
+    ]
+    with pytest.raises(ValueError, match="do not hold the same"):
+        refinement([{0: ["a", "b"]}, {1: ["a"]}])
+    with pytest.raises(ValueError, match="holds 'a' at workers 1 and 2"):
+        refinement([{0: ["a"]}, {1: ["a"], 2: ["a"]}])
+
+
+CUTS = [THREE, ((1,), (3,)), ((), (2,), (1, 3), (1, 2, 3)), ((2,),)]
+LONG_MEANS = [pytest.param(cuts, weights, marks=LONG) for cuts in CUTS for weights in ("equal", "samples")]
+
+
+@pytest.mark.parametrize(("cuts", "weights"), [(THREE, "equal"), (CUTS[2], "samples"), *LONG_MEANS], ids=str)
+def test_every_cluster_has_the_mean(cuts: tuple[tuple[int, ...], ...], weights: str) -> None:
+    """Of weights and of the optimizer's state, whatever the cuts; odd shapes."""
+    plan = Plan(cuts, moved=True, weights=weights, with_state=True, optimizer="adamw")  # type: ignore[arg-type]
+    done = virtual(plan)
+    counts = [averages.samples(plan, number) if weights == "samples" else 1 for number in range(len(cuts))]
+
+    def mean(name: str, shape: torch.Size, start: Tensor | float = 0.0) -> Tensor:
+        shares = [count * averages.moved(name, number, shape).double() for number, count in enumerate(counts)]
+        return start + torch.stack(shares).sum(0) / sum(counts)
+
+    apart = by_cluster(done, "weights")
+    assert all(own.keys() == apart[0].keys() for own in apart.values()) and len(apart) == len(cuts)
+    for name, start in Wet(0.0).named_parameters():
+        expected = mean(name, start.shape, start.detach().double())
+        for own in apart.values():
+            assert torch.equal(own[name], apart[0][name])
+            assert (own[name].double() - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()) * 4)
+    for name, moments in by_cluster(done, "moments")[0].items():
+        assert torch.allclose(moments[0].double(), mean(name + "m", moments[0].shape), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuts", [THREE, *(pytest.param(cuts, marks=LONG) for cuts in CUTS[1:3])], ids=str)
+def test_bytes_are_those_of_the_formula(cuts: tuple[tuple[int, ...], ...]) -> None:
+    """2 (C - 1) / C of what a node holds; beside it a header for each segment, and two words for each other node."""
+    plan, clusters = Plan(cuts, moved=True), len(cuts)
+    held = [
+        {rank: [n for n, _ in stage.named_parameters()] for rank, stage in zip(ranks, own, strict=True)}
+        for ranks, own in zip(plan.ranks, averages.parts(plan), strict=True)
+    ]
+    sizes = {name: parameter.numel() for name, parameter in Wet(0.0).named_parameters()}
+    for rank, node in enumerate(virtual(plan)):
+        own = [segment for segment in refinement(held) if rank in segment.holders]
+        counts = [sum(sizes[name] for name in segment.names) for segment in own]
+        places = [segment.holders.index(rank) for segment in own]
+        words = 2 * 2 * 8 * (plan.workers - 1)
+        exact = [
+            sent_bytes(count, torch.float32, codec("none"), clusters, place)
+            for count, place in zip(counts, places, strict=True)
+        ]
+        assert node["sent"] == sum(exact) + words
+        volume = 2 * (clusters - 1) / clusters * 4 * sum(counts)
+        rounding = len(own) * (32 * (clusters - 1) + 8 * clusters)
+        assert abs(node["sent"] - words - volume) <= rounding
+
+
+@pytest.mark.parametrize("cuts", [THREE, pytest.param(((), ()), marks=LONG)], ids=str)
+def test_every_step_averaged_is_data_parallel(cuts: tuple[tuple[int, ...], ...]) -> None:
+    """With SGD, whose step is linear in the gradient (no momentum is averaged here: it is linear too)."""
+    plan = Plan(cuts, rounds=6)
+    model = Wet(0.0)
+    optimizer = nodes.stepper("sgd", list(model.parameters()))
+    for number in range(plan.rounds):
+        for cluster in range(len(cuts)):
+            text = averages.text(cluster, number)
+            x = model.enter(text[:, :-1])
+            for block in model.blocks:
+                x = model.through(block, x)
+            loss = nn.functional.cross_entropy(model.leave(x).flatten(0, 1), text[:, 1:].flatten())
+            (loss / len(cuts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for own in by_cluster(virtual(plan), "weights").values():
+        for name, weight in model.named_parameters():
+            assert (own[name] - weight).abs().max() <= 1e-6, name
+
+
+def survivors(plan: Plan, done: list[Any]) -> list[dict[str, Any]]:
+    """What the clusters that are whole came to; the victim's has ended with errors."""
+    assert plan.victim is not None
+    lost = next(number for number, ranks in enumerate(plan.ranks) if plan.victim in ranks)
+    left = [number for number in range(len(plan.cuts)) if number != lost]
+    for number, ranks in enumerate(plan.ranks):
+        for rank in ranks:
+            assert isinstance(done[rank], Exception) == (number == lost), (rank, done[rank])
+    kept = [one for one in done if not isinstance(one, Exception)]
+    apart = by_cluster(kept, "weights")
+    assert sorted(apart) == left and all(node["whole"] == left for node in kept)
+    for own in apart.values():
+        assert all(torch.equal(own[name], weight) for name, weight in apart[left[0]].items())
+    return kept
+
+
+MOMENTS = [(0, 7), (1, 14), (2, 9), (4, 6), (5, 13)]
+
+
+@pytest.mark.parametrize(("victim", "after"), MOMENTS)
+def test_a_lost_node_takes_its_cluster_out(victim: int, after: int) -> None:
+    """At that message of its: in training, in an average, in its verdict. The others agree, and go on."""
+    plan = Plan(THREE, rounds=3, each=2, victim=victim, after=after)
+    survivors(plan, virtual(plan, return_errors=True))
+
+
+@LONG
+@pytest.mark.parametrize("victim", range(6))
+def test_a_node_lost_at_any_message_takes_its_cluster_out(victim: int) -> None:
+    for after in range(400):
+        plan = Plan(THREE, rounds=3, each=2, victim=victim, after=after)
+        done = virtual(plan, return_errors=True)
+        if not any(isinstance(one, Exception) for one in done):
+            assert after > 20  # it had sent all it had to
+            return
+        if not isinstance(done[victim], Killed):
+            raise AssertionError(done[victim])
+        own = next(ranks for ranks in plan.ranks if victim in ranks)
+        assert not any(isinstance(one, Exception) for rank, one in enumerate(done) if rank not in own), (after, done)
+        kept = [one for rank, one in enumerate(done) if rank not in own]
+        apart = by_cluster(kept, "weights")
+        first = next(iter(apart))
+        for own in apart.values():
+            assert all(torch.equal(own[name], weight) for name, weight in apart[first].items()), after
+    raise AssertionError("it never came to its end")
+
+
+@LONG
+@pytest.mark.parametrize(("victim", "after"), [(1, 5), (4, 8)])
+def test_a_killed_process_takes_its_cluster_out(victim: int, after: int) -> None:
+    plan = Plan(THREE, rounds=3, each=2, victim=victim, after=after)
+    done = isles.run_local(averages.train, plan.workers, args=(plan, "kill"), return_errors=True)
+    survivors(plan, done)
+
+
+@LONG
+def test_gloo_has_the_same_bits() -> None:
+    plan = Plan(THREE, rounds=2, each=3, optimizer="adamw", with_state=True)
+    for ours, theirs in zip(run_gloo(averages.train, 6, args=(plan,)), virtual(plan), strict=True):
+        assert ours["sent"] == theirs["sent"]
+        assert all(torch.equal(weight, theirs["weights"][name]) for name, weight in ours["weights"].items())

@@ -1,0 +1,171 @@
+"""Runs whose workers come and go on the virtual clock: real training through traces of every kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from isles.comm.elastic.cells import batches
+from isles.comm.elastic.messages import from_plain
+from isles.comm.elastic.record import RoundLine, StartLine
+from isles.data.lots import rows
+from isles.network.churn import ChurnEvent, rate_of, write_trace
+from isles.network.planner.churned import churn_costs
+from isles.training.config.reading import resolve
+from isles.training.config.sections import Config
+from isles.training.elastic.churned import ChurnedRun, trace_of
+from isles.training.elastic.figures import recorded
+from isles.training.elastic.terms import going_on
+
+
+def small(folder: Path, workers: int, steps: int, *, every: int = 2, **world: Any) -> Config:
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog; nobody else does. " * 300)
+    tables = {
+        "model": {"layers": 1, "d_model": 16, "heads": 2, "context": 16},
+        "data": {"path": str(text), "batch_size": 2},
+        "replicas": {"method": "noloco", "sync_every": every},
+        "run": {"steps": steps, "log_every": every},
+        "world": {"backend": "virtual", "workers": workers, "step_seconds": 10.0, **world},
+    }
+    return going_on(resolve(tables))
+
+
+def churned(config: Config, trace: list[ChurnEvent], folder: Path, name: str = "run") -> ChurnedRun:
+    file = folder / f"{name}.jsonl"
+    write_trace(trace, str(file))
+    run = ChurnedRun(config, str(file), folder / name, lambda line: None, lambda notice: None)
+    run.run()
+    return run
+
+
+def read_by(out: Path, lines: list[Any]) -> list[int]:
+    """The place in the data's order of the first row of each batch that was read in turn."""
+    entries, _ = recorded(out)
+    views = {v.number: v for v in (from_plain(entry["view"]) for entry in entries if entry["event"] == "view")}
+    found = []
+    for line in lines:
+        if isinstance(line, RoundLine) and line.view >= 0:
+            place = views[line.view].place(line.seat)
+            assert place is not None
+            found += [int(rows(*one, batch_size=1)[0]) for one in batches(views, views[line.view], line.round, place)]
+    return found
+
+
+EVERYTHING = [
+    ChurnEvent(30.0, "join", 2),
+    ChurnEvent(65.0, "kill", 1),
+    ChurnEvent(71.0, "pause", 2),
+    ChurnEvent(90.0, "lighthouse", 25.0),
+    ChurnEvent(133.0, "resume", 2),
+    ChurnEvent(150.0, "leave", 0),
+    ChurnEvent(200.0, "join", 1),
+    ChurnEvent(220.0, "pause", 3),
+    ChurnEvent(221.0, "resume", 3),
+]
+
+
+def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
+    """It ends, twice alike; who is left has done the last round, and what was read is read once."""
+    config = small(tmp_path, 4, 40)
+    one, two = churned(config, EVERYTHING, tmp_path, "one"), churned(config, EVERYTHING, tmp_path, "two")
+    assert one.meeting.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
+    assert one.lines == two.lines and one.meeting.journal == two.meeting.journal
+    for name in load_file(one.out / "model.safetensors"):
+        mine, other = (load_file(run.out / "model.safetensors")[name] for run in (one, two))
+        assert np.array_equal(mine, other)
+    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.seats)
+
+    _, lines = recorded(one.out)
+    starts = {line.seat: line for line in lines if isinstance(line, StartLine)}
+    assert all(starts[seat].donor >= 0 and starts[seat].size > 0 for seat in (4, 5, 6))
+    rounds = [line for line in lines if isinstance(line, RoundLine)]
+    assert max(line.round for line in rounds if line.seat == 0) < 20  # it left
+    assert max(line.round for line in rounds if line.seat == 1) <= 3  # it died
+    for seat in (4, 5, 6):  # a joiner keeps step with the others: it meets them in its first rounds
+        own = sorted((line for line in rounds if line.seat == seat), key=lambda line: line.round)
+        assert [line.round for line in own] == list(range(own[0].round, 21))
+        assert "whole" in {line.outcome for line in own[:4]}
+
+    positions = read_by(one.out, lines)
+    twice = len(positions) - len(set(positions))
+    assert twice <= config.replicas.sync_every * 3  # a cell a loss: one death and one long pause, seen by few
+    assert one.summary["inner_steps_counted"] == one.counted() <= len(set(positions))
+    assert 0.5 < one.summary["goodput"] < 1.0
+
+
+def test_without_churn_it_is_the_fixed_world(tmp_path: Path) -> None:
+    """Weights to the bit."""
+    from isles.training.running.run import launch
+
+    config = small(tmp_path, 3, 12)
+    run = churned(config, [], tmp_path)
+    summary = launch(config, tmp_path / "fixed", lambda line: None, lambda notice: None)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "fixed"))
+    assert all(np.array_equal(one[name], two[name]) for name in two) and one.keys() == two.keys()
+    assert run.summary["val_loss_replicas"] == summary["val_loss_replicas"]
+    assert run.summary["goodput"] > 0.99 and run.summary["inner_steps_counted"] == 3 * 12
+
+
+def test_a_run_ends_whose_last_workers_came_too_late(tmp_path: Path) -> None:
+    """All founders die; those who come find no round to begin, and hand in the state that they have."""
+    trace = [ChurnEvent(75.0, "join", 1), *(ChurnEvent(95.0 + seat, "kill", seat) for seat in range(2))]
+    run = churned(small(tmp_path, 2, 10), trace, tmp_path)
+    assert set(run.results) == {2}
+
+
+def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
+    config = small(tmp_path, 4, 40)
+    done = {}
+    for name in ("halving", "doubling"):
+        run = ChurnedRun(config, name, tmp_path / name, lambda line: None, lambda notice: None)
+        done[name] = run.run()
+    assert trace_of(config, "doubling")[0] == 2 and trace_of(config, "halving")[0] == 4
+    for name in ("inner_steps", "inner_steps_counted"):
+        assert done["halving"][name] == pytest.approx(done["doubling"][name], rel=0.25)  # views come three rounds late
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    config = small(tmp_path, 2, 4, pause_every=60.0)
+    with pytest.raises(ValueError, match=r"world.pause_every: with --churn pauses stand in the trace"):
+        trace_of(config, "10%/h")
+    with pytest.raises(ValueError, match=r"--nodes"):
+        going_on(resolve({"replicas": {"method": "ddp"}, "world": {"backend": "virtual"}}))
+
+
+def test_the_records_lines_are_checked() -> None:
+    from isles.comm.elastic.record import as_line, from_line
+
+    line = RoundLine(seat=1, round=2, view=-1, spare=0, steps=2, seconds=1.0, seats=(1, 2), outcome="whole", at=3.5)
+    assert from_line(json.loads(json.dumps(as_line(line)))) == line
+    for bad in ({"seat": "1"}, {"seats": [True]}, {"outcome": "a b"}, {"at": -1.0}, {"steps": 1 << 60}, {"more": 1}):
+        with pytest.raises(ValueError):
+            from_line({**as_line(line), **bad})
+
+
+@pytest.mark.long
+def test_churn_costs_what_is_planned(tmp_path: Path) -> None:
+    """256 workers, all of which die once an hour: shares of rounds alone and of work lost within a quarter."""
+    every, hour = 5, 60
+    config = small(tmp_path, 256, hour, every=every, step_seconds=60.0)
+    summary = ChurnedRun(config, "100%/h", tmp_path / "run", lambda line: None, lambda notice: None).run()
+    rate = rate_of("100%/h")
+    assert rate is not None and summary["losses"] > 200
+    planned = churn_costs(
+        rate,
+        workers=256,
+        parameters=summary["parameters"],
+        computing=60.0 * every,
+        waits=0.0,
+        bytes_a_round=0.0,
+        rounds=hour // every,
+    )
+    found = {name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "gifts", "losses", "joins")}
+    print(found, planned)
+    assert summary["rounds_alone"] == pytest.approx(planned.alone, rel=0.25)
+    assert summary["work_lost"] == pytest.approx(planned.lost, rel=0.25)
