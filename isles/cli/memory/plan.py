@@ -110,15 +110,15 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
     for stage in range(asked.pipeline.stages):
         with _quiet():
             made = profile_of(asked, stage)
+            found: MemoryPlan | InfeasibleBudget
             try:
                 found = planned(asked, made, here)
             except InfeasibleBudget as error:
-                found, least = None, error.device_bytes
+                found = error
         size = f"{len(made.units)} blocks, {format_count(made.params)}"
-        if found is None:
-            rows.append(
-                (str(stage), size, str(made.in_flight), "does not fit", f"{format_bytes(least)} at least", "", "")
-            )
+        if isinstance(found, InfeasibleBudget):
+            least = f"{format_bytes(found.device_bytes)} at least"
+            rows.append((str(stage), size, str(made.in_flight), "does not fit", least, "", ""))
             continue
         plans.append(json.loads(found.to_json()) | {"stage": stage})
         hosted.append(stage)
