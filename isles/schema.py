@@ -134,6 +134,10 @@ class Summary:
     """Of the simulated clock; None where there is none."""
     seed: int
     corpus_sha256: str
+    links: Mapping[str, int] | None = None
+    """Of a run whose workers come and go: bytes that they sent to each other direct and relayed, and relayed_here, the
+    lighthouse's own count of those, with what frames and encryption add; else None, and left out.
+    """
     memory: Mapping[str, Any] | None = None
     """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
     out.

@@ -55,6 +55,9 @@ def plan(
     subspace_update: Annotated[
         int | None, typer.Option(help="With --boundary subspace:K: steps after which it is turned. Default never.")
     ] = None,
+    churn: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Workers come and go, such as 10%/h: what that costs.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Instead: a calculation of the papers.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List those.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
@@ -90,6 +93,7 @@ def plan(
         boundary=boundary,
         boundary_codec=boundary_codec,
         subspace_update=subspace_update,
+        churn=churn,
     )
     if listen is not None:
         if asked.given or preset is not None or presets or json or out is not None or write is not None:
@@ -125,6 +129,7 @@ def _plan_stages(asked: Asked, json: bool, out: Path | None, write: Path | None)
     from isles.report.sheets.splits import splits_sheet
 
     extra = [*(["--write"] if write is not None else []), *(["--targets"] if asked.targets is not None else [])]
+    extra += ["--churn"] if asked.churn is not None else []
     if extra:
         raise ValueError(f"--stages plans splits of the workers: leave out {', '.join(extra)}")
     job, network = job_of(asked)
@@ -133,16 +138,19 @@ def _plan_stages(asked: Asked, json: bool, out: Path | None, write: Path | None)
 
 
 def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
-    from isles.cli.plan_job import config_of, job_of
+    from isles.cli.plan_job import churn_of, config_of, job_of
     from isles.network.planner import planner
+    from isles.report.sheets.churn import with_churn
     from isles.report.sheets.plan import plan_sheet
 
     if write is not None and write.exists():
         raise ValueError(f"--write {write}: exists already; name a new file")
     shares = _shares("90" if asked.targets is None else asked.targets)
+    churn = None if asked.churn is None else churn_of(asked.churn)
     job, network = job_of(asked)  # after all that can be refused at once: it may measure
     plans = planner.plan(job, targets=shares, every=asked.sync_every)
-    _show(plan_sheet(job, plans, network, targets=shares), json, out)
+    made = plan_sheet(job, plans, network, targets=shares)
+    _show(made if churn is None else with_churn(made, job, plans, churn), json, out)
     if write is not None:
         try:
             write.write_text(config_of(job, plans[0], network), encoding="utf-8")

@@ -13,6 +13,7 @@ from isles.errors import unknown_name
 
 if TYPE_CHECKING:
     from isles.models.sizes import Shape
+    from isles.network.churn import Poisson
     from isles.network.links import Links
     from isles.network.planner.job import Job
     from isles.network.planner.planner import Plan
@@ -47,12 +48,23 @@ class Asked:
     boundary: str | None = None
     boundary_codec: str | None = None
     subspace_update: int | None = None
+    churn: str | None = None
 
     @property
     def given(self) -> list[str]:
         """The options that were given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None]
+
+
+def churn_of(text: str) -> Poisson:
+    """Of --churn. ValueError for what is no rate."""
+    from isles.network.churn import rate_of
+
+    rate = rate_of(text)
+    if rate is None:
+        raise ValueError(f"--churn {text}: write a rate such as 10%/h; traces and pools: isles simulate --churn")
+    return rate
 
 
 def job_of(asked: Asked) -> tuple[Job, str]:

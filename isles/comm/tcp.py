@@ -11,9 +11,12 @@ however long it was told to go on: `keep_trying` spreads them, and has what wait
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import stat
 import struct
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _TCP_INFO, _USER_TIMEOUT, _RTO_MAX = 11, 18, 44  # of linux/tcp.h
@@ -47,6 +50,8 @@ class Seen(NamedTuple):
     """That were not answered, while nothing is under way."""
     rate: float | None
     """Bits per second at which what was sent was acknowledged, while there was any; None: not enough yet."""
+    received: int
+    """Bytes, since it began."""
 
 
 def endpoint(address: tuple[object, ...]) -> str:
@@ -69,8 +74,24 @@ def seen(connection: socket.socket) -> Seen | None:
             name = f"{endpoint(connection.getsockname())} {endpoint(connection.getpeername())}" if established else ""
             again = rto / 1e6 if tries and established else 0.0
             rate = 8e6 * acked / busy if busy and acked > _TELLING else None
-            return Seen(name, established, acked + received, again, not (unacked or unsent), probes, rate)
+            return Seen(name, established, acked + received, again, not (unacked or unsent), probes, rate, received)
     return None
+
+
+def looks() -> dict[int, Seen]:
+    """This process's established TCP connections, by descriptor. Empty where the kernel does not say."""
+    if sys.platform != "linux":
+        return {}
+    found = {int(fd): look for fd in os.listdir("/proc/self/fd") for end in opened(int(fd)) if (look := seen(end))}
+    return {fd: look for fd, look in found.items() if look.is_established}
+
+
+def opened(fd: int) -> Iterator[socket.socket]:
+    """The socket behind a descriptor, as a duplicate that lives for one look; nothing where it is none."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            with socket.socket(fileno=os.dup(fd)) as end:
+                yield end
 
 
 def is_far(name: str) -> bool:

@@ -101,19 +101,29 @@ def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[Chu
     workers: founders; of a pool: its largest size. seconds: length of the run. ValueError, in one line, for none of
     these, or for a file in which something cannot be.
     """
-    rate, _, rest = name.partition(",")
-    found = _RATE.fullmatch(rate)
-    if found:
-        repair = re.fullmatch(r"\s*repair\s+([0-9.]+)\s*s?\s*", rest) if rest else None
-        if rest and repair is None:
-            raise ValueError(f"churn = {name!r}: after the rate comes 'repair SECONDS', such as '10%/h, repair 600'")
-        share = float(found[1]) / 100 / _SECONDS[found[2]]
-        return Poisson(per_second=share, repair=float(repair[1]) if repair else 0.0).events(workers, seconds, seed)
+    rate = rate_of(name)
+    if rate is not None:
+        return rate.events(workers, seconds, seed)
     if name in POOLS:
         return pool(POOLS[name], workers=workers, seconds=seconds)
     if Path(name).suffix in (".jsonl", ".json"):
         return read_trace(name, workers=workers)
     raise ValueError(unknown_name("churn", name, list(POOLS)) + ", a rate such as 10%/h, or a .jsonl file")
+
+
+def rate_of(name: str) -> Poisson | None:
+    """The churn whose rate `name` is ("10%/h", "1%/h, repair 600"); None where it is no rate. ValueError for half of
+    one.
+    """
+    rate, _, rest = name.partition(",")
+    found = _RATE.fullmatch(rate)
+    if found is None:
+        return None
+    repair = re.fullmatch(r"\s*repair\s+([0-9.]+)\s*s?\s*", rest) if rest else None
+    if rest and repair is None:
+        raise ValueError(f"churn = {name!r}: after the rate comes 'repair SECONDS', such as '10%/h, repair 600'")
+    share = float(found[1]) / 100 / _SECONDS[found[2]]
+    return Poisson(per_second=share, repair=float(repair[1]) if repair else 0.0)
 
 
 def founders(name: str, workers: int) -> int:

@@ -222,3 +222,17 @@ def test_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == "False\n" and json.loads(done.stdout)["rows"]
+
+
+def test_what_churn_costs(plan):
+    job = ("--params", "1e8", "--layers", "12", "--step-time", "1", "--workers", "64", "--links", "home-fibre")
+    code, out, _ = plan(*job, "--churn", "10%/h", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and {row["method"] for row in rows if "churn" in row} == {"noloco"}
+    costs = next(row["churn"] for row in rows if "churn" in row)
+    assert 0 < costs["alone"] < 0.1 and costs["gifts"] == pytest.approx(2 * 6.4 * 20e8)
+    code, out, _ = plan(*job, "--churn", "10%/h")
+    assert "of the rounds alone" in out and "joiners wait" in out and "Mbit/s through it" in out
+    for wrong in ("constant", "10%", "10%/h, soon"):
+        code, _, told = plan(*job, "--churn", wrong)
+        assert code == 2 and wrong in told and told.count("\n") == 1

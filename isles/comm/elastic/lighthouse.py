@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from isles.comm.elastic.calls import call
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.links.relayed import RelayCounter
+from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
     Admitted,
@@ -33,7 +35,6 @@ from isles.comm.elastic.messages import (
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules
 from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.elastic.whereabouts import Whereabouts
 from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class Lighthouse:
     """config: the run's, as text. version: of isles, which all must have. heard(seat, event): what a worker reports,
     parsed from JSON but unchecked; ValueError refuses it.
 
-    refused: what was not taken, counted by (seat or -1, reason).
+    port: of the session. refused: what was not taken, counted by (seat or -1, reason). relayed: bytes that workers
+    have sent to each other over this lighthouse.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class Lighthouse:
         *,
         config: str,
         version: str,
+        port: int,
         heard: Callable[[int, Any], None],
     ) -> None:
         self.refused: Counter[tuple[int, str]] = Counter()
         self.finished: set[int] = set()
+        self.relayed = 0
+        self._relay = RelayCounter(port, lambda: session.taken)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
@@ -193,6 +198,7 @@ class Lighthouse:
 
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))
+        self.relayed = self._relay.relayed()
 
     def _call(self, asked: Callable[[Membership, float], T]) -> T:
         with self._lock:

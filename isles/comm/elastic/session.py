@@ -27,7 +27,6 @@ from isles.comm.credentials import Credentials, write_private
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE = 4 << 20
 USER = "isles"
-LEASE = 3.0  # seconds of silence after which another one counts as gone
 Mode = Literal["router", "client"]
 
 
@@ -68,6 +67,7 @@ class Session:
 
     def __init__(self, session: Any, engine: Any) -> None:
         self._session, self._engine = session, engine
+        self.taken = 0  # bytes of what was said to this session itself
         self._declared: list[Any] = []
         self._todo: SimpleQueue[tuple[Callable[..., None], Any] | None] = SimpleQueue()
         self._closed = False
@@ -80,7 +80,9 @@ class Session:
         """Have `answer` called with every question to `key`."""
 
         def asked(query: Any) -> None:
-            answer(IncomingQuery(query))
+            incoming = IncomingQuery(query)
+            self.taken += len(incoming.payload) + len(incoming.attachment)
+            answer(incoming)
 
         self._declared.append(self._session.declare_queryable(key, lambda query: self._todo.put((asked, query))))
 
@@ -105,6 +107,7 @@ class Session:
 
         def replied(reply: Any) -> None:
             good = reply.ok
+            self.taken += 0 if good is None else len(good.payload)
             settle((good.payload.to_bytes(), None) if good is not None else (None, reply.err.payload.to_bytes()))
 
         engine = self._engine
@@ -198,7 +201,7 @@ def open_session(
     *,
     listen: str | None = None,
     connect: str | None = None,
-    lease: float = LEASE,
+    lease: float = 3.0,
     patience: float = 5.0,
 ) -> Session:
     """Open a session of the run of `credentials`; TLS always, the secret inside it.

@@ -35,6 +35,7 @@ _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or
 _SEATS = 1 << 20
 _HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")  # tag, number, offset, total, sender, introduction
 Answered = Callable[[bytes | None, bytes | None], None]
+WAYS = ("direct", "relayed")  # how bytes go
 _MAIL, _SEAT = "isles/mail", "isles/seat"
 
 
@@ -88,7 +89,7 @@ class ElasticTransport(OnHostClock):
     ) -> None:
         super().__init__()
         self.rank, self.size, self.resent = seat, size, 0
-        self.carried: Counter[str] = Counter(direct=0, relayed=0)
+        self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
         self._relay, self._gone, self._back = session, gone, back
         self._guide: Guide = guide or _Trusting()
         self._meeting = threading.Lock()  # sessions tell of their seats in threads of their own
@@ -197,10 +198,15 @@ class ElasticTransport(OnHostClock):
 
     def ship(self, peer: int, chunk: bytes, head: bytes, answered: Answered, seconds: float) -> None:
         """Send a chunk the way that `peer` is reached now. OSError once the session is closed."""
-        way = self.way(peer)
-        with self._lock:
-            self.carried["relayed" if way is self._relay else "direct"] += len(chunk)
-        way.ask(f"{_MAIL}/{peer}", chunk, answered, attachment=head, seconds=seconds)
+        way, began = self.way(peer), time.monotonic()
+
+        def settled(reply: bytes | None, refusal: bytes | None) -> None:
+            if reply is not None or refusal is not None or time.monotonic() - began >= seconds:
+                with self._lock:  # or nobody was known to take it, and it never left
+                    self.carried["relayed" if way is self._relay else "direct"] += len(chunk)
+            answered(reply, refusal)
+
+        way.ask(f"{_MAIL}/{peer}", chunk, settled, attachment=head, seconds=seconds)
 
     def _changed(self, session: Session, key: str, there: bool) -> None:
         """Somebody is there, or not any more, as far as `session` knows."""

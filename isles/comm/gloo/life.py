@@ -11,22 +11,17 @@ a look, for one that is kept would hold the connection open when gloo closes it,
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import socket
-import stat
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from isles.comm.tcp import Seen, is_far, keep_trying, seen, try_soon
+from isles.comm.tcp import Seen, is_far, keep_trying, looks, opened, seen, try_soon
 from isles.comm.transport import Deadlines, Line
 
 GLANCE = 0.1  # seconds between looks
@@ -62,7 +57,7 @@ class Life:
         shared = store()
         shared.set(str(rank), json.dumps(sorted(mine)))
         for fd in mine.values():
-            for end in _opened(fd):
+            for end in opened(fd):
                 self._tries_soon &= try_soon(end, self._silence)
         for peer in ranks:
             if peer != rank:
@@ -148,26 +143,15 @@ class Life:
 
 def connections() -> dict[str, int]:
     """This process's TCP connections: their names, see `Seen`, and descriptors. Empty where the kernel does not say."""
-    if sys.platform != "linux":
-        return {}
-    looks = {int(fd): look for fd in os.listdir("/proc/self/fd") for end in _opened(int(fd)) if (look := seen(end))}
-    return {look.name: fd for fd, look in looks.items() if look.is_established}
+    return {look.name: fd for fd, look in looks().items()}
 
 
 def _look(fd: int, name: str, silence: float | None = None) -> Seen | None:
     """Of the connection `name` behind a descriptor; None where it is no more. silence: have it tried on for so long."""
-    for end in _opened(fd):
+    for end in opened(fd):
         look = seen(end)
         if look is not None and look.name == name:
             if silence is not None:
                 keep_trying(end, look, silence)
             return look
     return None
-
-
-def _opened(fd: int) -> Iterator[socket.socket]:
-    """The socket behind a descriptor, as a duplicate that lives for one look; nothing where it is none."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.fstat(fd).st_mode):
-            with socket.socket(fileno=os.dup(fd)) as end:
-                yield end

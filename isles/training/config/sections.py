@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked wit
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
 _LEAST_SILENCE = 30.0  # seconds
+LEASE, _LEAST_LEASE, _MOST_LEASE = 3.0, 0.5, 60.0  # seconds
+SILENCE = 60.0  # seconds
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
 
 
@@ -85,9 +87,13 @@ class WorldConfig:
     """Longest wait for the other machines at the start, and then for the workers to meet, seconds; raise it if they are
     started at different times.
     """
-    silence: float = 60.0
+    silence: float = SILENCE
     """Seconds without a sign of life after which a worker or a machine counts as lost, 30 or more; raise it to ride out
     longer cuts of a line. Deadlines count from the last byte that moved.
+    """
+    lease: float = LEASE
+    """Where workers join a lighthouse: seconds of silence after which one counts as gone, for it stands still or is cut
+    off; one that is killed is missed at once. Raise it for lines that stand still longer.
     """
     slowest_link: float = 10e6
     """Bits per second; long transfers get five times what such a link would need, and where the system does not tell
@@ -132,6 +138,8 @@ class WorldConfig:
                 f"silence = {self.silence}: choose {_LEAST_SILENCE:g} seconds or more, for a full slow line can stand "
                 "still for 16"
             )
+        if not _LEAST_LEASE <= self.lease <= _MOST_LEASE:
+            raise ValueError(f"lease = {self.lease}: choose {_LEAST_LEASE:g} to {_MOST_LEASE:g} seconds")
         for factor in self.step_factors:
             if not 0 < factor < math.inf:
                 raise ValueError(f"step_factors: {factor}: choose positive factors, such as [1.0, 1.0, 2.0]")

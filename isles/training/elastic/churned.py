@@ -172,7 +172,9 @@ class ChurnedRun:
     def _summary(self, seats: Sequence[int], seconds: float) -> SummaryTable:
         summary = summarise(self.config, [self.results[seat] for seat in seats], seconds)
         summary |= {"workers": len(seats), "replica_std": self.spread}
-        return summary | figures(self.meeting.journal, [from_line(line) for line in self.lines], self.counted())
+        lines = [from_line(line) for line in self.lines]
+        computed = sum(transport.compute_seconds for transport in self.meeting.transports)
+        return summary | figures(self.meeting.journal, lines, self.counted(), computed)
 
     def counted(self) -> int:
         """Inner steps whose work is in the weights at the end."""

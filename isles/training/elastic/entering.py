@@ -19,16 +19,16 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO
-from isles.comm.elastic.links import DirectLinks
+from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
-from isles.comm.elastic.session import LEASE, Session, open_session, zenoh
+from isles.comm.elastic.session import Session, open_session, zenoh
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
 from isles.errors import printable
 from isles.launch.addresses import parse_address
 from isles.training.config.reading import resolve
-from isles.training.config.sections import Config
+from isles.training.config.sections import LEASE, Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.terms import check
@@ -81,15 +81,18 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
         mine = _fetched(host, port, token, folder / "credentials", tell)
-        session = open_session("client", mine, connect=address, patience=_PATIENCE)
-        stack.callback(session.close)
+        session = stack.enter_context(_opened(mine, address, LEASE))
         config = _configuration(_asked(session, CONFIG, b""), here)
+        lease = config.world.lease
+        if lease != LEASE:
+            session.close()
+            session = stack.enter_context(_opened(mine, address, lease))
         torch.set_num_threads(config.world.threads)
         corpus = load_corpus(config.data)
         entry = _seat(session, corpus.sha256)
         company = Company(session, entry)
         stack.callback(company.close)
-        links = DirectLinks(session, entry, company.ask, token.secret, folder / "links", lease=LEASE, notice=tell)
+        links = DirectLinks(session, entry, company.ask, token.secret, folder / "links", lease=lease, notice=tell)
         stack.callback(links.close)
         if here.listen is not None:
             links.listen(*here.listen, announced=here.announced)
@@ -104,9 +107,18 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         stack.callback(transport.close)
         links.start(transport)
         gifts = Giver(session, str(company.seat))
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell)
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell, lambda: transport.carried)
         stack.callback(worker.close)
         yield worker
+
+
+@contextmanager
+def _opened(mine: Credentials, address: str, lease: float) -> Iterator[Session]:
+    session = open_session("client", mine, connect=address, lease=lease, patience=_PATIENCE)
+    try:
+        yield session
+    finally:
+        session.close()
 
 
 def _fetched(host: str, port: int, token: Token, folder: Path, tell: Callable[[str], None]) -> Credentials:

@@ -12,13 +12,20 @@ from isles.parsing import parse_json
 
 
 def figures(
-    journal: Iterable[Mapping[str, Any]], lines: Sequence[RoundLine | StartLine], counted: int
+    journal: Iterable[Mapping[str, Any]],
+    lines: Sequence[RoundLine | StartLine],
+    counted: int,
+    computed: float | None = None,
 ) -> dict[str, Any]:
-    """counted: inner steps whose work is in the weights at the end."""
+    """counted: inner steps whose work is in the weights at the end. computed: seconds of computing of all workers;
+    None: those of the rounds that somebody heard of.
+    """
     done = account(lines)
+    seconds = done.seconds if computed is None else computed
     there = lives(journal, max((line.at for line in lines), default=0.0))
     return {
         "goodput": goodput(counted, done, there),
+        "work_lost": max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
         "rounds": done.rounds,
         "rounds_alone": done.alone,
         "outcomes": dict(done.outcomes),

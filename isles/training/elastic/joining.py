@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,8 @@ Ending = Literal["finished", "left", "over", "again"]
 
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
-    transport, gifts: between seats; they are whoever's who made them.
+    transport, gifts: between seats; they are whoever's who made them. carried: bytes sent, by the way that they went,
+    which is told beside the metrics.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Participant:
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
+        carried: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
+        self._carried = carried
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
@@ -185,6 +188,7 @@ class Participant:
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
+            self._tell_carried()
         if self._agrees:
             self._means.landed(round)
         self._copy_state(round)
@@ -209,6 +213,10 @@ class Participant:
     def _waited(self) -> float:
         """Seconds so far in which computing stood still."""
         return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
+
+    def _tell_carried(self) -> None:
+        if self._carried is not None:
+            self.company.report({"carried": dict(self._carried())})
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -336,6 +344,7 @@ class Participant:
             fragment.ahead = None  # there is no round that it was sent ahead for
         result = self.trainer.conclude(self.folder)
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
+        self._tell_carried()
         self.company.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):

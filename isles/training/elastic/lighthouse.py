@@ -32,9 +32,10 @@ from isles.comm.elastic.lighthouse import Lighthouse
 from isles.comm.elastic.messages import Examine, Over
 from isles.comm.elastic.record import EXCHANGES, as_line, from_line
 from isles.comm.elastic.session import open_session
+from isles.comm.elastic.transport import WAYS
 from isles.comm.errors import PeerLost
 from isles.durable import settle, write_text
-from isles.launch.fields import Unfit
+from isles.launch.fields import Unfit, integer, table
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.averaging import spread, write_mean
@@ -73,6 +74,7 @@ class Keeper:
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.judged: list[float | None] = []
+        self.carried: dict[int, dict[str, int]] = {}
         self.spread = 0.0
         self._schema = Schema(config)
 
@@ -88,7 +90,7 @@ class Keeper:
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, _ = host_credentials(self.out, None)
-            session = open_session("router", mine, listen=self.address)
+            session = open_session("router", mine, listen=self.address, lease=self.config.world.lease)
             stack.callback(session.close)
             journal = Journal(self.out)
             stack.callback(journal.close)
@@ -106,6 +108,7 @@ class Keeper:
                 SeatKeys(self.out / CREDENTIALS),
                 config=to_toml(self.config),
                 version=__version__,
+                port=int(self.address.rpartition(":")[2]),
                 heard=self._heard,
             )
             stack.callback(self.lighthouse.close)
@@ -133,6 +136,7 @@ class Keeper:
         if self.judged:
             summary["val_loss"] = self.judged[0]
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": self._ddp(len(taken))}
+        summary["links"] = self._links()
         counted = self.lighthouse.membership.read(last_round(self.config) + 1)
         summary |= figures(*recorded(self.out), counted)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
@@ -145,6 +149,11 @@ class Keeper:
         parameters = max(result["parameters"] for result in self.results.values())
         sent = [sent_bytes(parameters, torch.float32, codec("none"), workers, place) for place in range(workers)]
         return self.config.run.steps * sum(sent) / workers
+
+    def _links(self) -> dict[str, int]:
+        """Bytes that the workers have sent directly and over the lighthouse, and those by the lighthouse's count."""
+        ways = {way: sum(one[way] for one in self.carried.values()) for way in WAYS}
+        return {**ways, "relayed_here": self.lighthouse.relayed}
 
     def _is_done(self) -> bool:
         members = self.lighthouse.membership.members()
@@ -212,6 +221,9 @@ class Keeper:
             elif isinstance(event, dict) and set(event) == {"judged"}:
                 value = event["judged"]
                 self.judged.append(value if isinstance(value, float) else None)
+            elif isinstance(event, dict) and set(event) == {"carried"}:
+                carried = table(event["carried"], "carried")
+                self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in WAYS}
             elif isinstance(event, dict) and set(event) in ({"round"}, {"start"}):
                 self._note(seat, next(iter(event.values())))
             else:

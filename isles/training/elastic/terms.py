@@ -14,7 +14,7 @@ from isles.comm.view import View
 from isles.data.lots import rows, spare_rows
 from isles.replicas import method
 from isles.training.config.reading import Tables, resolve
-from isles.training.config.sections import Config
+from isles.training.config.sections import SILENCE, Config
 
 _TAKEN = "noloco and diloco are"
 _AT_ONCE = {"delay": "none", "outer_delay": 0, "overlap_steps": 0, "fragments": "whole"}
@@ -81,6 +81,11 @@ def check(config: Config, *, simulated: bool = False) -> None:
         raise ValueError(
             "world.inner, pipeline.stages: where workers come and go each is a whole replica; take them out, or use "
             "isles train --nodes"
+        )
+    if config.world.silence != SILENCE:
+        raise ValueError(
+            f"world.silence = {config.world.silence:g}: where workers come and go it is world.lease that says when one "
+            "counts as gone; set that, and leave silence out"
         )
     if config.world.is_simulated and not simulated:
         raise ValueError(

@@ -30,7 +30,7 @@ from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.kept import settled
-from isles.training.config.sections import Config
+from isles.training.config.sections import LEASE, Config
 from isles.training.memory import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
@@ -69,6 +69,8 @@ def launch(
     """
     refusals(config)
     refuse_stages(config)
+    if config.world.lease != LEASE:
+        raise ValueError(f"world.lease = {config.world.lease:g}: acts where workers join a lighthouse; leave it out")
     if config.memory.method != "none":
         prepared(config)  # refuses what cannot be before anything is made
     require(config.run.loggers)

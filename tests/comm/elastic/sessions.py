@@ -13,7 +13,7 @@ import torch
 
 from isles.comm import credentials, mesh
 from isles.comm.credentials import Credentials
-from isles.comm.elastic.session import LEASE, Mode, Session, open_session
+from isles.comm.elastic.session import Mode, Session, open_session
 from isles.comm.elastic.transport import ElasticTransport
 
 
@@ -42,7 +42,7 @@ class Workers(list[ElasticTransport]):
 
 
 @contextmanager
-def workers(folder: Path, count: int, *, direct: bool = False, lease: float = LEASE) -> Iterator[Workers]:
+def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.0) -> Iterator[Workers]:
     """Transports of seats 0 .. count - 1 that see each other. direct: each dials all before it."""
     with router(folder) as (mine, address, session), ExitStack() as stack:
 

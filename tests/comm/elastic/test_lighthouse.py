@@ -34,7 +34,7 @@ def lit(folder: Path) -> Iterator[tuple[Lighthouse, Session]]:
         journal = Journal(folder)
         rules = Rules(founders=2, sync_every=5)
         keys = SeatKeys(folder)
-        lighthouse = Lighthouse(session, rules, journal, keys, config="[run]\n", version="1.0", heard=heard)
+        lighthouse = Lighthouse(session, rules, journal, keys, config="[run]\n", version="1.0", port=1, heard=heard)
         guest = open_session("client", mine, connect=address)
         try:
             yield lighthouse, guest

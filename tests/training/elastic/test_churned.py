@@ -14,7 +14,8 @@ from isles.comm.elastic.cells import batches
 from isles.comm.elastic.messages import from_plain
 from isles.comm.elastic.record import RoundLine, StartLine
 from isles.data.lots import rows
-from isles.network.churn import ChurnEvent, write_trace
+from isles.network.churn import ChurnEvent, rate_of, write_trace
+from isles.network.planner.churned import churn_costs
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.churned import ChurnedRun, trace_of
@@ -145,3 +146,26 @@ def test_the_records_lines_are_checked() -> None:
     for bad in ({"seat": "1"}, {"seats": [True]}, {"outcome": "a b"}, {"at": -1.0}, {"steps": 1 << 60}, {"more": 1}):
         with pytest.raises(ValueError):
             from_line({**as_line(line), **bad})
+
+
+@pytest.mark.long
+def test_churn_costs_what_is_planned(tmp_path: Path) -> None:
+    """256 workers, all of which die once an hour: shares of rounds alone and of work lost within a quarter."""
+    every, hour = 5, 60
+    config = small(tmp_path, 256, hour, every=every, step_seconds=60.0)
+    summary = ChurnedRun(config, "100%/h", tmp_path / "run", lambda line: None, lambda notice: None).run()
+    rate = rate_of("100%/h")
+    assert rate is not None and summary["losses"] > 200
+    planned = churn_costs(
+        rate,
+        workers=256,
+        parameters=summary["parameters"],
+        computing=60.0 * every,
+        waits=0.0,
+        bytes_a_round=0.0,
+        rounds=hour // every,
+    )
+    found = {name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "gifts", "losses", "joins")}
+    print(found, planned)
+    assert summary["rounds_alone"] == pytest.approx(planned.alone, rel=0.25)
+    assert summary["work_lost"] == pytest.approx(planned.lost, rel=0.25)

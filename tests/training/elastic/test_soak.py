@@ -9,86 +9,24 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from isles.comm.credentials import read
-from isles.training.config.reading import to_toml
-from tests.comm.elastic.sessions import free_port
-from tests.training.elastic.test_runs import events, small
+from tests.training.elastic.processes import Processes, connected, held
+from tests.training.elastic.test_runs import events
 
 pytest.importorskip("zenoh")
 EVENTS, MOST, LEAST = int(os.environ.get("ISLES_SOAK", "20")), 4, 2
 SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
 
 
-class Processes:
-    """A lighthouse and its workers as commands, each with a log in `folder`."""
-
-    def __init__(self, folder: Path, *settings: str) -> None:
-        self.folder, self.out = folder, folder / "run"
-        self.address = f"127.0.0.1:{free_port()}"
-        (folder / "config.toml").write_text(to_toml(small(folder, 60_000, LEAST, "inner.lr=0.001", *settings)))
-        port = self.address.rpartition(":")[2]
-        self.started: list[subprocess.Popen[bytes]] = []
-        self.light = self.start("lighthouse", str(folder / "config.toml"), "--port", port, "--out", str(self.out))
-        self.until(lambda: (self.out / "config.toml").exists())
-        token = folder / "token"
-        token.write_text(str(read(self.out / "credentials").token))
-        self.token = f"@{token}"
-
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{len(self.started)}.log").open("wb") as log:
-            command = [sys.executable, "-m", "isles", *words]
-            self.started.append(subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log))
-        return self.started[-1]
-
-    def join(self) -> subprocess.Popen[bytes]:
-        return self.start("join", self.address, "--token", self.token)
-
-    def until(self, over: Any, seconds: float = 90.0) -> None:
-        ends = time.monotonic() + seconds
-        while not over():
-            assert time.monotonic() < ends, self.logs()
-            time.sleep(0.05)
-
-    def logs(self) -> str:
-        return "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in sorted(self.folder.glob("*.log")))
-
-    def end(self) -> None:
-        for process in self.started:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait()
-
-
-def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """(pages of memory, open files)."""
-    own = Path(f"/proc/{process.pid}")
-    return int((own / "statm").read_text().split()[1]), len(list((own / "fd").iterdir()))
-
-
-def connected(out: Path) -> set[int]:
-    """Seats that are there, as the journal has it."""
-    there: set[int] = set()
-    for line in (out / "members.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        if entry["event"] in ("join", "back"):
-            there.add(entry["seat"])
-        elif entry["event"] == "gone":
-            there.discard(entry["seat"])
-    return there
-
-
 @pytest.mark.long
-def test_a_run_outlives_its_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_run_outlives_its_workers(tmp_path: Path, method: str) -> None:
     """No hang, no traceback, no orphan; in the end the last view is the living, and they train."""
-    draw, world = random.Random(7), Processes(tmp_path)
+    draw, world = random.Random(7), Processes(tmp_path, f"replicas.method={method}")
     try:
         living = [world.join() for _ in range(LEAST)]
         world.until(lambda: events(world.out, "view"))

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from isles.cli.resume import resume
 from isles.comm.view import View
-from isles.training.config.reading import gather
+from isles.training.config.reading import gather, resolve
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse import Keeper
 from isles.training.elastic.terms import elastic, last_round, positions, rules
+from isles.training.running.run import launch
 from tests.training.runs import TINY
 
 
@@ -50,6 +51,8 @@ def test_lost_workers_end_nobody() -> None:
         (["run.steps=21"], "replicas.sync_every = 5"),
         (["run.loggers=['tensorboard']"], "run.loggers"),
         (["run.start=runs/other"], "run.start"),
+        (["world.silence=90"], "world.lease"),
+        (["world.lease=0.1"], "lease = 0.1"),
         (["data.split=by_file"], "data.split"),
         (["data.batch_mode=global", "data.batch_size=6"], "data.batch_mode"),
     ],
@@ -62,6 +65,12 @@ def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> N
     with pytest.raises(ValueError, match=key) as told:
         elastic(gather(None, {}, [*tiny, *method, *every, "run.steps=20", *[o for o in settings if o not in given]]))
     assert "\n" not in str(told.value)
+
+
+def test_a_fixed_world_has_no_lease(tmp_path: Path) -> None:
+    config = gather(None, {}, [*TINY, "world.lease=5"])
+    with pytest.raises(ValueError, match="where workers join a lighthouse"):
+        launch(resolve(config), tmp_path / "run", lambda line: None, lambda notice: None)
 
 
 def test_a_lighthouse_names_no_code() -> None:

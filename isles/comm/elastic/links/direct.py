@@ -190,8 +190,8 @@ class DirectLinks:
         if theirs and len(self._dialled) < _MOST and self._is_near(found.host):
             if self._dial(seat, found):
                 return
-        elif self._listens and (not found.host or self._entry.seat < seat):
-            return  # it dials this worker
+        elif self._listens and not theirs and not again:
+            return  # it will dial this worker
         self._say(seat, False)
 
     def _dial(self, seat: int, found: Found) -> bool:

@@ -1,0 +1,134 @@
+"""Elastic runs of real processes: the commands of a lighthouse and its workers, here or on machines of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+from isles.comm.credentials import read
+from isles.training.config.reading import to_toml
+from tests.comm.elastic.sessions import free_port
+from tests.training.elastic.test_runs import small
+
+FOUNDERS = 2
+
+
+class Processes:
+    """A lighthouse and its workers as commands, each with a log in `folder`. host: the lighthouse's; on: what goes
+    before a command so that it runs on that machine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *settings: str,
+        founders: int = FOUNDERS,
+        steps: int = 60_000,
+        host: str = "127.0.0.1",
+        on: Sequence[str] = (),
+    ) -> None:
+        self.folder, self.out = folder, folder / "run"
+        port = str(free_port())
+        self.address = f"{host}:{port}"
+        config = small(folder, steps, founders, "inner.lr=0.001", *settings)
+        (folder / "config.toml").write_text(to_toml(config))
+        self.started: list[subprocess.Popen[bytes]] = []
+        words = ["lighthouse", str(folder / "config.toml"), "--host", host, "--port", port, "--out", str(self.out)]
+        self.light = self.start(*words, on=on)
+        self.until(lambda: (self.out / "config.toml").exists())
+        token = folder / "token"
+        token.write_text(str(read(self.out / "credentials").token))
+        self.token = f"@{token}"
+
+    def start(self, *words: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{len(self.started)}.log").open("wb") as log:
+            command = [*on, sys.executable, "-m", "isles", *words]
+            self.started.append(subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log))
+        return self.started[-1]
+
+    def join(self, *more: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        return self.start("join", self.address, "--token", self.token, *more, on=on)
+
+    def until(self, over: Callable[[], object], seconds: float = 90.0) -> None:
+        ends = time.monotonic() + seconds
+        while not over():
+            assert time.monotonic() < ends, self.logs()
+            time.sleep(0.05)
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def end(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+
+def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """(pages of memory, open files)."""
+    own = Path(f"/proc/{process.pid}")
+    return int((own / "statm").read_text().split()[1]), len(list((own / "fd").iterdir()))
+
+
+def connected(out: Path) -> set[int]:
+    """Seats that are there, as the journal has it."""
+    there: set[int] = set()
+    for line in (out / "members.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if entry["event"] in ("join", "back"):
+            there.add(entry["seat"])
+        elif entry["event"] == "gone":
+            there.discard(entry["seat"])
+    return there
+
+
+class Diary:
+    """When each line of a run's metrics and journal came, seen from beside it."""
+
+    def __init__(self, out: Path) -> None:
+        self.rounds: dict[int, list[float]] = {}  # by seat: when its lines came
+        self.events: list[tuple[float, dict[str, Any]]] = []
+        self._out, self._over = out, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def when(self, event: str, seat: int, since: float) -> float | None:
+        """When the journal had it."""
+        found = (at for at, e in list(self.events) if e["event"] == event and e.get("seat") == seat and at >= since)
+        return next(found, None)
+
+    def gaps(self, seats: Sequence[int], start: float, end: float) -> list[float]:
+        """Seconds between two rounds of one of `seats`."""
+        times = [[at for at in self.rounds.get(seat, []) if start <= at <= end] for seat in seats]
+        return [late - early for one in times for early, late in pairwise(one)]
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with (self._out / "metrics.jsonl").open() as metrics, (self._out / "members.jsonl").open() as members:
+            while not self._over.wait(0.02):
+                now = time.monotonic()
+                for line in _whole(metrics):
+                    if "loss" in line:
+                        self.rounds.setdefault(line["worker"], []).append(now)
+                self.events += [(now, line) for line in _whole(members)]
+
+
+def _whole(file: TextIO) -> list[dict[str, Any]]:
+    """The lines that are there now, but for one that is half there."""
+    place, text = file.tell(), file.read()
+    whole = text.rfind("\n") + 1
+    file.seek(place + len(text[:whole].encode()))
+    return [json.loads(line) for line in text[:whole].splitlines()]

@@ -1,0 +1,137 @@
+"""Lines that are cut, lead nowhere or carry for others: workers as processes, and as machines of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks._machines import Machine, machines, unavailable
+from tests.training.elastic.processes import Diary, Processes
+from tests.training.elastic.test_runs import events
+
+pytest.importorskip("zenoh")
+ROUND = ("replicas.sync_every=50", "run.log_every=50")  # some tenths of a second
+LEASE = 2.0  # seconds
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[Machine, ...]]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with machines(3) as made:
+        yield made
+
+
+def finished(world: Processes, *workers: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The summary, once all have ended."""
+    assert [worker.wait(180.0) for worker in workers] == [0] * len(workers), world.logs()
+    assert world.light.wait(60.0) == 0, world.logs()
+    return json.loads((world.out / "summary.json").read_text())
+
+
+@pytest.mark.long
+def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Machine, ...]) -> None:
+    """The same bits over the lighthouse as directly; and what it says to have carried for them is what they sent."""
+    light, one, two = three
+    settings = ["model.d_model=128", "model.ffn=512", "replicas.sync_every=5", "run.log_every=50"]
+    models, ways = [], []
+    for name in ("direct", "relayed"):
+        (tmp_path / name).mkdir()
+        if name == "relayed":
+            for here, there in ((one, two), (two, one)):
+                subprocess.run(
+                    ["ip", "-n", here.name, "route", "add", "unreachable", f"{there.address}/32"], check=True
+                )
+        world = Processes(tmp_path / name, *settings, steps=200, host=light.address, on=light.enter)
+        try:
+            pair = [world.join("--listen", f"{place.address}:29500", on=place.enter) for place in (one, two)]
+            ways.append(finished(world, *pair)["links"])
+            logs = world.logs()
+            said = logs.count(f": {name}"), logs.count("others reach this worker directly")
+            assert said == (2 if name == "direct" else 1, 2), logs  # who dials in vain says so at once
+        finally:
+            world.end()
+        models.append(load_file(str(world.out / "model.safetensors")))
+    assert all(models[0][key].equal(models[1][key]) for key in models[0])
+    direct, relayed = ways
+    print(ways)
+    assert direct["relayed"] == 0 and relayed["direct"] == 0
+    assert direct["direct"] == relayed["relayed"]
+    assert 1.0 <= relayed["relayed_here"] / relayed["relayed"] <= 1.02
+
+
+@pytest.mark.long
+def test_a_port_that_nobody_reaches(tmp_path: Path, three: tuple[Machine, ...]) -> None:
+    """A warning, and on over the lighthouse."""
+    light, one, two = three
+    subprocess.run(["ip", "-n", light.name, "route", "add", "unreachable", "10.250.0.1/32"], check=True)
+    subprocess.run(["ip", "-n", one.name, "address", "add", "10.250.0.1/32", "dev", "lo"], check=True)
+    world = Processes(tmp_path, steps=100, host=light.address, on=light.enter)
+    try:
+        pair = [world.join("--listen", "10.250.0.1:29500", on=one.enter), world.join(on=two.enter)]
+        assert finished(world, *pair)["links"]["direct"] == 0
+        assert "warning: relayed: the lighthouse does not reach port 29500 of 10.250.0.1" in world.logs()
+    finally:
+        world.end()
+
+
+def kill(worker: subprocess.Popen[bytes], _: Machine) -> None:
+    worker.kill()
+
+
+def freeze(worker: subprocess.Popen[bytes], _: Machine) -> None:
+    os.kill(worker.pid, signal.SIGSTOP)
+
+
+def cut(_: subprocess.Popen[bytes], place: Machine) -> None:
+    place.detach()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("how", "longest"), [(kill, 1.0), (freeze, LEASE + 1.5), (cut, LEASE + 1.5)])
+def test_one_is_lost(
+    tmp_path: Path, how: Callable[[subprocess.Popen[bytes], Machine], None], longest: float, direct: bool
+) -> None:
+    """Told in time, a view without it follows, and the others are held up for two seconds at most."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        light, *places = stack.enter_context(machines(4))
+        settings = [*ROUND, f"world.lease={LEASE}"]
+        world = Processes(tmp_path, *settings, founders=3, host=light.address, on=light.enter)
+        stack.callback(world.end)
+        listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]
+        workers = [world.join(*more, on=place.enter) for more, place in zip(listen, places, strict=True)]
+        world.until(lambda: (world.out / "metrics.jsonl").exists())
+        diary = Diary(world.out)
+        stack.callback(diary.close)
+        world.until(lambda: len(diary.rounds) == 3 and min(map(len, diary.rounds.values())) > 20)
+        if direct:
+            assert world.logs().count(": direct") == 6
+        began = time.monotonic()
+        victim = workers[2]
+        how(victim, places[2])
+        world.until(lambda: any(event["event"] == "gone" for at, event in diary.events if at >= began))
+        (seat,) = {event["seat"] for at, event in diary.events if at >= began and event["event"] == "gone"}
+        told = diary.when("gone", seat, began)
+        world.until(lambda: seat not in events(world.out, "view")[-1]["view"]["seats"])
+        others = [other for other in diary.rounds if other != seat]
+        reached = {other: len(diary.rounds[other]) for other in others}
+        world.until(lambda: all(len(diary.rounds[other]) > reached[other] + 10 for other in others))
+        usual = statistics.median(diary.gaps(others, 0.0, began))
+        gap = max(diary.gaps(others, began - 1.0, time.monotonic()))
+        assert told is not None
+        print(f"{how.__name__} direct={direct}: told {told - began:.2f} s, gap {gap:.2f} s, median {usual:.2f} s")
+        assert told - began <= longest and gap <= usual + 2.0
