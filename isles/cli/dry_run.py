@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
+from isles.cli.ravnest import dry_run as clustered
 from isles.schema import BACKENDS
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def show(config: Config, *, probe: bool, as_json: bool) -> None:
     """Print the plan of `config`; nothing is started or written."""
     from isles.training.dry_run import dry_run
 
+    if config.pipeline.routing == "ravnest":
+        clustered.show(config, probe=probe, as_json=as_json)
+        return
     planned = dry_run(config, probe=probe)
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))

@@ -40,6 +40,7 @@ from isles.replicas import METHODS, method
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
+from isles.training.clustered.cuts import cluster_cuts
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
@@ -198,7 +199,9 @@ def refuse(config: Config) -> None:
     does not have, are not made for that: workers do, and refuse there.
     """
     _refuse_files(config)
-    if config.model.factory is None and config.model.hf is None and config.method in METHODS:
+    if config.pipeline.routing == "ravnest":
+        cluster_cuts(config)
+    elif config.model.factory is None and config.model.hf is None and config.method in METHODS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run says it again
             _seats(config, _pieces(config, sketch(config.model))[0])

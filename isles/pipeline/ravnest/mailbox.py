@@ -17,7 +17,7 @@ from isles.comm.transport import Work
 from isles.network.routing.routes import Task
 from isles.pipeline.wire import phase
 
-_HEADER = 16  # bytes: two int64
+HEADER = 16  # bytes: two int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Letter:
 
 def letter(number: int, is_last: bool, body: Tensor) -> Tensor:
     """Its bytes."""
-    wire = torch.empty(_HEADER + body.numel(), dtype=torch.uint8)
-    wire[:_HEADER] = torch.tensor([number, is_last], dtype=torch.int64).view(torch.uint8)
-    wire[_HEADER:] = body
+    wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8)
+    wire[:HEADER] = torch.tensor([number, is_last], dtype=torch.int64).view(torch.uint8)
+    wire[HEADER:] = body
     return wire
 
 
@@ -42,7 +42,7 @@ class Mailbox:
 
     def __init__(self, group: Group, source: int, task: Task, nbytes: int) -> None:
         self._group, self._source, self._task = group, source, task
-        self._length = _HEADER + nbytes
+        self._length = HEADER + nbytes
         self._posted: tuple[int, Work, Tensor] | None = None
 
     @property
@@ -75,8 +75,8 @@ class Mailbox:
         self._posted = None
         if work.error is not None:
             raise work.error
-        number, last = wire[:_HEADER].view(torch.int64).tolist()
+        number, last = wire[:HEADER].view(torch.int64).tolist()
         if number != expected or last not in (0, 1):
             rank = self._group.ranks[self._source]
             raise Malformed(rank, f"microbatch {number}, flag {last}, where microbatch {expected} was due")
-        return Letter(number, bool(last), wire[_HEADER:])
+        return Letter(number, bool(last), wire[HEADER:])

@@ -51,6 +51,10 @@ class _Word(NamedTuple):
     lost: int
 
 
+WORD_BYTES = 8 * len(_Word._fields)
+"""That each swap sends to each other worker; where nobody is lost there are two."""
+
+
 class Quorum:
     """Over `world`, whose positions `clusters` names, each once."""
 

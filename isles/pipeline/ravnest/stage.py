@@ -57,6 +57,15 @@ class AsyncWays:
     order: Literal["plan", "arrival"] = "plan"
     shares: StageShares | None = None
 
+    def room(self, stage: int) -> int:
+        """Forwards that a stage before the last holds at most."""
+        return max(1, self.in_flight - stage) if self.order == "plan" else self.in_flight
+
+
+def most_versions(ways: AsyncWays, stage: int, stages: int) -> int:
+    """Versions of its weights that a stage holds at most, the newest among them."""
+    return 1 if stage == stages - 1 else 1 + -(-(ways.room(stage) - 1) // ways.every)
+
 
 @dataclass(frozen=True, slots=True)
 class Passed:
@@ -111,7 +120,7 @@ class AsyncStage:
         self._device = next(stage.parameters()).device
         here, last = group.rank, group.size - 1
         self._is_leaf = here == last
-        self._room = max(1, ways.in_flight - here) if ways.order == "plan" else ways.in_flight
+        self._room = ways.room(here)
         sizes = form.nbytes(Task("F", 0, 0)), form.nbytes(Task("B", 0, 0))
         self._down = Mailbox(group, here - 1, Task("F", 0, here), sizes[0]) if here else None
         self._up = Mailbox(group, here + 1, Task("B", 0, here), sizes[1]) if here < last else None

@@ -1,0 +1,139 @@
+"""Whole runs in clusters: run directory, exact resume, the dry run's bytes, a killed worker, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isles.training.clustered.dry import dry_clusters
+from isles.training.config.reading import read_config, to_toml
+from isles.training.config.sections import Config
+from isles.training.running.run import launch
+from tests.cli.command import isles
+
+SETTINGS = [
+    "model.layers=4",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.ffn=32",
+    "model.context=16",
+    "model.tie_embeddings=false",
+    "data.batch_size=4",
+    "replicas.method=localsgd",
+    "replicas.sync_every=4",
+    "pipeline.routing=ravnest",
+    "pipeline.clusters=[[1, 2], [3], []]",
+    "pipeline.microbatches=2",
+    "pipeline.clip=stage",
+    "world.workers=6",
+    "world.backend=virtual",
+    "inner.warmup_steps=2",
+    "run.steps=12",
+    "run.log_every=2",
+    "run.validate_every=6",
+]
+
+
+def config(*more: str) -> Config:
+    return read_config(None, {}, [*SETTINGS, *more])
+
+
+def train(config: Config, out: Path, resume: int | None = None) -> dict[str, Any]:
+    return launch(config, out, lambda line: None, lambda notice: None, resume)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -> None:
+    read = config("run.checkpoint_every=6", "pipeline.average_optimizer=true", 'pipeline.stage_lr="1/(1+tau)"')
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    summary = train(read, whole)
+    shutil.copytree(whole, cut)
+    for name in ("summary.json", "model.safetensors"):
+        (cut / name).unlink()
+    again = train(read_config(str(cut / "config.toml"), {}, []), cut, resume=6)
+
+    ours, theirs = (load_file(str(out / "model.safetensors")) for out in (whole, cut))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+    assert lines(whole) == lines(cut)
+    assert {key for key in summary if summary[key] != again[key]} <= {"train_seconds", "wall_seconds"}
+    assert summary["val_loss"] == summary["val_loss_replicas"] and summary["replicas"] == 3
+    ages = {line["worker"]: line["staleness"] for line in lines(whole)}
+    assert ages[2] == ages[4] == ages[5] == 0  # leaves
+    plan = dry_clusters(read)
+    counted = sum(summary["channels"][name]["bytes_sent"] for name in ("pipeline", "outer"))
+    assert sum(plan.bytes_sent) / 6 == counted
+    assert plan.averages == 3
+
+
+@pytest.mark.long
+def test_gloo_gives_the_same_model(tmp_path: Path) -> None:
+    for backend in ("virtual", "distributed"):
+        train(config(f"world.backend={backend}"), tmp_path / backend)
+    ours, theirs = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("virtual", "distributed"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [9, 31])
+def test_a_killed_worker_takes_its_cluster_out_of_the_run(tmp_path: Path, after: int) -> None:
+    """By SIGKILL, over gloo: the run ends with a model of the others'."""
+    own = [one for one in SETTINGS if not one.startswith("model.")] + [
+        "world.backend=distributed",
+        "model.factory=tests.pipeline.ravnest.drowning:make",
+        "model.context=8",
+        "model.vocab=256",
+        f'model.options={{mark = "{tmp_path / "mark"}", after = {after}}}',
+        "run.steps=20",
+    ]
+    sets = [word for one in own for word in ("--set", one)]
+    (tmp_path / "plain.toml").write_text("")
+    code, _, error = isles(
+        "train", str(tmp_path / "plain.toml"), "--out", str(tmp_path / "run"), *sets, folder=tmp_path
+    )
+    assert code == 0, error
+    assert (tmp_path / "mark").exists() and "the others go on without it" in error
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["workers"] in (3, 4, 5) and summary["val_loss"] is not None
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_the_configuration_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config()))
+    assert read_config(str(path), {}, []) == config()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["world.workers=5"], "pipeline.clusters = [[1, 2], [3], []]: they are 6 workers, world.workers = 5"),
+        (["replicas.method=diloco"], 'replicas.method = "diloco": clusters average weights'),
+        (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
+        (["pipeline.clip=model"], 'pipeline.clip = "model" wants all stages at one step'),
+        (["pipeline.recompute=true"], 'pipeline.recompute = True does not go with routing = "ravnest"'),
+        (["pipeline.boundary=dct:0.5"], "pipeline.boundary = 'dct:0.5' does not go with"),
+        (["pipeline.cut=[1,2]"], "cut and clusters say the same"),
+        (["pipeline.clusters=[[],[]]", "world.workers=2"], "clusters of one stage each are replicas"),
+        (["pipeline.routing=fixed"], 'pipeline.clusters = ((1, 2), (3,), ()) acts with routing = "ravnest" only'),
+        (["run.start=runs/other"], "run.start = 'runs/other': pipeline.routing = \"ravnest\" wants ''"),
+        (["pipeline.stages=2"], "pipeline.stages = 2: the longest of clusters has 3"),
+    ],
+)
+def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        config(*more)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_cuts_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pipeline.cut = \[1, 9\]: name rising numbers of blocks"):
+        dry_clusters(config("pipeline.clusters=[[1, 9], [3], []]"))
