@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from isles.comm.elastic.calls import call, unfit
 from isles.comm.elastic.guards.presence import Presence
-from isles.comm.elastic.guards.rates import Turns
+from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
 from isles.comm.elastic.links.relayed import RelayCounter
@@ -80,7 +80,7 @@ class Lighthouse:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))
         self._whereabouts = Whereabouts(keys, session.seen)
-        self._turns, self._present = Turns(JOINS, 60.0), Presence()
+        self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
         self._closed = threading.Event()
         self._lock = threading.Condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
@@ -139,7 +139,7 @@ class Lighthouse:
         if why is not None:
             query.reply(encode(Refusal(why)))
             return
-        wait = self._turns.take(self._session.seen(hello.session), time.monotonic())
+        wait = self._admissions.take(self._session.seen(hello.session), time.monotonic())
         if wait > 0:
             self.refused.note(-1, "joins too often")
             why = f"{JOINS} workers a minute may join from one address"

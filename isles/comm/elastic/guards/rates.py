@@ -7,7 +7,7 @@ from collections import OrderedDict
 _ADDRESSES = 4096  # the oldest is forgotten beyond that: it has a full bucket again
 
 
-class Turns:
+class Admissions:
     """`most` turns at once, and as many again within `seconds`."""
 
     def __init__(self, most: int, seconds: float) -> None:

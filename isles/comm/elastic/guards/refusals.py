@@ -9,7 +9,7 @@ from collections.abc import Sequence
 _MOST = 256  # reasons that are told apart: what a stranger writes must not fill the memory
 _LONGEST = 100  # characters
 OTHERS = "other reasons"
-Row = tuple[int, str, int]
+RefusalRow = tuple[int, str, int]
 
 
 class Refusals(Counter[tuple[int, str]]):
@@ -27,13 +27,13 @@ class Refusals(Counter[tuple[int, str]]):
                 key = (-1, OTHERS)
             self[key] += 1
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RefusalRow]:
         """(seat, reason, how often), JSON-able."""
         with self._lock:
             return [(seat, why, times) for (seat, why), times in sorted(self.items())]
 
 
-def told_rows(told: object) -> list[Row]:
+def told_rows(told: object) -> list[RefusalRow]:
     """`rows` as another machine tells them. ValueError where they are none."""
     if isinstance(told, Sequence) and len(told) <= _MOST + 1:
         found = [one for one in told if _is_row(one)]
