@@ -137,6 +137,7 @@ class Lighthouse:
                 f"({self.corpus[:8]}...): put the same files there"
             )
         if why is not None:
+            self.refused.note(-1, "another version, or another text")
             query.reply(encode(Refusal(why)))
             return
         wait = self._admissions.take(self._session.seen(hello.session), time.monotonic())
