@@ -1,5 +1,5 @@
-"""Loss against steps of asynchronous stages on a quadratic: the delayed recursion of `isles.pipeline.ravnest` itself, in
-numpy, many seeds at once.
+"""Loss against steps of asynchronous stages on a quadratic: the delayed recursion of `isles.pipeline.ravnest` itself,
+in numpy, many seeds at once.
 
     w_s <- w_s - lr (A_s w(k - tau) + noise),   tau_s = min(steps since the last drain, S - 1 - s)
     every `every` steps the mean over the clusters, behind a drain

@@ -1,5 +1,5 @@
-"""Bytes that a stage of a pipeline holds at most, counted by every storage that its operations make: weights, gradients,
-AdamW's moments, versions, what backward passes need, and messages.
+"""Bytes that a stage of a pipeline holds at most, counted by every storage that its operations make: weights,
+gradients, AdamW's moments, versions, what backward passes need, and messages.
 """
 
 from __future__ import annotations

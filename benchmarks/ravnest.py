@@ -4,16 +4,16 @@
 
 1. The decoder of six blocks over bytes (the embedded text, batches and rates) in 2 stages, once (2 nodes) and twice (4
    nodes), on the simulated network: nodes that take 1 and 3, or 1, 3, 2 and 2 times as long for the same work, drawn
-   anew for each task (sigma 0.3), every two of them over home fibre. A whole step takes a node of factor 1 a second. Each
-   way is cut where it is fastest by its own dry run; two replicas take one cut, two clusters one each. Replicas average
-   in every step (ddp) or every 20 (localsgd), clusters every 20. Memory is counted: all storages that a stage's
+   anew for each task (sigma 0.3), every two of them over home fibre. A whole step takes a node of factor 1 a second.
+   Each way is cut where it is fastest by its own dry run; two replicas take one cut, two clusters one each. Replicas
+   average in every step (ddp) or every 20 (localsgd), clusters every 20. Memory is counted: all storages that a stage's
    operations make in four steps.
 2. Loss against steps on a quadratic at 1, 2 and 4 clusters (`benchmarks._delayed`).
 
 --write puts the tables into docs/ravnest.md.
 
-Bounds: at as many samples the loss is within 3 % of the synchronous pipeline's, and a sample takes less time; slopes are
--0.5 within 0.05, and C clusters are worth sqrt(C) within a tenth.
+Bounds: at as many samples the loss is within 3 % of the synchronous pipeline's, and a sample takes less time; slopes
+are -0.5 within 0.05, and C clusters are worth sqrt(C) within a tenth.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def configured(way: Way, cuts: tuple[int, ...], steps: int) -> Config:
         where = (f"pipeline.stages={STAGES}", f"pipeline.cut=[{cuts[0]}]", "pipeline.together=false")
     workers = STAGES * way.copies
     more = (f"world.workers={workers}", f"world.step_factors={list(FACTORS[way.copies])}", f"run.steps={steps}")
-    return read_config(None, {}, [*BASE, *way.settings, *where, *more, "run.validate_every=40", "world.step_jitter=0.3"])
+    return read_config(
+        None, {}, [*BASE, *way.settings, *where, *more, "run.validate_every=40", "world.step_jitter=0.3"]
+    )
 
 
 def best_cuts(way: Way) -> tuple[int, ...]:
@@ -212,9 +214,7 @@ CLUSTERS = (1, 2, 4)
 
 def quadratic() -> dict[int, list[float]]:
     """By clusters, the mean squared gradient after so many steps."""
-    return {
-        clusters: [played(Course(clusters=clusters, steps=steps)) for steps in STEPS] for clusters in CLUSTERS
-    }
+    return {clusters: [played(Course(clusters=clusters, steps=steps)) for steps in STEPS] for clusters in CLUSTERS}
 
 
 def quadratic_table(found: Mapping[int, list[float]]) -> str:

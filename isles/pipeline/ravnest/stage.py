@@ -9,7 +9,7 @@
 
 With S stages and S microbatches in flight the gradient of stage s is S - 1 - s updates old in steady state.
 
-    recompute     the first pass has no gradients and leaves its input and random state; the backward pass runs it again:
+    recompute     the first pass has no gradients, its input and random state are kept; the backward pass runs it again:
                   activations take the memory of one microbatch, and a third more is computed (Ravnest)
     else          what the backward pass needs is kept, of every microbatch in flight; the same bits
 
