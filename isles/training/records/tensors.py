@@ -38,10 +38,10 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write them. OSError where that fails: no part of the file stays then."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
+    """Write them, with notes for whoever reads the header. OSError where that fails: no part of the file stays then."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that each is aligned
-    header, end = dict[str, object](), 0
+    header, end = dict[str, object]({"__metadata__": dict(notes)} if notes else {}), 0
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
