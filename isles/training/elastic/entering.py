@@ -31,7 +31,7 @@ from isles.training.config.reading import resolve
 from isles.training.config.sections import LEASE, Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.terms import check
+from isles.training.elastic.terms import in_rounds
 from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
@@ -175,8 +175,7 @@ def _configuration(text: bytes, here: Here) -> Config:
         raise ValueError(
             f"the run would import and run {printable(told, 300)} here: a worker that joins imports nothing"
         )
-    config = resolve(tables)
-    check(config)
+    config = in_rounds(resolve(tables))
     if here.data is not None:
         config = replace(config, data=replace(config.data, path=here.data))
     if here.device is not None:
