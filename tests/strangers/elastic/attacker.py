@@ -24,6 +24,7 @@ from tests.strangers.callers import call, read, say
 Answer = tuple[bytes | None, bytes | None]
 NEVER: Answer = (None, b"never")
 HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")
+_UNASKED = Tag("outer", 1 << 50)
 
 
 class Attacker:
@@ -82,7 +83,7 @@ class Attacker:
         *,
         total: int | None = None,
         offset: int = 0,
-        tag: Tag = Tag("outer", 1 << 50),
+        tag: Tag = _UNASKED,
         sender: int | None = None,
         word: bytes | None = None,
         number: int | None = None,
@@ -95,7 +96,7 @@ class Attacker:
         data: bytes,
         total: int | None = None,
         offset: int = 0,
-        tag: Tag = Tag("outer", 1 << 50),
+        tag: Tag = _UNASKED,
         sender: int | None = None,
         word: bytes | None = None,
         number: int | None = None,
