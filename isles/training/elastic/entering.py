@@ -106,7 +106,8 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, str(company.seat))
+        gifts = Giver(session, str(company.seat), tell)
+        stack.callback(gifts.close)
         worker = Participant(config, company, transport, gifts, corpus, folder, tell, lambda: transport.carried)
         stack.callback(worker.close)
         yield worker
