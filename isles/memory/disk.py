@@ -215,8 +215,12 @@ def check_folder(folder: str, nbytes: int) -> list[str]:
     """What a user should know of a folder for `nbytes` of a plan. ValueError, one line, where it cannot be used."""
     if not os.path.isdir(folder):
         raise ValueError(f"memory.disk = {folder!r}: there is no such folder; make it, or name another one")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"memory.disk = {folder!r}: nothing can be written there; name a folder of your own")
+    try:
+        DiskFile(folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"memory.disk = {folder!r}: nothing can be written there ({error.strerror}); name a folder of your own"
+        ) from None
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise ValueError(

@@ -365,9 +365,9 @@ class Search:
         small = self._smallest()
         device, host = least_peak(self.profile, small, self.accumulation), host_bytes(self.profile, small)
         disk = disk_bytes(self.profile, small)
-        parts = []
+        parts, beside = [], "" if not 0 < self.host <= 1e14 else f" beside {self.host / 2**30:.3g}GiB of the host"
+        beside += f" beside the {self.disk:.0f} bytes that memory.disk has" if 0 < self.disk <= 1e14 else ""
         if device > self.budget:
-            beside = "" if self.host > 1e14 else f" beside {self.host / 2**30:.3g}GiB of the host"
             parts.append(
                 f"memory.device_budget = {self.budget / 2**30:.3g}GiB is too small: the least that works{beside} is "
                 f"{device} bytes ({device / 2**30:.3g}GiB)"

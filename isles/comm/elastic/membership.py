@@ -17,7 +17,7 @@ from typing import Any
 from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
-from isles.comm.elastic.cells import debt, fresh_before
+from isles.comm.elastic.cells import debt, fresh_before, last_round
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -66,6 +66,13 @@ class Membership:
     def view(self) -> View | None:
         """The newest."""
         return self.account.newest
+
+    @property
+    def last(self) -> int | None:
+        """The run's last round, as far as it is known; None for a run without an end, and before the first view."""
+        if self.rules.batches is None or self.view is None:
+            return self.rules.last
+        return last_round(self.view, self.rules.batches)
 
     def members(self) -> list[int]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
@@ -236,7 +243,7 @@ class Membership:
         """The first round of a view that is proposed now; None where the run ends before it. Where nobody is left who
         could end it, those who come find nothing to do but to hand in what they have.
         """
-        since, last = self.newest_round + MARGIN, self.rules.last
+        since, last = self.newest_round + MARGIN, self.last
         if last is None or since <= last:
             return since
         return None if self._voters_of_view() else last + 1

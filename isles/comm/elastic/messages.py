@@ -127,10 +127,21 @@ class Accusation:
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share."""
+    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
+    engine's name of the session that asks.
+    """
 
     version: str
     corpus: str
+    session: str
+
+
+@dataclass(frozen=True)
+class Later:
+    """The answer to `Hello` where too many come: ask again in `seconds`; `reason` is a line for a person."""
+
+    seconds: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class Refusal:
 
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
-    | Hello | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
+    | Hello | Later | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

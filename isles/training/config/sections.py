@@ -202,6 +202,10 @@ class RunConfig:
 
     steps: int = 800
     """Inner steps a worker."""
+    tokens: int = 0
+    """Tokens of all workers together after which the run ends, with the step, or where workers come and go the round,
+    in which they are reached; steps then follow from it. 0: steps says when.
+    """
     seed: int = 0
     """Seed of the weights and the data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is
     given.
@@ -231,6 +235,8 @@ class RunConfig:
         for key in ("steps", "log_every"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more steps")
+        if self.tokens < 0:
+            raise ValueError(f"tokens = {self.tokens}: choose 0 or more")
         for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")

@@ -86,7 +86,7 @@ class Participant:
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
         self._means = Means(self.optimizer, gifts, folder)
-        self._states = States(self.optimizer, gifts, folder, config.world.join_state, last_round(config))
+        self._states = States(self.optimizer, gifts, folder, config.world.join_state, lambda: self._last)
         self._began_at: int | None = None  # inner steps, where this worker began without moments
 
     def run(self) -> Ending:
@@ -119,7 +119,7 @@ class Participant:
     def _train(self, round: int) -> Ending:
         every, company = sync_every(self.config), self.company
         self._enter(round, (round - 1) * every)
-        while round <= last_round(self.config):
+        while not self._is_done(round):
             if company.is_called:
                 return "again"
             if company.ended is not None:
@@ -128,6 +128,18 @@ class Participant:
                 return "left"
             round += self._round(round, every)
         return "finished"
+
+    @property
+    def _last(self) -> int:
+        """The run's last round, as far as it is known here."""
+        views = self.company.member.views
+        return last_round(self.config, views[max(views)] if views else None)
+
+    def _is_done(self, round: int) -> bool:
+        """Whether the run ends before `round`. A view that is on its way may put its end off."""
+        if self.config.run.tokens and round > self._last:
+            self.company.wait(lambda: self.company.member.group(round).decided or self.company.is_over, _WAIT)
+        return round > self._last
 
     def _enter(self, round: int, steps: int) -> None:
         self.roster.begin_anew()
@@ -185,7 +197,7 @@ class Participant:
         if is_put_off:
             return False
         loss = self._judged(round, first=place == 0)
-        if loss is not None or round == last_round(self.config) or self._passes(round, self.config.run.log_every):
+        if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
             self._tell_carried()
         if self._agrees:
@@ -219,7 +231,7 @@ class Participant:
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
-        due = first and round < last_round(self.config) and self._passes(round, self.config.run.validate_every)
+        due = first and round < self._last and self._passes(round, self.config.run.validate_every)
         return self.trainer.validate() if due else None
 
     def _passes(self, round: int, number: int) -> bool:

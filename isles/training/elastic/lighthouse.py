@@ -138,7 +138,7 @@ class Keeper:
             summary["val_loss"] = self.judged[0]
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": self._ddp(len(taken))}
         summary["links"] = self._links()
-        counted = self.lighthouse.membership.read(last_round(self.config) + 1)
+        counted = self.lighthouse.membership.read(self._last + 1)
         summary |= figures(*recorded(self.out), counted)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
@@ -163,9 +163,13 @@ class Keeper:
     def _all_gone(self) -> bool:
         return not any(worker.connected for worker in self.lighthouse.membership.workers.values())
 
+    @property
+    def _last(self) -> int:
+        return last_round(self.config, self.lighthouse.membership.view)
+
     def _rounds(self) -> int:
         """The newest that anybody has done."""
-        return min(max(self.lighthouse.membership.newest_round - 1, 0), last_round(self.config))
+        return min(max(self.lighthouse.membership.newest_round - 1, 0), self._last)
 
     def _save(self) -> bool:
         """Fetch a member's state, so that the run outlives its workers."""

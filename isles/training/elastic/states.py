@@ -10,6 +10,7 @@ A donor copies its state once, right after a landing; the copy becomes a file, a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ class States:
     taken: bytes of the newest one that was taken. lacks_moments: whether it came without the inner optimizer's.
     """
 
-    def __init__(self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: int) -> None:
+    def __init__(
+        self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: Callable[[], int]
+    ) -> None:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
@@ -108,7 +111,7 @@ class States:
             if first_nan(state) is not None:
                 raise NotGiven("it holds numbers that are none")
             round = state["round"]
-            if not isinstance(round, int) or not 0 <= round <= self._last:
+            if not isinstance(round, int) or not 0 <= round <= self._last():
                 raise NotGiven("it is of no round of this run")
             own = {} if "inner" in state["optimizer"] else {"inner": optimizer.inner_state()}
             optimizer.load_weights({**optimizer.weights(), **state["model"]})

@@ -14,13 +14,12 @@ pickle.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,19 +220,6 @@ class Checkpoints:
             return named and all((manifest.parent / name).stat().st_size == size for name, size in files.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-
-
-@contextlib.contextmanager
-def no_half_file(path: Path) -> Iterator[None]:
-    """While safetensors writes `path`: if that fails, no part of it stays, and the cause is an OSError as elsewhere."""
-    try:
-        yield
-    except SafetensorError as error:
-        path.unlink(missing_ok=True)  # it would take room from what is written next
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _checksum(path: Path) -> int:

@@ -15,8 +15,8 @@ from isles.models import build, limits
 from isles.models.own import next_token_scores
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.records.checkpoint import no_half_file
 from isles.training.records.finite import not_finite
+from isles.training.records.tensors import write_tensors
 from isles.training.staged import planned_cut, run_scheme
 
 
@@ -109,8 +109,14 @@ def load_run(run: Path, *, trust: bool = False, masked: bool = True) -> SavedRun
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """Write the weights as safetensors, all or nothing; tied tensors once."""
-    from safetensors.torch import save_model as save
-
-    with replacing(path) as partial, no_half_file(partial):
-        save(model, str(partial))
+    """Write the weights as safetensors, one after the other, all or nothing; tied tensors once, by the first name."""
+    kept, tied = dict[str, torch.Tensor](), dict[str, str]()
+    names = dict[tuple[Any, ...], str]()
+    for name, tensor in sorted(model.state_dict().items()):
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        if names.setdefault(key, name) == name:
+            kept[name] = tensor
+        else:
+            tied[name] = names[key]
+    with replacing(path) as partial:
+        write_tensors(partial, kept, tied)

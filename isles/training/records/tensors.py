@@ -51,10 +51,10 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write them. OSError where that fails: no part of the file stays then."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
+    """Write them, with notes for whoever reads the header. OSError where that fails: no part of the file stays then."""
     order = _aligned(tensors)
-    header, end = dict[str, object](), 0
+    header, end = dict[str, object]({"__metadata__": dict(notes)} if notes else {}), 0
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:

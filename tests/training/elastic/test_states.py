@@ -70,8 +70,8 @@ def handed_over(tmp_path: Path, kind: JoinState) -> tuple[OuterSync, OuterSync, 
             giver = Giver(host, "3", lambda notice: None)
             guest = open_session("client", mine, connect=address)
             try:
-                giving = States(donor, giver, tmp_path, kind, 9)
-                taking = States(joiner, Giver(guest, "4", lambda notice: None), tmp_path, kind, 9)
+                giving = States(donor, giver, tmp_path, kind, lambda: 9)
+                taking = States(joiner, Giver(guest, "4", lambda notice: None), tmp_path, kind, lambda: 9)
                 stop = threading.Event()
                 rounds = threading.Thread(
                     target=lambda: [giving.landed(2, {5: 1}) for _ in iter(lambda: stop.wait(0.01), True)]
@@ -121,7 +121,7 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
         with router(tmp_path) as (mine, address, host):
             giver, guest = Giver(host, "3", lambda notice: None), open_session("client", mine, connect=address)
             try:
-                giving, ratios, growths = States(donor, giver, tmp_path, "full", 9), [], []
+                giving, ratios, growths = States(donor, giver, tmp_path, "full", lambda: 9), [], []
                 for trial in range(3):
                     began = time.thread_time()
                     copies = [tensor.detach().clone() for tensor in held]

@@ -29,7 +29,7 @@ def config(*more: str) -> Any:
 def test_lost_workers_end_nobody() -> None:
     made = config("run.steps=20", "world.workers=3")
     assert made.replicas.on_peer_failure == "solo"
-    assert (last_round(made), rules(made).founders, rules(made).sync_every) == (4, 3, 5)
+    assert (last_round(made, None), rules(made).founders, rules(made).sync_every) == (4, 3, 5)
     assert made.replicas.on_broken == "leave out" and not rules(made).agrees
     assert rules(elastic(gather(None, {}, ["replicas.method=diloco", "run.steps=20"]))).agrees
 
