@@ -109,7 +109,11 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         links.start(transport)
         gifts = Giver(session, str(company.seat), tell)
         stack.callback(gifts.close)
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell, lambda: transport.carried)
+
+        def tells() -> dict[str, Any]:
+            return {"carried": transport.carried, "refused": session.refused.rows()}
+
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells)
         stack.callback(worker.close)
         yield worker
 

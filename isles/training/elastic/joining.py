@@ -53,8 +53,7 @@ Ending = Literal["finished", "left", "over", "again"]
 
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
-    transport, gifts: between seats; they are whoever's who made them. carried: bytes sent, by the way that they went,
-    which is told beside the metrics.
+    transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class Participant:
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
-        carried: Callable[[], Mapping[str, int]] | None = None,
+        tells: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._carried = carried
+        self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
@@ -199,7 +198,7 @@ class Participant:
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
-            self._tell_carried()
+            self._tell()
         if self._agrees:
             self._means.landed(round)
         self._copy_states(round)
@@ -225,9 +224,9 @@ class Participant:
         """Seconds so far in which computing stood still."""
         return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
 
-    def _tell_carried(self) -> None:
-        if self._carried is not None:
-            self.company.report({"carried": dict(self._carried())})
+    def _tell(self) -> None:
+        for name, told in self._tells().items():
+            self.company.report({name: told})
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -311,7 +310,7 @@ class Participant:
             fragment.ahead = None  # there is no round that it was sent ahead for
         result = self.trainer.conclude(self.folder)
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
-        self._tell_carried()
+        self._tell()
         self.company.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):

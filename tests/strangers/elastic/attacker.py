@@ -23,8 +23,8 @@ from tests.strangers.callers import call, read, say
 
 Answer = tuple[bytes | None, bytes | None]
 NEVER: Answer = (None, b"never")
-_TAG = Tag("outer", 1 << 50)
 HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")
+_UNASKED = Tag("outer", 1 << 50)
 
 
 class Attacker:
@@ -83,7 +83,7 @@ class Attacker:
         *,
         total: int | None = None,
         offset: int = 0,
-        tag: Tag = _TAG,
+        tag: Tag = _UNASKED,
         sender: int | None = None,
         word: bytes | None = None,
         number: int | None = None,
@@ -96,7 +96,7 @@ class Attacker:
         data: bytes,
         total: int | None = None,
         offset: int = 0,
-        tag: Tag = _TAG,
+        tag: Tag = _UNASKED,
         sender: int | None = None,
         word: bytes | None = None,
         number: int | None = None,

@@ -125,3 +125,7 @@ def test_it_is_refused_counted_and_named(world: World, case: Case) -> None:
 
 def test_the_table_is_long_enough() -> None:
     assert len(CASES) >= 30 and len({case.name for case in CASES}) == len(CASES)
+
+
+def test_with_the_token_the_same_way_leads_in(world: World) -> None:
+    assert world.attacker.enters()
