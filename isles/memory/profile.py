@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isles.memory.costs import Ends, Passes, Profile, Transient, UnitProfile
 from isles.memory.meter import MemoryMeter, nbytes
-from isles.memory.positions import KnownPositions
+from isles.memory.profiling.positions import KnownPositions
 from isles.memory.units import ModelUnit, edge, forwards, is_cast, tensors_in, travels_as, units_of
 from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder

@@ -24,8 +24,7 @@ from isles.memory.arena import Arena
 from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_cost, unit_time
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
-from isles.memory.meter import MemoryMeter
-from isles.memory.moved import MovedBytes
+from isles.memory.meter import MemoryMeter, MovedBytes
 from isles.memory.parameters import Brought
 from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from isles.memory.activations import Remade, count_all
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
 from isles.memory.disk import check_folder
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.fully_sharded import fully_sharded
 from isles.memory.managed import Managed, manage
 from isles.memory.meter import MemoryMeter
 from isles.memory.passes import PassWay
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
-from isles.memory.remade import Remade, count_all
+from isles.memory.profiling.fully_sharded import fully_sharded
 from isles.memory.search import METHODS, best
 from isles.memory.sharing import portions_of
 from isles.memory.units import units_of

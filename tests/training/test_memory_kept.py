@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import isles
+from isles.memory.activations import Remade
 from isles.memory.costs import Placement, least_peak
-from isles.memory.fully_sharded import fully_sharded
 from isles.memory.meter import MemoryMeter
 from isles.memory.profile import adamw_bytes
-from isles.memory.remade import Remade
+from isles.memory.profiling.fully_sharded import fully_sharded
 from isles.models.decoder import Decoder
 from isles.replicas.island.sharded import own_rows
 from isles.training.config.reading import read_config
@@ -107,7 +107,7 @@ def test_fsdp_keeps_its_bits(plan: str, accumulation: int, keeps: bool) -> None:
         assert got[0][4] < wanted[0][4]
 
 
-@pytest.mark.parametrize("plan", ["recompute", "mixed"])
+@pytest.mark.parametrize("plan", ["mixed", pytest.param("recompute", marks=pytest.mark.long)])
 def test_a_scaler_may_skip_steps(plan: str) -> None:
     def trained(remade: bool) -> tuple[list[float], list[Tensor], float]:
         model = Decoder(SHAPE)
