@@ -24,7 +24,7 @@ from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from isles.training.config.reading import read_config
 from isles.training.step import Whole
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 from tests.memory.loops import DECODER, SHAPE, UNITS, Task, adamw, plan_of, profiled, train
 from tests.memory.managing import HOST, OPTIMIZER, managed_decoder, one_step
 
