@@ -12,16 +12,16 @@ from isles.comm.collectives.mail import Mail, MailLetter
 from isles.network.routing.routes import Task
 from isles.pipeline.wire import StageForm
 
-FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN = range(1, 8)
+FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE = range(1, 11)
 """Kinds: a microbatch; that its forward pass is done; its gradient; an origin has all of its gradients; of an
-agreement; a share of the stage's sum to add up; the sum.
+agreement; a share of the stage's sum to add up; the sum; a batch to judge; its loss; a stage's weights.
 """
 _FIGURES = 16
 """Numbers of a word at the most, beside a book."""
 
 
-def letter_lengths(form: StageForm, gradient: int, peers: int, microbatches: int) -> dict[int, range]:
-    """The bytes that letters of each kind may have. gradient: bytes of the largest stage's."""
+def letter_lengths(form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int) -> dict[int, range]:
+    """The bytes that letters of each kind may have. gradient, state: bytes of the largest stage's."""
     forward, back = form.nbytes(Task("F", 0, 1)), form.nbytes(Task("B", 0, 0))
     words = 8 * peers * (_FIGURES + -(-microbatches // 63))
     return {
@@ -32,6 +32,9 @@ def letter_lengths(form: StageForm, gradient: int, peers: int, microbatches: int
         WORD: range(0, words + 1, 8),
         SHARD: range(gradient + 1),
         MEAN: range(gradient + 1),
+        LOOK: range(1, forward + 1),
+        LOSS: range(8, 9),
+        STATE: range(state + 1),
     }
 
 

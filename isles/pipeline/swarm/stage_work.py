@@ -96,7 +96,7 @@ class StageWork:
             if sender is not None:
                 accept(self.group, _BACKWARD, sender, given)
             done.out.backward(given)
-            self._charge(0.0 if self.shares is None else 2 * self.shares.forward)
+            self._charge(0.0 if self.shares is None else self.shares.backward)
         back = None
         if done.leaf is not None:
             assert done.leaf.grad is not None

@@ -23,18 +23,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isles.comm.errors import CommError, DeadlinePassed
+from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.reduction import stage_sum
-
-Consistency = Literal["exact", "strict", "relaxed"]
 
 
 class StageLost(CommError):
@@ -69,10 +68,13 @@ class PeerTold:
 
 @dataclass(frozen=True, slots=True)
 class SwarmStep:
-    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient."""
+    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient;
+    stage_norm: of this stage's.
+    """
 
     loss: float
     norm: float
+    stage_norm: float
     members: tuple[int, ...]
     told: Mapping[int, PeerTold]
 
@@ -99,7 +101,7 @@ class Swarm:
         self.stages, self.count = list(stages), max(stages) + 1
         self.microbatches, self.consistency, self.sums = microbatches, consistency, sums
         self.told: Mapping[int, PeerTold] = {}
-        self._place()
+        self.place()
 
     @property
     def me(self) -> int:
@@ -120,15 +122,16 @@ class Swarm:
             done = self._strict(whole) if self.consistency == "strict" else self._settle()
             if done is not None:
                 return done
-            self.peer.counts.repeated += 1
+            self.peer.counts.begun_again += 1
 
     def _begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
         self.peer.forget()
-        self._place()
+        self.place()
 
-    def _place(self) -> None:
+    def place(self) -> None:
+        """Take note of who is left. StageLost where a stage has no peer any more."""
         stages = [self.peers(stage) for stage in range(self.count)]
         for stage, peers in enumerate(stages):
             if not peers:
@@ -152,7 +155,7 @@ class Swarm:
     def _strict(self, whole: bool) -> SwarmStep | None:
         before = self.agreement.members
         said = self.agreement.agree([*self._counted(), int(whole)])
-        self._place()
+        self.place()
         if self.agreement.members != before or not all(word[2] for word in said.values()):
             return None
         return self._conclude(said)
@@ -161,7 +164,7 @@ class Swarm:
         while True:
             book = as_words(set(self.peer.counted), self.microbatches)
             said = self.agreement.agree([*self._counted(), *book])
-            self._place()
+            self.place()
             books = {position: from_words(word[2:], self.microbatches) for position, word in said.items()}
             stages = self.peer.stages
             if self.consistency == "exact":
@@ -199,7 +202,7 @@ class Swarm:
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
         word = _Word(int(holds), _bits(square), own, seconds, self.peer.mean_queue())
         said = {position: _Word(*told) for position, told in self.agreement.agree(word).items()}
-        self._place()
+        self.place()
         if not all(told.holds for told in said.values()):
             return None
         self._take_over(total, factor, own)
@@ -207,13 +210,14 @@ class Swarm:
 
     def _told(self, said: Mapping[int, _Word], loss: float) -> SwarmStep:
         squares = [[_number(said[position].square) for position in self.peers(stage)] for stage in range(self.count)]
-        norm = sum(sum(known) / len(known) for known in squares) ** 0.5
+        means = [sum(known) / len(known) for known in squares]
         self.told = {
             position: PeerTold(word.nanoseconds / 1e9, word.queue / 1000, word.counted)
             for position, word in said.items()
         }
         self.peer.counts.seconds = 0.0
-        return SwarmStep(loss, norm, self.agreement.members, self.told)
+        own = means[self.stages[self.me]]
+        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, self.agreement.members, self.told)
 
     def _sum(self) -> Tensor | None:
         flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()

@@ -17,12 +17,13 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.config import Consistency
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
 from isles.pipeline.swarm.post import Post, letter_lengths
 from isles.pipeline.swarm.stage_work import StageWork
-from isles.pipeline.swarm.swarm import Consistency, Swarm
+from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
 SEQUENCES = 2
@@ -72,10 +73,11 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
         boundary=FullStream(shape.d_model),
     )
     costs = PieceCosts(blocks=(1.0,) * shape.layers, head=0.0)
-    shares = stage_shares(piece, costs, 1) if setting.charged else None
+    shares = stage_shares(piece, costs, 1, recompute=False) if setting.charged else None
     group = world.world.among(range(world.size), "pipeline")
     longest = sum(parameter.nbytes for parameter in stage.parameters())
-    post = Post(Mail(group, run=9, lengths=letter_lengths(form, longest, world.size, setting.microbatches)))
+    lengths = letter_lengths(form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches)
+    post = Post(Mail(group, run=9, lengths=lengths))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
     agreement = Agreement(post, setting.patience)
     forward, backward = setting.deadlines

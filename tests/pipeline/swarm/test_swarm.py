@@ -121,7 +121,7 @@ def test_a_late_answer_is_counted_once() -> None:
     done = held_back()
     assert furthest(HELD, done) < CLOSE
     counts = [peer[-1][-1] for peer in done]
-    assert sum(each.again for each in counts) > 0 and sum(each.undone for each in counts) > 0
+    assert sum(each.sent_again for each in counts) > 0 and sum(each.taken_back for each in counts) > 0
 
 
 def test_a_mutant_that_counts_doubles_fails(monkeypatch: pytest.MonkeyPatch) -> None:
