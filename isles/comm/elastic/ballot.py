@@ -23,6 +23,7 @@ from typing import Literal
 NOTHING = -1
 """The digest of a member whose exchange failed: the round is to be tried again."""
 _TRIES = 3  # attempts among the same members with answers that differ
+_WORDS = 2  # of a member on one attempt: an answer, and that it failed there
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Ballot:
 
     def told(self, attempt: int, seat: int, digest: int) -> Ballot:
         """`seat` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
+        told = [one for one in self.done if one[:2] == (attempt, seat)]
+        if attempt >= len(self.attempts) or len(told) >= _WORDS:
+            return self
         return replace(self, done=self.done | {(attempt, seat, digest)})
 
     def without(self, seat: int) -> Ballot:

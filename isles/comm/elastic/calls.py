@@ -1,12 +1,27 @@
-"""Which call of `Membership` a worker's word is."""
+"""Which call of `Membership` a worker's word is, and what no worker says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from isles.comm.elastic.membership import Membership
-from isles.comm.elastic.messages import Accusation, Ack, Beat, Done, Leave, Reload
+from isles.comm.elastic.messages import MARGIN, Accusation, Ack, Beat, Done, Leave, Reload
 from isles.comm.elastic.orders import Order
+
+
+def unfit(membership: Membership, message: Any) -> None:
+    """ValueError for a word about rounds or seats that cannot be: it would be kept, or others would follow it."""
+    match message:
+        case Ack(beat=beat) | (Beat() as beat):
+            last = membership.rules.last
+            rounds = [beat.round, *beat.skipped, *(round for _, round in beat.seen)]
+            if not all(0 <= round <= (1 << 40 if last is None else last) for round in rounds):
+                raise ValueError("a round that this run has not")
+            if not all(seat in membership.workers for seat, _ in beat.seen):
+                raise ValueError("the work of a seat that this run has not")
+        case Done(round=round) | Accusation(round=round):
+            if not 0 < round <= membership.newest_round + MARGIN or not 0 <= message.attempt < 1 << 20:
+                raise ValueError("an answer of a round that nobody is in")
 
 
 def call(membership: Membership, now: float, seat: int, message: Any) -> list[Order] | None:

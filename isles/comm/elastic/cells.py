@@ -67,6 +67,15 @@ def fresh_before(view: View, round: int) -> int:
     return max(steps - debt(view.owed), 0)
 
 
+def last_round(view: View, batches: int) -> int:
+    """The round of `view` in which the data's order has come to so many batches, at the earliest that before its first.
+
+    Debts are not counted: they come before.
+    """
+    steps = batches - view.start + debt(view.owed)
+    return view.since - 1 + (-(-steps // sum(view.steps)) if batches > view.start else 0)
+
+
 def lots(view: View, place: int, first: int, until: int) -> list[Lot]:
     """What the cells of `place` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
     found: list[Lot] = []

@@ -9,6 +9,7 @@ The training thread calls the rest. One lock is around the `Member`.
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import math
@@ -275,7 +276,8 @@ class Company:
 
     def _told(self, query: IncomingQuery) -> None:
         """In the session's thread: nothing here waits."""
-        if query.attachment != self._signature:
+        if not hmac.compare_digest(query.attachment, self._signature):
+            self._session.refused.note(-1, "an order that is not the lighthouse's")
             query.refuse(b"never")
             return
         query.reply()

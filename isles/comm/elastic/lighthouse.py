@@ -11,22 +11,39 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from isles.comm.elastic.calls import call
+from isles.comm.elastic.calls import call, unfit
+from isles.comm.elastic.guards.presence import Presence
+from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.keys import (
+    ABOUT,
+    ASKED,
+    CONFIG,
+    ECHO,
+    HELLO,
+    LIT,
+    PIECE,
+    REACH,
+    REPORTED,
+    TOLD,
+    SeatKeys,
+    signature,
+)
 from isles.comm.elastic.links.relayed import RelayCounter
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
+    About,
+    Accusation,
     Admitted,
     Entry,
     Find,
     Finished,
     Hello,
+    Later,
     Listening,
     Reached,
     Refusal,
@@ -39,6 +56,7 @@ from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
 GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
+JOINS = 30  # seats that one address takes at once, and as many again each minute
 _TICK = 0.25
 _TOLD = 5.0  # seconds that a word to a seat is tried for
 _LONGEST_REPORT = 1 << 20
@@ -65,7 +83,7 @@ class Lighthouse:
         port: int,
         heard: Callable[[int, Any], None],
     ) -> None:
-        self.refused: Counter[tuple[int, str]] = Counter()
+        self.refused = session.refused
         self.finished: set[int] = set()
         self.relayed = 0
         self._relay = RelayCounter(port, lambda: session.taken)
@@ -77,10 +95,14 @@ class Lighthouse:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))
         self._whereabouts = Whereabouts(keys, session.seen)
+        self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
         self._closed = threading.Event()
         self._lock = threading.Condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
+        session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
+        session.serve(ECHO, lambda query: query.reply(bytes(min(int.from_bytes(query.payload[:4], "big"), PIECE))))
+        session.serve(REACH, self._reach)
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
         session.watch("isles/seat/*", self._presence)
@@ -133,10 +155,31 @@ class Lighthouse:
                 f"({self.corpus[:8]}...): put the same files there"
             )
         if why is not None:
+            self.refused.note(-1, "another version, or another text")
             query.reply(encode(Refusal(why)))
+            return
+        wait = self._admissions.take(self._session.seen(hello.session), time.monotonic())
+        if wait > 0:
+            self.refused.note(-1, "joins too often")
+            why = f"{JOINS} workers a minute may join from one address"
+            query.reply(encode(Later(round(wait, 1), why)))
             return
         self.corpus = hello.corpus
         self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus)), query)
+
+    def _about(self) -> About:
+        members, rules = self.membership.members(), self.membership.rules
+        return About(self._version, time.time(), len(members), self.membership.newest_round, rules.last or 0)
+
+    def _reach(self, query: IncomingQuery) -> None:
+        try:
+            said = decode(query.payload)
+            if not isinstance(said, Listening):
+                raise ValueError("not an address")
+        except ValueError as error:
+            self._refuse(query, -1, str(error))
+            return
+        self._listening(-1, said, query)
 
     def _asked(self, query: IncomingQuery) -> None:
         seat = self._keys.seat(query.attachment)
@@ -145,9 +188,14 @@ class Lighthouse:
             return
         try:
             message = decode(query.payload)
+            unfit(self.membership, message)
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
+        if self._present.spoke(seat, time.monotonic()):
+            self._carry_out(self._call(lambda m, now: m.back(now, seat)))
+        if isinstance(message, Accusation) and message.charge == "refused":
+            self.refused.note(message.seat, "a share that another worker refuses")
         if isinstance(message, Find):
             query.reply(encode(self._whereabouts.find(seat, message)))
             return
@@ -185,8 +233,7 @@ class Lighthouse:
         try:
             self._heard(seat, parse_json(payload))
         except ValueError as error:
-            self.refused[seat, str(error)[:100]] += 1
-            _LOG.warning("what worker %d reports is not taken: %s", seat, error)
+            self.refused.note(seat, str(error))
 
     def _presence(self, key: str, there: bool) -> None:
         name = key.rpartition("/")[2]
@@ -194,10 +241,13 @@ class Lighthouse:
             seat = int(name)
             if not there:
                 self._whereabouts.forget(seat)
+            self._present.changed(seat, there, time.monotonic())
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if there else m.gone(now, seat)))
 
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))
+        for seat in self._present.silent(time.monotonic()):
+            self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
         self.relayed = self._relay.relayed()
 
     def _call(self, asked: Callable[[Membership, float], T]) -> T:
@@ -216,6 +266,7 @@ class Lighthouse:
             if isinstance(order, Reply):
                 message: Any = order.message
                 if isinstance(message, Admitted):
+                    self._present.joined(message.seat, time.monotonic())
                     message = Entry(message.seat, self._keys.of(message.seat))
                 answer = encode(message)
             else:
@@ -234,7 +285,7 @@ class Lighthouse:
             _LOG.debug("the session is closed")
 
     def _refuse(self, query: IncomingQuery, seat: int, why: str) -> None:
-        self.refused[seat, why[:100]] += 1
+        self.refused.note(seat, why)
         query.refuse(b"never")
 
     def _tick_on(self) -> None:

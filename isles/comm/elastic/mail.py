@@ -9,18 +9,20 @@ twice is acknowledged again. Messages of one address are taken in their order. W
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.tags import Tag
 
 CHUNK = 1 << 20
 EARLY = 16 << 20
 EARLY_OF_ALL = 32 << 20
+_LONGEST = 1 << 36  # bytes of a message
 _STALE = 8  # rounds: whoever posts a receive of round r waits no more for those of rounds before r - 8
 _FINISHED = 4096  # messages whose late chunks are still known, by sender
 
@@ -79,13 +81,12 @@ def offsets(total: int) -> range:
 
 
 class Inbox:
-    """The receiving side of one worker. Safe to call from several threads.
-
-    refused: how many chunks were not taken, by (sender, reason).
+    """The receiving side of one worker. Safe to call from several threads. refused: where chunks that were not taken
+    are counted, by sender; by default here.
     """
 
-    def __init__(self) -> None:
-        self.refused: Counter[tuple[int, str]] = Counter()
+    def __init__(self, refused: Refusals | None = None) -> None:
+        self.refused = Refusals() if refused is None else refused
         self._senders: dict[int, _Sender] = {}
         self._lock = threading.Lock()
 
@@ -148,6 +149,8 @@ class Inbox:
             return sum(known.early_bytes for known in self._senders.values())
 
     def _keep(self, known: _Sender, sender: int, chunk: Chunk, data: bytes) -> Verdict:
+        if chunk.total > _LONGEST:
+            return self._refuse(sender, "a message longer than any")
         early = known.early.get(chunk.number)
         if early is not None and (early.tag, early.total) != (chunk.tag, chunk.total):
             return self._refuse(sender, "pieces that do not fit together")
@@ -156,14 +159,14 @@ class Inbox:
         all_bytes = sum(other.early_bytes for other in self._senders.values())
         full = known.early_bytes + len(data) > EARLY or all_bytes + len(data) > EARLY_OF_ALL
         if full or len(known.early) >= _FINISHED:
-            self.refused[sender, "more than is kept of what nobody asked for"] += 1
+            self.refused.note(sender, "more than is kept of what nobody asked for")
             return "later"
         known.early.setdefault(chunk.number, _Early(chunk.tag, chunk.total)).chunks[chunk.offset] = data
         known.early_bytes += len(data)
         return "kept"
 
     def _refuse(self, sender: int, why: str) -> Verdict:
-        self.refused[sender, why] += 1
+        self.refused.note(sender, why)
         return "never"
 
     def _finish(self, known: _Sender, number: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
-from isles.comm.elastic.cells import debt, fresh_before
+from isles.comm.elastic.cells import debt, fresh_before, last_round
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -67,6 +67,13 @@ class Membership:
         """The newest."""
         return self.account.newest
 
+    @property
+    def last(self) -> int | None:
+        """The run's last round, as far as it is known; None for a run without an end, and before the first view."""
+        if self.rules.batches is None or self.view is None:
+            return self.rules.last
+        return last_round(self.view, self.rules.batches)
+
     def members(self) -> list[int]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
         return [worker.seat for worker in self.workers.values() if worker.here and worker.state in ("in", "leaving")]
@@ -88,7 +95,7 @@ class Membership:
     def join(self, now: float, description: str) -> list[Order]:
         """A worker asks for a seat."""
         if sum(worker.here for worker in self.workers.values()) >= self.rules.most:
-            return [Reply(Refusal(f"the run has its most workers, {self.rules.most}; see --max-members"))]
+            return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         seat = len(self.workers)
         self._record("join", seat=seat, description=description)
         self._out.append(Reply(Admitted(seat)))
@@ -236,7 +243,7 @@ class Membership:
         """The first round of a view that is proposed now; None where the run ends before it. Where nobody is left who
         could end it, those who come find nothing to do but to hand in what they have.
         """
-        since, last = self.newest_round + MARGIN, self.rules.last
+        since, last = self.newest_round + MARGIN, self.last
         if last is None or since <= last:
             return since
         return None if self._voters_of_view() else last + 1

@@ -127,10 +127,34 @@ class Accusation:
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share."""
+    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
+    engine's name of the session that asks.
+    """
 
     version: str
     corpus: str
+    session: str
+
+
+@dataclass(frozen=True)
+class Later:
+    """The answer to `Hello` where too many come: ask again in `seconds`; `reason` is a line for a person."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class About:
+    """How a run stands. clock: the lighthouse's, seconds since 1970. members: who train; round: the newest that anybody
+    has begun, of `last` (0: it has no end).
+    """
+
+    version: str
+    clock: float
+    members: int
+    round: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -218,7 +242,7 @@ class Refusal:
 
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
-    | Hello | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
+    | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

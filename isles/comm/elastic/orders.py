@@ -11,8 +11,8 @@ from isles.comm.elastic.messages import Load, Message
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """founders: workers that the first view waits for. sync_every: inner steps a round. agrees: an all-reduce method,
-    whose rounds land on the lighthouse's word. most: workers at once. last: the run's last round, None for a run
-    without an end.
+    whose rounds land on the lighthouse's word. most: workers at once. last: the run's last round; None for a run
+    without an end, or for one that ends with the round in which `batches` (of one worker and inner step) are taken.
     """
 
     founders: int
@@ -20,6 +20,7 @@ class Rules:
     agrees: bool = False
     most: int = 1024
     last: int | None = None
+    batches: int | None = None
 
 
 @dataclass(frozen=True)

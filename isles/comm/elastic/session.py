@@ -19,13 +19,16 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from isles.comm.credentials import Credentials, write_private
+from isles.comm.elastic.guards.refusals import Refusals
 
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE = 4 << 20
+_QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
 USER = "isles"
 Mode = Literal["router", "client"]
 
@@ -63,16 +66,26 @@ class IncomingQuery:
 
 
 class Session:
-    """An open connection to a run. What it is given to call runs in its own thread, one after the other."""
+    """An open connection to a run. What it is given to call runs in its own thread, one after the other. Where more
+    questions come than that thread can answer they are turned away, so that they fill no memory.
 
-    def __init__(self, session: Any, engine: Any) -> None:
-        self._session, self._engine = session, engine
+    refused: what was not taken here, by whoever serves on this session.
+    """
+
+    def __init__(self, session: Any, engine: Any, refused: Refusals) -> None:
+        self._session, self._engine, self.refused = session, engine, refused
         self.taken = 0  # bytes of what was said to this session itself
         self._declared: list[Any] = []
         self._todo: SimpleQueue[tuple[Callable[..., None], Any] | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="isles-session", daemon=True)
-        self._thread.start()
+        self._counting = threading.Lock()
+        self._queued = 0  # bytes
+        self._crowded: SimpleQueue[Any] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, name="isles-session", daemon=True) for work in (self._serve, self._turn_away)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # The verbs
 
@@ -82,9 +95,21 @@ class Session:
         def asked(query: Any) -> None:
             incoming = IncomingQuery(query)
             self.taken += len(incoming.payload) + len(incoming.attachment)
+            with self._counting:
+                self._queued -= _size(query)
             answer(incoming)
 
-        self._declared.append(self._session.declare_queryable(key, lambda query: self._todo.put((asked, query))))
+        def arrived(query: Any) -> None:
+            size = _size(query)
+            with self._counting:
+                has_room = self._queued + size <= _QUEUED
+                self._queued += size if has_room else 0
+            if has_room:
+                self._todo.put((asked, query))
+            else:
+                self._crowded.put(query)
+
+        self._declared.append(self._session.declare_queryable(key, arrived))
 
     def ask(
         self,
@@ -181,8 +206,18 @@ class Session:
         self._closed = True
         self._session.close()
         self._todo.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        self._crowded.put(None)
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(5.0)
+
+    def _turn_away(self) -> None:
+        """What is too much is given back at once, unread, and in no callback of the engine's."""
+        while (query := self._crowded.get()) is not None:
+            self.refused.note(-1, "more at once than can be looked at")
+            with suppress(self._engine.ZError):
+                query.reply_err(b"later")
+            del query
 
     def _serve(self) -> None:
         while (job := self._todo.get()) is not None:
@@ -203,11 +238,13 @@ def open_session(
     connect: str | None = None,
     lease: float = 3.0,
     patience: float = 5.0,
+    refused: Refusals | None = None,
 ) -> Session:
     """Open a session of the run of `credentials`; TLS always, the secret inside it.
 
     listen: HOST:PORT to be reached at, which needs the run's key; connect: HOST:PORT of a router.
     lease: seconds of silence after which another one counts as gone. patience: seconds to try to connect for.
+    refused: where what is not taken is counted, if not by itself.
 
     ValueError where zenoh is missing, the key is, or the address cannot be had; OSError where nobody lets it in.
     """
@@ -218,17 +255,24 @@ def open_session(
     for key, value in _settings(mode, credentials, listen, connect, lease, patience).items():
         config.insert_json5(key, json.dumps(value))
     try:
-        return Session(engine.open(config), engine)
+        return Session(engine.open(config), engine, Refusals() if refused is None else refused)
     except engine.ZError as error:
         said = " ".join(str(error).split())[:200]
         if listen is not None and "in use" in said:
             raise ValueError(f"{listen}: the port is taken; choose another one") from None
+        if listen is not None and "assign requested address" in said:
+            raise ValueError(f"{listen}: is no address of this machine; name one that is (--host, --listen)") from None
         raise OSError(f"no session with {connect or listen}: {said}") from None
 
 
 def address(host: str, port: int) -> str:
     """HOST:PORT, with brackets where the host has colons."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _size(query: Any) -> int:
+    """Bytes that a question holds."""
+    return 1024 + (0 if query.payload is None else len(query.payload))
 
 
 def _host(locator: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.mail import CHUNK, Chunk, Inbox, offsets
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.errors import PeerLost
@@ -94,7 +95,7 @@ class ElasticTransport(OnHostClock):
         self._guide: Guide = guide or _Trusting()
         self._meeting = threading.Lock()  # sessions tell of their seats in threads of their own
         self._ways: dict[int, tuple[Session, ...]] = {}  # by seat: where it is there now
-        self._inbox = Inbox()
+        self._inbox = Inbox(session.refused)
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
         self._outgoing: dict[int, _Outgoing] = {}
@@ -108,9 +109,9 @@ class ElasticTransport(OnHostClock):
         session.present(f"{_SEAT}/{self.rank}")
 
     @property
-    def refused(self) -> Counter[tuple[int, str]]:
+    def refused(self) -> Refusals:
         """Chunks that were not taken, by (sender, reason)."""
-        return Counter(self._inbox.refused)
+        return self._inbox.refused
 
     @property
     def lost(self) -> Collection[int]:
@@ -171,15 +172,15 @@ class ElasticTransport(OnHostClock):
             *fields, number, offset, total, sender, word = _HEAD.unpack(asked.attachment)
             chunk = Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
         except (struct.error, IndexError):
-            self._inbox.refused[-1, "no message of this library"] += 1
+            self.refused.note(-1, "no message of this library")
             asked.refuse(b"never")
             return
         if not 0 <= sender < _SEATS or sender in self._lost:
-            self._inbox.refused[sender, "nobody who is there"] += 1
+            self.refused.note(-1, "a message of nobody who is there")
             asked.refuse(b"later")  # its sign of life may be on its way
             return
         if not hmac.compare_digest(word, self._guide.expected(sender)):
-            self._inbox.refused[-1, "a message in another's name"] += 1
+            self.refused.note(-1, "a message in another's name")
             asked.refuse(b"never")
             return
         verdict = self._inbox.take(sender, chunk, asked.payload)

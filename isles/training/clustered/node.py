@@ -102,7 +102,10 @@ class ClusterWorker:
             in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else stages,
             every=pipeline.microbatches,
             order=pipeline.order,
-            shares=stage_shares(self.cut.pieces[place.stage], self.cut.costs, pipeline.microbatches),
+            recompute=pipeline.recompute,
+            shares=stage_shares(
+                self.cut.pieces[place.stage], self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute
+            ),
         )
 
     def _opening(self, cuts: list[Any]) -> None:
@@ -341,7 +344,7 @@ class ClusterWorker:
 def train_clustered(
     world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
 ) -> dict[str, Any] | None:
-    """What each worker of such a run does; see `isles.training.trainer.train_worker`."""
+    """What each worker of such a run does; see `isles.training.worker.train_worker`."""
     node = ClusterWorker(config, world, corpus)
     if resume is None:
         node.average.begin()

@@ -24,6 +24,7 @@ from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
 from isles.training.config.kept import SettingKey, beside, kept_names
 from isles.training.config.sections import ORDER, SECTIONS, Config
+from isles.training.config.tokens import ending
 from isles.training.config.trust import check
 
 DEFAULT_METHOD = "noloco"
@@ -90,6 +91,10 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
         _assign(given, key.strip(), _parse_value(text.strip()))
+    said = [key for key, value in flags.items() if value is not None] + [one.partition("=")[0] for one in assignments]
+    tokens = given.get("run", {}).get("tokens")
+    if "run.steps" in said and tokens:
+        raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: leave one out")
     return given
 
 
@@ -109,7 +114,7 @@ def resolve(tables: Tables) -> Config:
             raise ValueError(_foreign(key, name, known))
     if "seed" in known:  # one seed makes the whole run another one
         settings.setdefault("seed", sections["run"].seed)
-    return Config(method=name, replicas=typed("replicas", made_for, settings), **sections)
+    return ending(Config(method=name, replicas=typed("replicas", made_for, settings), **sections))
 
 
 def _sections(tables: Tables) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class ChurnedRun:
     def counted(self) -> int:
         """Inner steps whose work is in the weights at the end."""
         membership = self.meeting.membership
-        return 0 if membership is None else membership.read(last_round(self.config) + 1)
+        return 0 if membership is None else membership.read(last_round(self.config, membership.view) + 1)
 
 
 def pauses(trace: Iterable[ChurnEvent]) -> dict[int, list[tuple[float, float]]]:

@@ -20,7 +20,7 @@ from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO
 from isles.comm.elastic.links.direct import DirectLinks
-from isles.comm.elastic.messages import Entry, Hello, Over, Refusal, decode, encode
+from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, zenoh
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
@@ -31,12 +31,13 @@ from isles.training.config.reading import resolve
 from isles.training.config.sections import LEASE, Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.terms import check
+from isles.training.elastic.terms import in_rounds
 from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
 _PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
 _ANSWER = 10.0  # seconds
+_CROWDED = 600.0  # seconds to be given a seat where too many come
 _LONGEST = 1 << 20  # bytes of a configuration
 
 
@@ -89,7 +90,7 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
             session = stack.enter_context(_opened(mine, address, lease))
         torch.set_num_threads(config.world.threads)
         corpus = load_corpus(config.data)
-        entry = _seat(session, corpus.sha256)
+        entry = _seat(session, corpus.sha256, tell)
         company = Company(session, entry)
         stack.callback(company.close)
         links = DirectLinks(session, entry, company.ask, token.secret, folder / "links", lease=lease, notice=tell)
@@ -106,8 +107,13 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, str(company.seat))
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell, lambda: transport.carried)
+        gifts = Giver(session, str(company.seat), tell)
+        stack.callback(gifts.close)
+
+        def tells() -> dict[str, Any]:
+            return {"carried": transport.carried, "refused": session.refused.rows()}
+
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells)
         stack.callback(worker.close)
         yield worker
 
@@ -174,8 +180,7 @@ def _configuration(text: bytes, here: Here) -> Config:
         raise ValueError(
             f"the run would import and run {printable(told, 300)} here: a worker that joins imports nothing"
         )
-    config = resolve(tables)
-    check(config)
+    config = in_rounds(resolve(tables))
     if here.data is not None:
         config = replace(config, data=replace(config.data, path=here.data))
     if here.device is not None:
@@ -183,9 +188,17 @@ def _configuration(text: bytes, here: Here) -> Config:
     return config
 
 
-def _seat(session: Session, corpus: str) -> Entry:
-    """A seat. ValueError where this worker is refused."""
-    answer = decode(_asked(session, HELLO, encode(Hello(__version__, corpus))))
+def _seat(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:
+    """A seat. ValueError where this worker is refused. Waits where too many come."""
+    hello, until = encode(Hello(__version__, corpus, session.name())), time.monotonic() + _CROWDED
+    answer = decode(_asked(session, HELLO, hello))
+    while isinstance(answer, Later) and time.monotonic() < until:
+        pause = min(max(answer.seconds, 0.1), 60.0)
+        tell(f"the lighthouse: {printable(answer.reason, 200)}; asking again in {pause:.0f} s")
+        time.sleep(pause)
+        answer = decode(_asked(session, HELLO, hello))
+    if isinstance(answer, Later):
+        raise OSError(f"no seat within {_CROWDED:.0f} s: {printable(answer.reason, 200)}")
     if isinstance(answer, Refusal):
         raise ValueError(printable(answer.reason, 300))
     if not isinstance(answer, Entry):

@@ -8,14 +8,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from isles.comm.elastic.cells import batches
+from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.data.lots import rows, spare_rows
 from isles.replicas import method
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import SILENCE, Config
+from isles.training.config.tokens import ending, tokens_a_step
 
+_FAR = 1 << 40
 _TAKEN = "noloco and diloco are"
 _AT_ONCE = {"delay": "none", "outer_delay": 0, "overlap_steps": 0, "fragments": "whole"}
 """Settings with which all that is sent lands at once."""
@@ -31,9 +33,7 @@ def elastic(tables: Tables) -> Config:
     config = resolve(tables)
     ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
     ours = {key: value for key, value in ours.items() if key not in tables.get("replicas", {})}
-    config = replace(config, replicas=replace(config.replicas, **ours))
-    check(config)
-    return config
+    return in_rounds(replace(config, replicas=replace(config.replicas, **ours)))
 
 
 def going_on(config: Config) -> Config:
@@ -43,7 +43,14 @@ def going_on(config: Config) -> Config:
     key = "on_peer_failure"
     if hasattr(config.replicas, key):
         config = replace(config, replicas=replace(config.replicas, **{key: "solo"}))
-    check(config, simulated=True)
+    return in_rounds(config, simulated=True)
+
+
+def in_rounds(config: Config, *, simulated: bool = False) -> Config:
+    """`config`, whose end is one of a round where it is one of tokens. ValueError as `check`."""
+    if hasattr(config.replicas, "sync_every"):
+        config = ending(config, sync_every(config))
+    check(config, simulated=simulated)
     return config
 
 
@@ -120,9 +127,16 @@ def sync_every(config: Config) -> int:
     return cast(Any, config.replicas).sync_every
 
 
-def last_round(config: Config) -> int:
-    """The number of the run's last round; the first is 1."""
-    return config.run.steps // sync_every(config)
+def last_round(config: Config, view: View | None) -> int:
+    """The number of the run's last round, as it is known with the newest view; the first is 1."""
+    if not config.run.tokens:
+        return config.run.steps // sync_every(config)
+    return _FAR if view is None else cells.last_round(view, batches_in_all(config))
+
+
+def batches_in_all(config: Config) -> int:
+    """Batches of one worker and inner step after which a run of `run.tokens` ends."""
+    return -(-config.run.tokens // tokens_a_step(config, 1))
 
 
 def rules(config: Config) -> Rules:
@@ -131,7 +145,9 @@ def rules(config: Config) -> Rules:
         founders=config.world.workers,
         sync_every=sync_every(config),
         agrees=lands_together(config),
-        last=last_round(config),
+        last=None if config.run.tokens else last_round(config, None),
+        most=config.world.max_members,
+        batches=batches_in_all(config) if config.run.tokens else None,
     )
 
 
@@ -148,7 +164,7 @@ def positions(
     else:
         place = view.place(seat)
         assert place is not None, "its cell is read by a member"
-        cells = batches(views, view, round, place)
-        steps = [rows(*cell, batch_size=size * accumulation) for cell in cells]
+        batches = cells.batches(views, view, round, place)
+        steps = [rows(*batch, batch_size=size * accumulation) for batch in batches]
     for step in steps:
         yield from np.split(step, accumulation)

@@ -40,7 +40,7 @@ class Schema:
     """Of the run `config`. A call is a check of `isles.launch.relay`."""
 
     def __init__(self, config: Config) -> None:
-        self.steps = config.run.steps
+        self.steps = _COUNT if config.run.tokens else config.run.steps  # workers may come to more
 
     def __call__(self, kind: str, value: Any, ranks: Container[int]) -> Any:
         """The value of a message of that kind about the workers `ranks`, fit for use. Unfit where it is not."""

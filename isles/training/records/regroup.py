@@ -30,6 +30,7 @@ from isles.replicas import method
 from isles.tables import read_toml
 from isles.training.config.reading import read_config, run_name, to_toml
 from isles.training.config.sections import Config
+from isles.training.config.tokens import ending_after
 from isles.training.draws import carried_draws, new_draws
 from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
@@ -94,10 +95,10 @@ def prepare(
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
     if seats == list(range(after)) and not anew:
         return Resumption(config, step, _changed(checkpoints.manifest(step), config, run))
-    if config.pipeline.routing == "ravnest":
+    if config.pipeline.routing in ("ravnest", "swarm"):
         raise ValueError(
-            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters resume with all workers of "
-            "before, from a checkpoint that all wrote: name an earlier one with --step, if there is one"
+            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
+            "all workers of before, from a checkpoint that all wrote: name an earlier one with --step, if there is one"
         )
     if elsewhere := checkpoints.absent(step):
         raise ValueError(
@@ -108,6 +109,7 @@ def prepare(
         raise ValueError(f"a plan is for its nodes: resume with {before} workers, as before")
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
+    config = ending_after(config, before // (saved.pipeline.stages * saved.world.inner), step)
     dry_run(config)  # refuses what the method or the batch cannot be
     replicas = config.replicas_in_all
     Loader(

@@ -66,7 +66,7 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert ask(guest, CONFIG, b"") == (b"[run]\n", None)
 
         def hello(version: str, corpus: str) -> Any:
-            return decode(ask(guest, HELLO, encode(Hello(version, corpus)))[0] or b"")
+            return decode(ask(guest, HELLO, encode(Hello(version, corpus, guest.name())))[0] or b"")
 
         entry = hello("1.0", "abc")
         assert isinstance(entry, Entry) and entry.seat == 0
@@ -86,14 +86,14 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert ask(guest, REPORTED, b"x", signature(1, entry.key)) == never
         assert ask(guest, REPORTED, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
         assert lighthouse.refused[0, "not fine"] == 1
-        assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 3
+        assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 5
         # All the while it works: the second seat is another one, with a key of its own.
         assert (second.seat, second.key == entry.key) == (1, False)
 
 
 def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
     with lit(tmp_path) as (_, guest):
-        entry = decode(ask(guest, HELLO, encode(Hello("1.0", "abc")))[0] or b"")
+        entry = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name())))[0] or b"")
     journal = Journal(tmp_path)
     journal.close()
     assert [one["event"] for one in journal.entries][:1] == ["join"]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm import credentials
+from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.keys import LIT, introduction
 from isles.comm.elastic.messages import Entry, Find, Found, Listening, Reached
 from isles.comm.elastic.session import Session, address, open_session
@@ -40,14 +41,14 @@ class Postman(Protocol):
 
 
 class OpenDoor:
-    """This worker's own session for others, at host:port; port 0: any."""
+    """This worker's own session for others, at host:port; port 0: any. refused: see `Session`."""
 
-    def __init__(self, secret: str, folder: Path, host: str, port: int, *, lease: float) -> None:
+    def __init__(self, secret: str, folder: Path, host: str, port: int, *, lease: float, refused: Refusals) -> None:
         """ValueError where the address cannot be had."""
         mine = credentials.own(secret, folder)
         self.certificate = ssl.PEM_cert_to_DER_cert(mine.certificate.read_text(encoding="ascii"))
         self.port = port or _free_port(host)
-        self.session = open_session("router", mine, listen=address(host, self.port), lease=lease)
+        self.session = open_session("router", mine, listen=address(host, self.port), lease=lease, refused=refused)
 
     def close(self) -> None:
         """Stop listening."""
@@ -91,7 +92,9 @@ class DirectLinks:
         lighthouse sees this machine. Says whether the lighthouse reaches it. ValueError where the address cannot be
         had.
         """
-        self._listener = OpenDoor(self._secret, self._folder / "own", host, port, lease=self._lease)
+        self._listener = OpenDoor(
+            self._secret, self._folder / "own", host, port, lease=self._lease, refused=self._session.refused
+        )
         self._announced = announced
         self._announce()
 
@@ -199,7 +202,14 @@ class DirectLinks:
             der = base64.b64decode(found.certificate, validate=True)
             theirs = credentials.trusting(der, self._secret, self._folder / f"seat-{seat}")
             where = address(found.host, found.port)
-            session = open_session("client", theirs, connect=where, lease=self._lease, patience=_DIAL)
+            session = open_session(
+                "client",
+                theirs,
+                connect=where,
+                lease=self._lease,
+                patience=_DIAL,
+                refused=self._session.refused,
+            )
             self._dialled[seat] = session
             assert self._postman is not None
             self._postman.link(session, seat)

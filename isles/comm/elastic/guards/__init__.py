@@ -1,0 +1,1 @@
+"""What keeps strangers and bad members from doing harm: counts of refusals, rates, signs of life."""
