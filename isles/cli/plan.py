@@ -158,7 +158,7 @@ def _plan_stages(asked: Asked, json: bool, out: Path | None, write: Path | None)
 
 
 def _compare_parallel(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
-    from isles.cli.plan_parallel import parallel_job_of
+    from isles.cli.memory.parallel import parallel_job_of
     from isles.report.sheets.parallel import parallel_sheet
 
     if write is not None:

@@ -20,7 +20,7 @@ OUT_OF_CORE, OUT_OF_CORE_SHARED = "out of core, states on every host", "out of c
 _TRIED = 8  # plans that are simulated of every accumulation
 _UPDATED = 3 * WEIGHT + 2 * STATE  # bytes that an update on the device reads and writes, a parameter
 
-Found = tuple[int, tuple[Placement, ...]]
+PassPlan = tuple[int, tuple[Placement, ...]]
 """Accumulated batches, and the plan of each."""
 
 
@@ -65,7 +65,7 @@ def averaged(job: ParallelJob, shape: HalfDecoder, accumulation: int, *, shared:
 
 
 @lru_cache(maxsize=64)
-def planned(job: ParallelJob, *, shared: bool) -> Found | None:
+def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
     """The fastest plan of a family that is small enough to be played for every link; None where none fits."""
     best, fastest = None, math.inf
     for accumulation in divisors(job.sequences // job.devices):
@@ -85,7 +85,7 @@ def planned(job: ParallelJob, *, shared: bool) -> Found | None:
     return best
 
 
-def played(job: ParallelJob, found: Found, *, shared: bool) -> LaneTimeline:
+def played(job: ParallelJob, found: PassPlan, *, shared: bool) -> LaneTimeline:
     """A step of it with this job's links."""
     accumulation, plan = found
     made = averaged(job, job.shape, accumulation, shared=shared)
