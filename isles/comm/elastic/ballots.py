@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from isles.comm.elastic.ballot import Ballot, Word
-from isles.comm.elastic.messages import Accusation, Done
+from isles.comm.elastic.messages import Accusation, Delivered, Done
 from isles.comm.view import View
 
 _KEPT = 64  # rounds for which a member that slept still hears what became of them
@@ -27,6 +27,17 @@ class Ballots:
         ballot = self._of(done.round, members)
         if ballot is not None:
             self._open[done.round] = ballot.told(done.attempt, seat, done.digest)
+
+    def delivered(self, seat: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
+        """A member has a share of a round for which `quorum` is enough."""
+        ballot = self._of(delivered.round, members)
+        if ballot is not None:
+            self._open[delivered.round] = replace(ballot, quorum=quorum).has(seat, delivered.steps)
+
+    def close(self, round: int) -> None:
+        """Who has not delivered by now is late, where those who have are enough."""
+        if round in self._open:
+            self._open[round] = replace(self._open[round], is_closing=True)
 
     def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
         """`seat` accuses another one. Refused once, or late for most of the others, and the next attempt is without."""
@@ -59,7 +70,8 @@ class Ballots:
         self._open.pop(word.round, None)
         self._landed = {**{r: b for r, b in self._landed.items() if r > word.round - _KEPT}, word.round: ballot}
         self._accused = {key: who for key, who in self._accused.items() if key[0] != word.round}
-        left = sorted({seat for seats in ballot.attempts for seat in seats} - set(word.seats))
+        tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # who was only late fetches the mean
+        left = sorted({seat for seats in tried for seat in seats} - set(word.seats))
         self._out |= dict.fromkeys(left, word.view)
         return left
 
@@ -67,8 +79,8 @@ class Ballots:
         """Whether that was decided, and is still known."""
         return round in self._landed
 
-    def word(self, round: int, seat: int) -> Word | None:
-        """What `seat` is to know of `round`."""
+    def word(self, round: int, seat: int | None = None) -> Word | None:
+        """What `seat` is to know of `round`; None: whoever asks."""
         ballot = self._landed.get(round) or self._open.get(round)
         return None if ballot is None else ballot.word(seat)
 

@@ -115,6 +115,14 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Delivered:
+    """A worker has a share of a round for whose mean a quorum is enough: the work of `steps` inner steps."""
+
+    round: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Accusation:
     """In this attempt the share of `seat` was late, or was refused: `reason` says why."""
 
@@ -228,7 +236,7 @@ class Refusal:
 
 
 Message = (
-    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Refusal | Word
     | Hello | Later | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}

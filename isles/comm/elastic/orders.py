@@ -13,6 +13,7 @@ class Rules:
     """founders: workers that the first view waits for. sync_every: inner steps a round. agrees: an all-reduce method,
     whose rounds land on the lighthouse's word. most: workers at once. last: the run's last round; None for a run
     without an end, or for one that ends with the round in which `batches` (of one worker and inner step) are taken.
+    quorum: share of the members whose work is enough for the mean of a round that is not the last; 0: that of all.
     """
 
     founders: int
@@ -21,6 +22,7 @@ class Rules:
     most: int = 1024
     last: int | None = None
     batches: int | None = None
+    quorum: float = 0.0
 
 
 @dataclass(frozen=True)

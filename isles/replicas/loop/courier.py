@@ -48,6 +48,9 @@ class Courier:
         if self._began is None:
             self._began = step, self.transport.now()
 
+    def progress(self, *, blocks: bool) -> None:
+        """Between inner steps: go on with what is under way behind them. blocks: a round is about to be sent."""
+
     def members(self, round: int) -> tuple[int, ...]:
         """Positions in the roster's group of `round` (1, 2, ...) that take part in this worker's exchange."""
         group = self.roster.group(round)

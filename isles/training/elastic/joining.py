@@ -22,11 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
+from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.delivery import Missed
 from isles.comm.elastic.gifts import ON_DEMAND, Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
-from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
+from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
@@ -40,7 +42,7 @@ from isles.replicas.loop.joining import adopt, enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.draws import draws_seed
-from isles.training.elastic.means import Means, shadow
+from isles.training.elastic.means import Means, missed, shadow
 from isles.training.elastic.terms import lands_together, last_round, positions, sync_every
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
@@ -88,11 +90,14 @@ class Participant:
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose cell was read
         self._put_off = 0  # rounds in succession
+        self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
         self.roster = ElasticRoster(company, alone)
+        self._is_quorum = getattr(config.replicas, "on_late", "wait") == "quorum"
+        self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed
         self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
@@ -133,9 +138,11 @@ class Participant:
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
+                self.optimizer.courier.progress(blocks=True)
                 return "left"
             round += self._round(round, every)
-        return "finished"
+        self.optimizer.courier.progress(blocks=True)
+        return "again" if company.is_called else "finished"
 
     @property
     def _last(self) -> int:
@@ -164,8 +171,10 @@ class Participant:
         ):
             group["lr"] = base * factor(steps)
 
-    def _round(self, round: int, every: int) -> bool:
-        """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
+    def _round(self, round: int, every: int) -> int:
+        """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
+        then more steps come.
+        """
         company, view = self.company, self.company.begin(round)
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
@@ -181,8 +190,10 @@ class Participant:
             self.trainer.step()
         took = self.transport.now() - began
         company.pace(took / steps)
-        is_put_off = self._is_put_off(round)
+        is_put_off, late = self._is_put_off(round), self.roster.deliveries.late
         seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
+        if self._is_quorum and not is_put_off:
+            outcome, self._late = WHOLE if late == self._late else LATE, late
         line = RoundLine(
             seat=company.seat,
             round=round,
@@ -196,15 +207,34 @@ class Participant:
         )
         company.report({"round": as_line(line)})
         if is_put_off:
-            return False
+            return 0
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
             self._tell_carried()
+        if self._is_quorum:
+            return self._skipped(round)
         if self._agrees:
             self._means.landed(round)
         self._copy_state(round)
-        return True
+        return 1
+
+    def _skipped(self, round: int) -> int:
+        """How many rounds are over: those too into which was delivered what came too late for the one before."""
+        over = self.optimizer.fragments[0].rounds - round + 1
+        for other in range(round + 1, round + over):
+            self.company.skip(other)
+        return over
+
+    def _landed(self, round: int, is_missed: bool) -> None:
+        """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
+        self._means.landed(round, is_missed=is_missed)
+        with self.optimizer.evaluation_weights():  # what was learned since is this worker's own
+            self._copy_state(round)
+
+    def _missed(self, word: Word) -> Missed | None:
+        """The mean of a round for which this worker was late."""
+        return missed(self.optimizer, self.gifts, word, self.folder / "missed.safetensors", self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has

@@ -147,6 +147,7 @@ def rules(config: Config) -> Rules:
         agrees=lands_together(config),
         last=None if config.run.tokens else last_round(config, None),
         batches=batches_in_all(config) if config.run.tokens else None,
+        quorum=config.replicas.quorum if getattr(config.replicas, "on_late", "wait") == "quorum" else 0.0,
     )
 
 
