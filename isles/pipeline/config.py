@@ -133,7 +133,7 @@ class PipelineConfig:
                 raise ValueError(f'{key} = {written} acts with routing = "{routing}" only: set that, or leave it out')
 
     def _check_clusters(self) -> None:
-        for key in ("loss_at", "recompute", "boundary", "together"):
+        for key in ("loss_at", "boundary", "together"):
             if key == "together" and not self.clusters:
                 continue
             value = getattr(self, key)

@@ -24,8 +24,8 @@ def task_shares(
 
 @dataclass(frozen=True, slots=True)
 class StageShares:
-    """The share of an inner step's computation in an asynchronous stage's tasks: a forward pass without gradients, the
-    backward pass with the forward run again, and where the loss is, both at once.
+    """The share of an inner step's computation in an asynchronous stage's tasks: a forward pass, the backward pass with
+    the forward where that is run again, and where the loss is, both at once.
     """
 
     forward: float
@@ -33,8 +33,8 @@ class StageShares:
     both: float
 
 
-def stage_shares(piece: Piece, costs: PieceCosts, microbatches: int) -> StageShares:
+def stage_shares(piece: Piece, costs: PieceCosts, microbatches: int, *, recompute: bool) -> StageShares:
     """Of a stage; see `task_shares`."""
     whole = 3 * costs.total * microbatches
     forward = sum(costs.blocks[number] for number in piece.blocks) / whole
-    return StageShares(forward, 3 * forward, 3 * forward + 3 * costs.head / whole)
+    return StageShares(forward, (3 if recompute else 2) * forward, 3 * forward + 3 * costs.head / whole)

@@ -58,7 +58,7 @@ def _print(plan: ClusteredRun) -> None:
     mean = sum(plan.bytes_sent) / len(plan.seats)
     print(
         f"\n{plan.averages} averages over {plan.segments} segments; {format_bytes(mean)} a worker in the whole run, "
-        "validations and the start left out; memory is counted, activations of one backward pass included"
+        "validations and the start left out; memory is counted, activations included"
     )
     seconds = [seat.seconds for seat in plan.seats if seat.seconds is not None]
     if seconds:

@@ -133,4 +133,6 @@ def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeClus
         f"takes {slowest / fastest:.3g} times as long for a microbatch as the fastest"
     )
     cuts = ", ".join(str(list(cluster.split.cuts)) for cluster in made)
-    print(f'\n[pipeline]\nrouting = "ravnest"\nclusters = [{cuts}]\n\n[world]\nworkers = {len(nodes)}')
+    print(
+        f'\n[pipeline]\nrouting = "ravnest"\nclusters = [{cuts}]\nrecompute = true\n\n[world]\nworkers = {len(nodes)}'
+    )

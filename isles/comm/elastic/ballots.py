@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from isles.comm.elastic.ballot import Ballot, Word
+from isles.comm.elastic.grace import Graces
 from isles.comm.elastic.messages import Accusation, Delivered, Done
 from isles.comm.view import View
 
@@ -21,6 +22,7 @@ class Ballots:
         self._accused: dict[tuple[int, int, int], set[int]] = {}  # who says so, by round, attempt and accused
         self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
         self._view = -1
+        self.graces = Graces()
 
     def done(self, seat: int, done: Done, members: tuple[int, ...]) -> None:
         """A member has an answer. members: of the first attempt of its round."""
@@ -28,16 +30,12 @@ class Ballots:
         if ballot is not None:
             self._open[done.round] = ballot.told(done.attempt, seat, done.digest)
 
-    def delivered(self, seat: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
+    def delivered(self, now: float, seat: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
         """A member has a share of a round for which `quorum` is enough."""
         ballot = self._of(delivered.round, members)
         if ballot is not None:
             self._open[delivered.round] = replace(ballot, quorum=quorum).has(seat, delivered.steps)
-
-    def close(self, round: int) -> None:
-        """Who has not delivered by now is late, where those who have are enough."""
-        if round in self._open:
-            self._open[round] = replace(self._open[round], is_closing=True)
+            self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
         """`seat` accuses another one. Refused once, or late for most of the others, and the next attempt is without."""
@@ -53,11 +51,17 @@ class Ballots:
         if others and seat in others and (accusation.charge == "refused" or late):
             self._open[accusation.round] = ballot.without(accused)
 
-    def due(self, living: Collection[int]) -> Iterator[Word]:
-        """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken."""
+    def due(self, now: float, living: Mapping[int, float]) -> Iterator[Word]:
+        """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.
+
+        living: by seat, the first round that waits for it.
+        """
+        for round in self.graces.over(now) & self._open.keys():
+            self._open[round] = replace(self._open[round], is_closing=True)
         for round in sorted(self._open):
-            word = self._open[round].decide(living)
+            word = self._open[round].decide({seat for seat, entered in living.items() if entered <= round})
             if word is not None:
+                (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, round)
                 yield replace(word, view=self._view)
 
     def apply(self, word: Word, members: tuple[int, ...]) -> list[int]:

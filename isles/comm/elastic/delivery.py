@@ -41,16 +41,16 @@ class Missed:
 
 
 class Delivery:
-    """Of `round`, the work of so many inner `steps`. word: the newest on it. `line.ask` tells it first, and waits for
-    the answer.
+    """Of `round`, the work of so many inner `steps`; this worker's next exchange is in `seconds`, 0 where that is
+    unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
     """
 
-    def __init__(self, line: LighthouseLine, round: int, steps: int, now: float) -> None:
+    def __init__(self, line: LighthouseLine, round: int, steps: int, seconds: float, now: float) -> None:
         self.round, self.steps = round, steps
         self.word: Word | None = None
         self._line, self._told = line, now
         self._part = Part(line.seat, round, 0, (line.seat,))
-        self._said: Delivered | Done = Delivered(round, steps)
+        self._said: Delivered | Done = Delivered(round, steps, seconds)
         self._failed = -1  # the newest attempt that did
         answer = line.ask(self._said)
         if isinstance(answer, Word):
@@ -94,6 +94,10 @@ class Delivery:
         self._said, self._told = Done(self.round, self._part.attempt, NOTHING if digest is None else digest), now
         self._line.say(self._said)
 
+    def say(self) -> None:
+        """Tell it again."""
+        self._line.say(self._said)
+
     def wait(self) -> None:
         """Until there is something to look at, a moment at most."""
         known = self.word
@@ -112,9 +116,9 @@ class Deliveries:
         self.late = 0
         """Rounds whose mean was taken without this worker."""
 
-    def new(self, round: int, steps: int) -> Delivery:
+    def new(self, round: int, steps: int, seconds: float) -> Delivery:
         """Deliver."""
-        return Delivery(self.line, round, steps, self._alone.transport.now())
+        return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
 
     def group(self, word: Word, seconds: float) -> Group:
         """Among whom an attempt is made, who may be late by so many seconds."""
@@ -135,11 +139,11 @@ class Deliveries:
             if word is not None and word.verdict == "land":
                 found = self.fetch(word)
                 if found is None:
-                    stray(self.line, delivery.round)
+                    stray(self.line)
                 return found
             delivery.wait()
             delivery.look(self._alone.transport.now())
-            self.line.say(Delivered(delivery.round, delivery.steps))
+            delivery.say()
         return None
 
     def is_missed(self, word: Word) -> bool:

@@ -1,13 +1,14 @@
 """How long who is late may take until a mean is taken without it: never so long that somebody's next exchange waits.
 
 A member that has delivered is at its next exchange one round later. By then the exchange of this one must be over, so
-the grace ends a round after the first delivery at the latest, less what exchanges have taken lately and a spare one;
-and after a quarter of a round, for what is landed late is learned from late.
+the grace ends a round after the first delivery at the latest, less what the last exchange has taken and some more; and
+after a quarter of a round, for what is landed late is learned from late.
 """
 
 from __future__ import annotations
 
-_SHARE = 0.25  # of a round
+_SHARE, _SPARE = 0.25, 1.25  # of a round; of the time of an exchange
+_LEAST = 0.02  # of a round: words take their time, too
 
 
 class Graces:
@@ -19,8 +20,10 @@ class Graces:
         self._exchange = 0.0  # seconds that the last one took
 
     def delivered(self, now: float, round: int, seconds: float) -> None:
-        """A member has delivered, whose next round takes so long."""
-        grace = max(min(_SHARE * seconds, seconds - 2 * self._exchange), 0.0)
+        """A member has delivered, whose next round takes so long; 0: nobody knows."""
+        if seconds <= 0:
+            return
+        grace = max(min(_SHARE * seconds, seconds - _SPARE * self._exchange), _LEAST * seconds)
         self._ends[round] = min(self._ends.get(round, now + grace), now + grace)
 
     def exchanging(self, now: float, round: int) -> None:
@@ -34,9 +37,9 @@ class Graces:
         self._began = {other: at for other, at in self._began.items() if other > round}
         self._ends = {other: at for other, at in self._ends.items() if other > round}
 
-    def over(self, now: float) -> list[int]:
+    def over(self, now: float) -> set[int]:
         """Rounds whose grace is over."""
-        return [round for round, end in self._ends.items() if end <= now]
+        return {round for round, end in self._ends.items() if end <= now}
 
     @property
     def next(self) -> float | None:

@@ -23,6 +23,7 @@ from isles.comm.elastic.links.relayed import RelayCounter
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
+    Accusation,
     Admitted,
     Entry,
     Find,
@@ -137,6 +138,7 @@ class Lighthouse:
                 f"({self.corpus[:8]}...): put the same files there"
             )
         if why is not None:
+            self.refused.note(-1, "another version, or another text")
             query.reply(encode(Refusal(why)))
             return
         wait = self._admissions.take(self._session.seen(hello.session), time.monotonic())
@@ -161,6 +163,8 @@ class Lighthouse:
             return
         if self._present.spoke(seat, time.monotonic()):
             self._carry_out(self._call(lambda m, now: m.back(now, seat)))
+        if isinstance(message, Accusation) and message.charge == "refused":
+            self.refused.note(message.seat, "a share that another worker refuses")
         if isinstance(message, Find):
             query.reply(encode(self._whereabouts.find(seat, message)))
             return

@@ -17,7 +17,6 @@ from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
 from isles.comm.elastic.cells import debt, fresh_before, last_round
-from isles.comm.elastic.grace import Graces
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -53,7 +52,6 @@ class Membership:
         self.workers: dict[int, Worker] = {}
         self.account = Account()
         self.ballots = Ballots()
-        self.graces = Graces()
         self.proposal: Proposal | None = None
         self.newest_round = 0
         self._issued = -1
@@ -73,9 +71,8 @@ class Membership:
     @property
     def last(self) -> int | None:
         """The run's last round, as far as it is known; None for a run without an end, and before the first view."""
-        if self.rules.batches is None or self.view is None:
-            return self.rules.last
-        return last_round(self.view, self.rules.batches)
+        view, batches = self.view, self.rules.batches
+        return self.rules.last if view is None or batches is None else last_round(view, batches)
 
     def members(self) -> list[int]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
@@ -149,11 +146,13 @@ class Membership:
         return self._orders(now)
 
     def reload(self, now: float, seat: int) -> list[Order]:
-        """The state that a worker was to load did not come: another donor."""
+        """The state that a worker was to load did not come, or is not the others': another one."""
         worker = self.workers.get(seat)
         if worker is not None and worker.load is not None:
             worker.tried.add(worker.load.donor)
             worker.load = None
+        elif worker is not None and worker.state == "in":
+            self._record("call", seat=seat)
         return self._orders(now)
 
     def done(self, now: float, seat: int, done: Done) -> list[Order]:
@@ -169,9 +168,8 @@ class Membership:
     def deliver(self, now: float, seat: int, delivered: Delivered) -> list[Order]:
         """A member has its share of a round for which a quorum is enough, and trains on."""
         if self.rules.quorum and self._here(seat):
-            quorum = 1.0 if delivered.round == self.last else self.rules.quorum
-            self.ballots.delivered(seat, delivered, self._voters(delivered.round), quorum)
-            self.graces.delivered(now, delivered.round, self.workers[seat].seconds * self.rules.sync_every)
+            quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
+            self.ballots.delivered(now, seat, delivered, self._voters(delivered.round), quorum)
         orders = self._orders(now)
         word = self.ballots.word(delivered.round)
         return orders if word is None else [*orders, Reply(word)]
@@ -210,8 +208,6 @@ class Membership:
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
     def _orders(self, now: float) -> list[Order]:
-        for round in self.graces.over(now):
-            self.ballots.close(round)
         self._step(now)
         orders, self._out = self._out, []
         return orders
@@ -222,9 +218,8 @@ class Membership:
             return
         self._propose()
         if self.rules.agrees:
-            for word in self.ballots.due(set(self.members())):
+            for word in self.ballots.due(now, {seat: self._awaited_from(seat) for seat in self.members()}):
                 self._record("word", word=plain(word))
-                (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, word.round)
                 for seat in word.seats:
                     self._tell(seat, word)
         self._assign()
@@ -295,6 +290,11 @@ class Membership:
         if worker.state == "outside" and worker.load is not None:
             self._tell(seat, worker.load)
         return BeatReply(beat.round, self._issued, newest, self.newest_round, views, proposal, worker.call)
+
+    def _awaited_from(self, seat: int) -> float:
+        """The first round that waits for `seat`. Where a quorum is enough none does before it is in one."""
+        worker = self.workers[seat]
+        return worker.entered if not self.rules.quorum or worker.round >= worker.entered else float("inf")
 
     def _voters_of_view(self) -> list[int]:
         view = self.view
@@ -380,8 +380,7 @@ class Membership:
             if seat not in view.seats and self.workers[seat].state == "in":
                 self._call_again(self.workers[seat])
         for seat in view.seats:
-            self.workers[seat].state = "in"
-            self.workers[seat].load, self.workers[seat].tried = None, set()
+            self.workers[seat].enter(view.since)
         self.ballots.opened(view)
         if not veterans:  # nobody would be in that round before the newcomers are
             self.newest_round = max(self.newest_round, view.since)

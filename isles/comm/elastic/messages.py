@@ -116,10 +116,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A worker has a share of a round for whose mean a quorum is enough: the work of `steps` inner steps."""
+    """A worker has a share of a round for whose mean a quorum is enough, the work of `steps` inner steps, and is at its
+    next exchange in so many `seconds`; 0 where that is unknown.
+    """
 
     round: int
     steps: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -52,17 +52,26 @@ Order = Record | Reply | Tell
 
 @dataclass
 class Worker:
-    """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state."""
+    """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state; entered: the
+    first round with the one that it has.
+    """
 
     seat: int
     description: str
     state: Literal["outside", "ready", "in", "leaving", "left", "shut"] = "outside"
     connected: bool = True
     call: int = 0
+    entered: int = 0
     round: int = 0
     seconds: float = 0.0
     load: Load | None = None
     tried: set[int] = field(default_factory=set)  # donors whose state did not come
+
+    def enter(self, since: int) -> None:
+        """A view that begins with that round has it."""
+        if self.state != "in":
+            self.state, self.entered = "in", since
+        self.load, self.tried = None, set()
 
     @property
     def here(self) -> bool:

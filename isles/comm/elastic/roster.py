@@ -13,7 +13,7 @@ from isles.comm.elastic.delivery import Deliveries
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.ruling import accuse, decided, ruled
-from isles.comm.errors import CommError
+from isles.comm.errors import CommError, Malformed, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
@@ -57,8 +57,10 @@ class ElasticRoster:
         return self.company.lost(seat)
 
     def miss(self, seat: int, error: CommError) -> None:
-        """Who is gone the network tells; who is only late is met again."""
+        """Who is gone the network tells; who is only late is met again. Whose share cannot be one is told of."""
         newest = max(self._answers, default=0)
+        if isinstance(error, (Malformed, Refused)) and self.company.has_answers:
+            accuse(self.company, newest, 0, error)
         self._note(newest, tuple(sorted({self.company.seat, seat} - {-1})), type(error).__name__)
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:

@@ -1,14 +1,17 @@
 """One node of a cluster: a loop over microbatches whose updates do not wait for each other.
 
-    root, stem    forward      no gradients, at the newest weights, which are kept with input and random state
-                  backward     the same forward again, now with gradients; the one that came goes back through it
+    root, stem    forward      at the newest weights, which are kept
+                  backward     the gradient that came goes back through that pass, at the weights that it used
     leaf          both at once, and the loss
     all           every `every` backward passes one update, of the newest weights
 
     w_s(k + 1) = w_s(k) - lr g_s(k),   g_s(k) at the weights that each stage had when microbatch k came by
 
-With S stages and S microbatches in flight the gradient of stage s is S - 1 - s updates old in steady state. Nothing but
-inputs is kept between the passes, so activations take the memory of one microbatch.
+With S stages and S microbatches in flight the gradient of stage s is S - 1 - s updates old in steady state.
+
+    recompute     the first pass has no gradients, its input and random state are kept; the backward pass runs it again:
+                  activations take the memory of one microbatch, and a third more is computed (Ravnest)
+    else          what the backward pass needs is kept, of every microbatch in flight; the same bits
 
     order = "plan"      warm up with in_flight - s forwards, then a backward and a forward in turn: the same bits on any
                         network, for what every node does is known beforehand
@@ -48,13 +51,14 @@ StaleUpdate = Callable[[int], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncWays:
     """How a cluster runs. in_flight: microbatches in it at most. every: backward passes that an update is the mean of
-    (Ravnest's update_frequency). shares: of an inner step's computation that this stage's tasks are; None: nothing is
-    charged.
+    (Ravnest's update_frequency). recompute: keep inputs alone. shares: of an inner step's computation that this
+    stage's tasks are; None: nothing is charged.
     """
 
     in_flight: int
     every: int = 1
     order: Literal["plan", "arrival"] = "plan"
+    recompute: bool = True
     shares: StageShares | None = None
 
     def room(self, stage: int) -> int:
@@ -80,10 +84,13 @@ class Passed:
 
 @dataclass(slots=True)
 class _Held:
+    """Of a forward pass, for its backward pass. payload: what it sent, with its graph; None where it is run again."""
+
     leaf: Tensor | None
     tokens: Tensor
     version: int
-    random: Tensor
+    payload: Tensor | None
+    random: Tensor | None
     on_device: Tensor | None
     is_last: bool
 
@@ -208,12 +215,16 @@ class _Stretch:
             self._leaf(number, leaf, x, tokens)
             self._ended(Task("F", number, self.group.rank), began)
             return
-        on_device = torch.cuda.get_rng_state(node._device) if node._device.type == "cuda" else None
-        random = torch.get_rng_state()
-        self.held[number] = _Held(leaf, tokens, node.versions.hold(), random, on_device, self.ended)
+        again, random, on_device = node.ways.recompute, None, None
+        if again:
+            on_device = torch.cuda.get_rng_state(node._device) if node._device.type == "cuda" else None
+            random = torch.get_rng_state()
+        held = self.held[number] = _Held(leaf, tokens, node.versions.hold(), None, random, on_device, self.ended)
         node.most_held = max(node.most_held, len(self.held))
-        with torch.no_grad(), node.autocast():
+        with torch.no_grad() if again else node.versions.saving(), node.autocast():
             payload, side = self.form.boundary.encode(node.stage(x, enter=leaf is None), tokens)
+        if not again:
+            held.payload, payload = payload, payload.detach()
         self._charge("forward")
         refuse_own(self.group, "its activations", payload)
         self._send(self.group.rank + 1, Task("F", number, self.group.rank + 1), self.form.pack(payload, side, tokens))
@@ -260,8 +271,12 @@ class _Stretch:
         if self.held:
             node._up.post(self.backward)
         self.losses.append(loss)
-        with node.versions.at(held.version), _drawing(held, node._device):
-            self._again(held).backward(gradient)
+        with node.versions.at(held.version):
+            if held.payload is None:
+                with _drawing(held, node._device):
+                    self._again(held).backward(gradient)
+            else:
+                held.payload.backward(gradient)
         self._charge("backward")
         if held.leaf is not None:
             self._send_back(number, held.leaf, held.is_last)
@@ -313,6 +328,7 @@ class _Stretch:
 @contextmanager
 def _drawing(held: _Held, device: torch.device) -> Iterator[None]:
     """What draws at random draws what it drew in the first pass, and then goes on as if it had not."""
+    assert held.random is not None
     with torch.random.fork_rng(devices=[] if held.on_device is None else [device]):
         torch.set_rng_state(held.random)
         if held.on_device is not None:

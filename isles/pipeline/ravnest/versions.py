@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class WeightVersions:
@@ -52,6 +53,12 @@ class WeightVersions:
             yield
         finally:
             self._put(newest)
+
+    def saving(self) -> saved_tensors_hooks:
+        """A forward pass in it may be gone back through after updates, as long as its version is held: its graph keeps
+        the tensors as they are now, not the parameters, which hold other ones then.
+        """
+        return saved_tensors_hooks(Tensor.detach, lambda kept: kept)
 
     def update(self) -> None:
         """Call before the parameters are written to: what is still needed of them stays as it is."""

@@ -231,8 +231,8 @@ class OuterSync(ReplicaSync):
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
-            resting = tuple(saved.get("at_rest", ()))
-            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, resting))
+            at_rest = saved.get("at_rest", ())
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, tuple(at_rest)))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = self.new_courier()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal

@@ -47,15 +47,16 @@ class QuorumCourier(Courier):
         self._live: Tensor | None = None  # the weights when it was delivered
         self._answer: Exchange | None = None
         self._attempt = 0  # that the answer is of
-        self._work, self._pace, self._before = 0, 0.0, 0.0
+        self._work = self._since = 0  # inner steps that are in no mean yet; since the last delivery
+        self._pace = self._before = 0.0  # seconds: of an inner step; when the last one ended
 
     @override
     def stepped(self, step: int) -> None:
         super().stepped(step)
         now = self.transport.now()
-        if self._work:
+        if self._before:
             self._pace = now - self._before
-        self._work, self._before = self._work + 1, now
+        self._work, self._since, self._before = self._work + 1, self._since + 1, now
 
     @override
     def is_alone(self, fragment: Fragment) -> bool:
@@ -81,7 +82,7 @@ class QuorumCourier(Courier):
             fragment.rounds -= 1
             return
         while True:
-            delivery = self._deliveries.new(fragment.rounds, self._work)
+            delivery = self._deliveries.new(fragment.rounds, self._work, self._pace * self._since)
             if delivery.look(self.transport.now()) != "late":
                 break
             self._deliveries.late += 1
@@ -92,7 +93,7 @@ class QuorumCourier(Courier):
             fragment.rounds += 1
             flight.payload.buffer = snapshot(fragment, flight.payload.buffer)
         self._delivery, self._flight = delivery, flight
-        self._live = fragment.flat.read(fragment.flat.new())
+        self._live, self._since = fragment.flat.read(fragment.flat.new()), 0
 
     @override
     def progress(self, *, blocks: bool) -> None:

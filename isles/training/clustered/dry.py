@@ -29,7 +29,7 @@ from isles.training.staged import run_scheme
 @dataclass(frozen=True, kw_only=True)
 class ClusterSeat:
     """One worker. blocks: [first, stop). Bytes of memory: versions, all of them, the newest among them; gradients;
-    inner, the optimizer's state; inputs, of microbatches in flight; activations, of one backward pass. Bytes sent: in a
+    inner, the optimizer's state; inputs, of microbatches in flight; activations, of these, or of one. Bytes sent: in a
     step to other stages; in an average to other clusters. seconds: of computing an update; None: not known.
     """
 
@@ -133,8 +133,9 @@ def _seat(
     versions = most_versions(ways, stage, stages)
     room = 0 if last else ways.room(stage)
     ids = form.ids_shape[0] * form.ids_shape[1] * 8
+    passes = 1 if last or config.pipeline.recompute else room
     kept = room * (ids + (0 if piece.enters else form.held_bytes))
-    shares = stage_shares(piece, cut.costs, parts)
+    shares = stage_shares(piece, cut.costs, parts, recompute=config.pipeline.recompute)
     each = shares.both if last else shares.forward + shares.backward
     simulated = config.world.is_simulated
     down = 0 if last else HEADER + form.nbytes(Task("F", 0, 1))
@@ -150,7 +151,7 @@ def _seat(
         gradients=weights,
         inner=round(load.states * weights),
         inputs=kept,
-        activations=round(sum(load.saved[block] for block in piece.blocks)),
+        activations=round(sum(load.saved[block] for block in piece.blocks)) * passes,
         bytes_a_step=parts * (down + up),
         bytes_an_average=average,
         seconds=parts * each * config.world.step_seconds * config.world.factors[rank] if simulated else None,

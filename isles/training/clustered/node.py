@@ -102,7 +102,10 @@ class ClusterWorker:
             in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else stages,
             every=pipeline.microbatches,
             order=pipeline.order,
-            shares=stage_shares(self.cut.pieces[place.stage], self.cut.costs, pipeline.microbatches),
+            recompute=pipeline.recompute,
+            shares=stage_shares(
+                self.cut.pieces[place.stage], self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute
+            ),
         )
 
     def _opening(self, cuts: list[Any]) -> None:

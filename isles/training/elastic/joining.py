@@ -65,8 +65,7 @@ Ending = Literal["finished", "left", "over", "again"]
 
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
-    transport, gifts: between seats; they are whoever's who made them. carried: bytes sent, by the way that they went,
-    which is told beside the metrics.
+    transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class Participant:
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
-        carried: Callable[[], Mapping[str, int]] | None = None,
+        tells: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._carried = carried
+        self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
@@ -185,11 +184,14 @@ class Participant:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began, waited = self.transport.now(), self._waited()
-        for _ in range(steps):
+        began, waited, away = self.transport.now(), self._waited(), self.transport.away_seconds
+        for left in reversed(range(steps)):
             self.trainer.step()
+            if left == 1:  # the last one exchanges, too, and waits for others
+                company.pace((self.transport.now() - began - self.transport.away_seconds + away) / (steps - 1))
         took = self.transport.now() - began
-        company.pace(took / steps)
+        if steps == 1:
+            company.pace(max(took - (self._waited() - waited), 0.0))
         is_put_off, late = self._is_put_off(round), self.roster.deliveries.late
         seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
         if self._is_quorum and not is_put_off:
@@ -211,7 +213,7 @@ class Participant:
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
-            self._tell_carried()
+            self._tell()
         if self._is_quorum:
             return self._skipped(round)
         if self._agrees:
@@ -234,7 +236,8 @@ class Participant:
 
     def _missed(self, word: Word) -> Missed | None:
         """The mean of a round for which this worker was late."""
-        return missed(self.optimizer, self.gifts, word, self.folder / "missed.safetensors", self.company.lost)
+        path, seconds = self.folder / "missed.safetensors", _SLOW + 4 * self.company.member.seconds
+        return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
@@ -256,9 +259,9 @@ class Participant:
         """Seconds so far in which computing stood still."""
         return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
 
-    def _tell_carried(self) -> None:
-        if self._carried is not None:
-            self.company.report({"carried": dict(self._carried())})
+    def _tell(self) -> None:
+        for name, told in self._tells().items():
+            self.company.report({name: told})
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -323,14 +326,14 @@ class Participant:
         path, donor = self.folder / "taken.safetensors", str(load.donor)
         try:
             if self._agrees:
-                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
+                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW + 2 * load.seconds)
                 self._has = round - 1
             elif round - self._has > _FRESH:
                 self._has, _ = self._fetch(load)
         except NotGiven as why:
             if self._agrees:
                 self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-                stray(self.company, round - 1)
+                stray(self.company)
                 return False
             self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
         return True
@@ -386,7 +389,7 @@ class Participant:
             fragment.ahead = None  # there is no round that it was sent ahead for
         result = self.trainer.conclude(self.folder)
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
-        self._tell_carried()
+        self._tell()
         self.company.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):

@@ -21,7 +21,6 @@ from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
 
 KEPT = 16
-_SOON = 10.0  # seconds for one of them to give it
 _MEAN = "mean"
 _SPARE = 1 << 16  # bytes of a file beside its tensor
 
@@ -67,12 +66,14 @@ def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: 
             raise NotGiven(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
 
 
-def missed(optimizer: OuterSync, gifts: Gifts, word: Word, path: Path, is_lost: Callable[[int], bool]) -> Missed | None:
+def missed(
+    optimizer: OuterSync, gifts: Gifts, word: Word, path: Path, seconds: float, is_lost: Callable[[int], bool]
+) -> Missed | None:
     """The mean of a round that others have landed on that word; None where none of its keepers gives it."""
     for seat in word.seats[:KEEPERS]:
         if not is_lost(seat):
             with contextlib.suppress(NotGiven):
-                return _taken(optimizer, gifts, str(seat), word.round, path, _SOON)
+                return _taken(optimizer, gifts, str(seat), word.round, path, seconds)
     return None
 
 

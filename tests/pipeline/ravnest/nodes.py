@@ -63,6 +63,7 @@ class Row:
     every: int = 1
     order: Literal["plan", "arrival"] = "plan"
     dropout: float = 0.2
+    recompute: bool = True
     microbatches: tuple[int, ...] = (9, 5)
     shares: StageShares | None = field(default=None, compare=False)
 
@@ -107,7 +108,9 @@ def made(world: Mesh, row: Row, update: Callable[[Stage], Callable[[int], None]]
         optimizer.step()
         optimizer.zero_grad()
 
-    ways = AsyncWays(in_flight=row.in_flight, every=row.every, order=row.order, shares=row.shares)
+    ways = AsyncWays(
+        in_flight=row.in_flight, every=row.every, order=row.order, recompute=row.recompute, shares=row.shares
+    )
     return AsyncStage(stage, step if update is None else update(stage), group, form(), ways)
 
 

@@ -119,7 +119,6 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
         (["replicas.method=diloco"], 'replicas.method = "diloco": clusters average weights'),
         (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
         (["pipeline.clip=model"], 'pipeline.clip = "model" wants all stages at one step'),
-        (["pipeline.recompute=true"], 'pipeline.recompute = True does not go with routing = "ravnest"'),
         (["pipeline.boundary=dct:0.5"], "pipeline.boundary = 'dct:0.5' does not go with"),
         (["pipeline.cut=[1,2]"], "cut and clusters say the same"),
         (["pipeline.clusters=[[],[]]", "world.workers=2"], "clusters of one stage each are replicas"),

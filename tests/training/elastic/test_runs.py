@@ -81,6 +81,7 @@ def test_without_churn_it_is_the_fixed_world(
     assert summary["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-12)
     assert summary["replica_std"] == pytest.approx(whole["replica_std"], rel=1e-4)
     assert summary["ddp_bytes_per_worker"] == whole["ddp_bytes_per_worker"]
+    assert summary["refused"] == []
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:

@@ -212,7 +212,7 @@ class VirtualMeeting:
     def _mind_graces(self) -> None:
         """Tick when the next one ends."""
         now = self.timeline.now
-        end = None if self.membership is None else self.membership.graces.next
+        end = None if self.membership is None else self.membership.ballots.graces.next
         if end is not None and end > now and end != self._ticks_at:
             self._ticks_at = end
             self._at(end, self._tick)

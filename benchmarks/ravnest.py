@@ -1,0 +1,264 @@
+"""Ravnest's asynchronous stages against the synchronous pipeline: loss, seconds, memory and bytes.
+
+    python -m benchmarks.ravnest [--steps 400] [--only "ravnest x 1" ...] [--write] [--json]
+
+1. The decoder of six blocks over bytes (the embedded text, batches and rates) in 2 stages, once (2 nodes) and twice (4
+   nodes), on the simulated network: nodes that take 1 and 3, or 1, 3, 2 and 2 times as long for the same work, drawn
+   anew for each task (sigma 0.3), every two of them over home fibre. A whole step takes a node of factor 1 a second.
+   Each way is cut where it is fastest by its own dry run; two replicas take one cut, two clusters one each. Replicas
+   average in every step (ddp) or every 20 (localsgd), clusters every 20. Memory is counted: all storages that a stage's
+   operations make in four steps.
+2. Loss against steps on a quadratic at 1, 2 and 4 clusters (`benchmarks._delayed`).
+
+--write puts the tables into docs/ravnest.md.
+
+Bounds: at as many samples the loss is within 3 % of the synchronous pipeline's, and a sample takes less time; slopes
+are -0.5 within 0.05, and C clusters are worth sqrt(C) within a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks._delayed import Course, played, slope
+from benchmarks._measure import Row, report
+from benchmarks._pages import written
+from benchmarks._stage_memory import peaks
+from isles.models.sizes import Shape
+from isles.pipeline.config import PipelineConfig
+from isles.training.clustered.dry import dry_clusters
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.dry_run import dry_run
+from isles.training.running.run import launch
+
+BLOCKS, STAGES, MICROBATCHES, BATCH = 6, 2, 2, 8
+FACTORS = {1: (1.0, 3.0), 2: (1.0, 3.0, 2.0, 2.0)}
+BASE = (
+    f"model.layers={BLOCKS}",
+    "model.tie_embeddings=false",
+    "world.backend=virtual",
+    "world.links=home-fibre",
+    "world.step_seconds=1.0",
+    f"pipeline.microbatches={MICROBATCHES}",
+    "pipeline.clip=stage",
+)
+EVERY = ("replicas.sync_every=20",)
+MEANS = (0.25, 0.5, 0.75, 1.0)
+"""Of the time that Ravnest takes, when losses are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How it is trained. copies: replicas, or clusters."""
+
+    copies: int
+    settings: tuple[str, ...]
+    ravnest: bool = False
+
+
+WAYS: Mapping[str, Way] = {
+    "pipeline x 1": Way(copies=1, settings=("replicas.method=none",)),
+    "pipeline x 1, recomputing": Way(copies=1, settings=("replicas.method=none", "pipeline.recompute=true")),
+    "ravnest x 1": Way(copies=1, settings=("replicas.method=none",), ravnest=True),
+    "ravnest x 1, recomputing": Way(
+        copies=1, settings=("replicas.method=none", "pipeline.recompute=true"), ravnest=True
+    ),
+    "pipeline x 2, ddp": Way(copies=2, settings=("replicas.method=ddp",)),
+    "pipeline x 2, localsgd": Way(copies=2, settings=("replicas.method=localsgd", *EVERY)),
+    "ravnest x 2": Way(copies=2, settings=("replicas.method=localsgd", *EVERY), ravnest=True),
+}
+RIVALS = {
+    "ravnest x 1": "pipeline x 1",
+    "ravnest x 1, recomputing": "pipeline x 1, recomputing",
+    "ravnest x 2": "pipeline x 2, ddp",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a way came to. loss: nats a byte on held-out text. seconds: virtual, of training. course: (seconds, loss) of
+    each validation. sent: bytes of a node to stages, and to other copies; peaks: bytes, by stage.
+    """
+
+    loss: float
+    seconds: float
+    sequences: int
+    course: tuple[tuple[float, float], ...]
+    sent: tuple[float, float]
+    cuts: tuple[int, ...]
+    peaks: tuple[int, ...]
+
+    def at(self, second: float) -> float:
+        """Loss then, between validations along a line."""
+        return float(np.interp(second, *zip(*self.course, strict=True)))
+
+
+def configured(way: Way, cuts: tuple[int, ...], steps: int) -> Config:
+    """cuts: where the second stage begins, of each cluster; of all replicas where there is one."""
+    if way.ravnest:
+        where = ("pipeline.routing=ravnest", f"pipeline.clusters={[[cut] for cut in cuts]}")
+    else:
+        where = (f"pipeline.stages={STAGES}", f"pipeline.cut=[{cuts[0]}]", "pipeline.together=false")
+    workers = STAGES * way.copies
+    more = (f"world.workers={workers}", f"world.step_factors={list(FACTORS[way.copies])}", f"run.steps={steps}")
+    return read_config(
+        None, {}, [*BASE, *way.settings, *where, *more, "run.validate_every=40", "world.step_jitter=0.3"]
+    )
+
+
+def best_cuts(way: Way) -> tuple[int, ...]:
+    """Where its steps are fastest, as its dry run says."""
+    if not way.ravnest:
+
+        def step(cut: int) -> float:
+            told = dry_run(configured(way, (cut,), 40)).transfers
+            assert told is not None and told.step is not None
+            return told.step
+
+        return (min(range(1, BLOCKS), key=step),)
+    found = []
+    for copy in range(way.copies):
+        seats = {}
+        for cut in range(1, BLOCKS):
+            plan = dry_clusters(configured(way, (cut,) * way.copies, 40))
+            seats[cut] = max(seat.seconds or 0.0 for seat in plan.seats if seat.cluster == copy)
+        found.append(min(seats, key=seats.__getitem__))
+    return tuple(found)
+
+
+def outcome(name: str, steps: int, folder: Path) -> Outcome:
+    """Train it."""
+    way = WAYS[name]
+    cuts = best_cuts(way)
+    config = configured(way, cuts, steps)
+    out = folder / name.replace(" ", "-")
+    summary = launch(config, out, lambda line: None, lambda notice: None)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    seconds: dict[int, float] = {}
+    losses: dict[int, list[float]] = {}
+    for line in lines:
+        if "compute_seconds" not in line:  # of a round
+            continue
+        step = line["step"]
+        seconds[step] = max(seconds.get(step, 0.0), line["compute_seconds"] + line["blocked_seconds"])
+        if line.get("val_loss") is not None:
+            losses.setdefault(step, []).append(line["val_loss"])
+    losses[steps] = [summary["val_loss"]]
+    channels = {name: own["bytes_sent"] for name, own in summary["channels"].items()}
+    return Outcome(
+        loss=summary["val_loss"],
+        seconds=seconds[steps],
+        sequences=steps * BATCH * way.copies,
+        course=tuple((seconds[step], sum(own) / len(own)) for step, own in sorted(losses.items())),
+        sent=(channels.get("pipeline", 0.0), channels.get("outer", 0.0)),
+        cuts=cuts,
+        peaks=tuple(peaks(_shape(config), BATCH, _alone(config, cuts[0]))),
+    )
+
+
+def _shape(config: Config) -> Shape:
+    return config.model.shape()
+
+
+def _alone(config: Config, cut: int) -> PipelineConfig:
+    """Of one copy."""
+    own = config.pipeline
+    return PipelineConfig(
+        stages=STAGES, cut=(cut,), microbatches=MICROBATCHES, routing=own.routing, recompute=own.recompute, clip="stage"
+    )
+
+
+def table(found: Mapping[str, Outcome]) -> str:
+    """For the page."""
+    lines = [
+        "| | cut before block | loss, nats/byte | virtual s a sequence | loss at 25, 50, 75, 100 % of Ravnest's time "
+        "| peak memory by stage, MB | sent by a node: to stages, to copies, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, one in found.items():
+        rival = found.get("ravnest x 1" if WAYS[name].copies == 1 else "ravnest x 2", one)
+        ahead = ", ".join(f"{one.at(share * rival.seconds):.3f}" for share in MEANS)
+        lines.append(
+            f"| {name} | {', '.join(map(str, one.cuts))} | {one.loss:.3f} | {one.seconds / one.sequences:.4f} "
+            f"| {ahead} | {', '.join(f'{peak / 1e6:.1f}' for peak in one.peaks)} "
+            f"| {one.sent[0] / 1e6:.1f}, {one.sent[1] / 1e6:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def rows(found: Mapping[str, Outcome]) -> list[Row]:
+    """Measured, with bounds."""
+    made = [Row(f"{name}: loss", one.loss, "nats/byte") for name, one in found.items()]
+    for name, rival in RIVALS.items():
+        if name not in found or rival not in found:
+            continue
+        ours, theirs = found[name], found[rival]
+        made.append(Row(f"{name}: loss / {rival}'s", ours.loss / theirs.loss, "", ("<=", 1.03)))
+        seconds = (ours.seconds / ours.sequences) / (theirs.seconds / theirs.sequences)
+        made.append(Row(f"{name}: seconds a sequence / {rival}'s", seconds, "", ("<=", 1.0)))
+    return made
+
+
+STEPS = (1000, 4000, 16000)
+CLUSTERS = (1, 2, 4)
+
+
+def quadratic() -> dict[int, list[float]]:
+    """By clusters, the mean squared gradient after so many steps."""
+    return {clusters: [played(Course(clusters=clusters, steps=steps)) for steps in STEPS] for clusters in CLUSTERS}
+
+
+def quadratic_table(found: Mapping[int, list[float]]) -> str:
+    """For the page."""
+    heads = " | ".join(f"{steps:,} steps" for steps in STEPS)
+    lines = [f"| clusters | {heads} | slope | worth, of one cluster |", "|---" * (len(STEPS) + 3) + "|"]
+    for clusters, values in found.items():
+        worth = found[1][-1] / values[-1]
+        cells = " | ".join(f"{value:.4f}" for value in values)
+        lines.append(f"| {clusters} | {cells} | {slope(list(STEPS), values):.3f} | {worth:.2f} |")
+    return "\n".join(lines)
+
+
+def quadratic_rows(found: Mapping[int, list[float]]) -> list[Row]:
+    """With bounds."""
+    made = []
+    for clusters, values in found.items():
+        made.append(Row(f"quadratic, {clusters} clusters: slope + 0.5", abs(slope(list(STEPS), values) + 0.5), "",
+                        ("<=", 0.05)))  # fmt: skip
+        worth = found[1][-1] / values[-1] / clusters**0.5
+        made.append(Row(f"quadratic, {clusters} clusters: worth / sqrt", abs(worth - 1), "", ("<=", 0.1)))
+    return made
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.only:
+            found[name] = outcome(name, given.steps, Path(folder))
+            print(name, found[name], file=sys.stderr, flush=True)
+    squares = quadratic()
+    print(table(found), quadratic_table(squares), sep="\n\n")
+    if given.write:
+        written("ravnest.md", "benchmarks.ravnest", table(found))
+        written("ravnest.md", "benchmarks.ravnest, quadratic", quadratic_table(squares))
+    return report(rows(found) + quadratic_rows(squares), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
