@@ -201,6 +201,7 @@ class Managed(Wrapping):
                 loss = closure()
         self.gradients()
         self.runner.finish_pass(whole=True)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # as its own step would: torch's schedules ask
         settings = settings_of(self.inner)
         done: set[int] = set()
         if self._begun is not None:

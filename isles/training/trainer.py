@@ -166,9 +166,9 @@ class Trainer:
         return self.conclude(out)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps of this worker depend on, and its running totals."""
+        """Everything that the next steps of this worker depend on, and its running totals: live tensors, no copies."""
         return {
-            "optimizer": self.optimizer.state_dict(),  # first: it waits for what is under way
+            "optimizer": self.optimizer.live_state(),  # first: it waits for what is under way
             "model": self.optimizer.weights(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),

@@ -156,6 +156,19 @@ class Later:
 
 
 @dataclass(frozen=True)
+class About:
+    """How a run stands. clock: the lighthouse's, seconds since 1970. members: who train; round: the newest that anybody
+    has begun, of `last` (0: it has no end).
+    """
+
+    version: str
+    clock: float
+    members: int
+    round: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Entry:
     """The answer to `Hello`: a seat, and the key that everything said for that seat must bear."""
 
@@ -240,7 +253,7 @@ class Refusal:
 
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Refusal | Word
-    | Hello | Later | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
+    | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

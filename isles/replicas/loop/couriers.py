@@ -7,15 +7,16 @@ from collections.abc import Callable
 from isles.comm.elastic.delivery import Deliveries
 from isles.comm.roster import Roster
 from isles.replicas.loop.agreed import AgreedCourier
-from isles.replicas.loop.config import OuterConfig, WeightedConfig
+from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Flight
 from isles.replicas.loop.quorum import QuorumCourier
 from isles.replicas.parts.interfaces import Composition
+from isles.replicas.sync import MethodConfig
 
 
 def courier_of(
-    roster: Roster, parts: Composition, config: OuterConfig, land: Callable[[Flight, None], None], *, agrees: bool
+    roster: Roster, parts: Composition, config: MethodConfig, land: Callable[[Flight, None], None], *, agrees: bool
 ) -> Courier:
     """For a fragment's rounds: of those that all land together, where workers come and go, or of any other. ValueError
     for late ones that cannot be left to the next round.

@@ -88,8 +88,7 @@ class OuterSync(ReplicaSync):
     @override
     def after_inner_step(self) -> None:
         sending = self.cadence.sends(self.steps)
-        self.courier.stepped(self.steps)
-        self.courier.progress(blocks=bool(sending))
+        self.courier.stepped(self.steps, sends=bool(sending))
         self._exchange(sending)
 
     def adapt(self) -> None:
@@ -231,8 +230,8 @@ class OuterSync(ReplicaSync):
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
-            at_rest = saved.get("at_rest", ())
-            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, tuple(at_rest)))
+            at_rest = tuple(saved.get("at_rest", ()))
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = self.new_courier()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal

@@ -51,12 +51,12 @@ class QuorumCourier(Courier):
         self._pace = self._before = 0.0  # seconds: of an inner step; when the last one ended
 
     @override
-    def stepped(self, step: int) -> None:
-        super().stepped(step)
+    def stepped(self, step: int, *, sends: bool) -> None:
         now = self.transport.now()
         if self._before:
             self._pace = now - self._before
         self._work, self._since, self._before = self._work + 1, self._since + 1, now
+        super().stepped(step, sends=sends)
 
     @override
     def is_alone(self, fragment: Fragment) -> bool:

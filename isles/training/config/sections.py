@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked wit
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
 _LEAST_SILENCE = 30.0  # seconds
+JoinState = Literal["full", "anchors"]
 LEASE, _LEAST_LEASE, _MOST_LEASE = 3.0, 0.5, 60.0  # seconds
 SILENCE = 60.0  # seconds
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
@@ -94,6 +95,10 @@ class WorldConfig:
     lease: float = LEASE
     """Where workers join a lighthouse: seconds of silence after which one counts as gone, for it stands still or is cut
     off; one that is killed is missed at once. Raise it for lines that stand still longer.
+    """
+    join_state: JoinState = "full"
+    """Where workers join a lighthouse: what a joiner is given, "full": all that its donor trains with; "anchors": the
+    anchors and outer momenta alone, about a third of that for AdamW: its inner rate rises over two rounds.
     """
     slowest_link: float = 10e6
     """Bits per second; long transfers get five times what such a link would need, and where the system does not tell

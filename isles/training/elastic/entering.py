@@ -107,7 +107,8 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, str(company.seat))
+        gifts = Giver(session, str(company.seat), tell)
+        stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:
             return {"carried": transport.carried, "refused": session.refused.rows()}

@@ -40,8 +40,9 @@ from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures, recorded
-from isles.training.elastic.joining import MODEL, STATE
+from isles.training.elastic.joining import MODEL
 from isles.training.elastic.refused import RefusalBook
+from isles.training.elastic.states import STATE
 from isles.training.elastic.terms import lands_together, last_round, rules, sync_every
 from isles.training.records.events import Schema
 from isles.training.records.rundir import METRICS, SUMMARY, held
@@ -98,7 +99,7 @@ class Keeper:
             write_config(self.config, self.out)
             self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
-            self.session, self.giver = session, Giver(session, LIGHTHOUSE, patient=False)
+            self.session, self.giver = session, Giver(session, LIGHTHOUSE, self.on_notice, patient=False)
             state = self.out / "state.safetensors"
             if state.exists():
                 self.giver.offer(STATE, state, {})
