@@ -12,7 +12,8 @@ import pytest
 import isles.comm.elastic
 
 ROOM = Path(isles.comm.elastic.__file__).parent
-PURE = ("account", "ballot", "ballots", "calls", "cells", "member", "membership", "messages", "orders", "record")
+PURE = ("account", "ballot", "ballots", "calls", "cells", "grace", "member", "membership", "messages")
+PURE += ("orders", "pace", "record", "strikes")
 ALLOWED = {"__future__", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics", "types"}
 ALLOWED |= {"typing"}
 
