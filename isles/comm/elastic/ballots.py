@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from isles.comm.elastic.ballot import Ballot, Word
-from isles.comm.elastic.grace import Graces
 from isles.comm.elastic.messages import Accusation, Delivered, Done
+from isles.comm.elastic.quorum.grace import Graces
 from isles.comm.view import View
 
 _KEPT = 64  # rounds for which a member that slept still hears what became of them

@@ -17,6 +17,7 @@ from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
 from isles.comm.elastic.cells import debt, fresh_before, last_round
+from isles.comm.elastic.guards.strikes import Strikes
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -36,7 +37,6 @@ from isles.comm.elastic.messages import (
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules, Tell, Worker
 from isles.comm.elastic.pace import steps_by_pace
-from isles.comm.elastic.strikes import Strikes
 from isles.comm.view import Lot, View
 
 _BEHIND = 4  # rounds behind the newest from which a member is better off with another's state

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from isles.comm.elastic.ballot import Part
-from isles.comm.elastic.delivery import Deliveries
 from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.ruling import accuse, decided, ruled
 from isles.comm.errors import CommError, Malformed, Refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from isles.comm.elastic.delivery import Deliveries
+from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.roster import Roster
 from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import WeightedConfig

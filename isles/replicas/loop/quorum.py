@@ -1,7 +1,7 @@
 """Rounds whose mean is that of those who delivered in time, weighted by their inner steps, while all train on: where
 workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
 
-    end of a round   snapshot; it is delivered (`isles.comm.elastic.delivery`), and the next inner steps begin
+    end of a round   snapshot; it is delivered (`isles.comm.elastic.quorum.delivery`), and the next inner steps begin
     between steps    told among whom: the exchange begins, behind the computation; it is done: its hash is told;
                      told to land: land, and what was learned meanwhile is added again
     next snapshot    the round before has landed, or it is waited for
@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.collectives.headers import Stamp
-from isles.comm.elastic.delivery import Deliveries, Delivery
+from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held

@@ -21,11 +21,11 @@ import torch
 
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.delivery import Missed
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
+from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.ruling import stray

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.delivery import KEEPERS, Missed
 from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from isles.comm.elastic.ballot import NOTHING, Ballot, Word
-from isles.comm.elastic.grace import Graces
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import Beat, BeatReply, Delivered, Done
 from isles.comm.elastic.orders import Record, Reply, Rules, Tell
+from isles.comm.elastic.quorum.grace import Graces
 from tests.comm.elastic.interleavings import start, walk
 
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.delivery import Delivery
+from isles.comm.elastic.quorum.delivery import Delivery
 from isles.comm.elastic.record import RoundLine
 from isles.network.churn import ChurnEvent
 from isles.training.config.reading import resolve
