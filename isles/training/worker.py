@@ -27,10 +27,8 @@ def train_worker(
     if config.pipeline.routing == "ravnest":
         return train_clustered(world, config, out, resume, corpus)
     trainer = (SwarmTrainer if config.pipeline.routing == "swarm" else Trainer)(config, world, corpus)
-    if resume is not None:
-        assert out is not None
-        trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
-    try:
+    with trainer.memory:
+        if resume is not None:
+            assert out is not None
+            trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
         return trainer.run(out)
-    finally:
-        trainer.memory.close()
