@@ -326,9 +326,19 @@ class PlannedMemory:
         return int(torch.cuda.max_memory_allocated()) if on_gpu else None
 
     def close(self) -> None:
-        """End the plan's threads and give the model its own forward back."""
+        """Let updates land, end the plan's threads and give the model its own forward back."""
         if self.managed is not None:
             self.managed.close()
+
+    def __enter__(self) -> PlannedMemory:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """As `close`; after an error nothing is waited for."""
+        if error is not None and isinstance(self.managed, Managed):
+            self.managed.abandon()
+        else:
+            self.close()
 
     def told(self, seconds: float) -> dict[str, Any] | None:
         """For the summary. seconds: of a step, as it was."""
