@@ -3,8 +3,9 @@
     python benchmarks/goodput.py [--members 64] [--seeds 0,1,2] [--rounds 12]
 
 Real training of a tiny model in rounds of 10 steps of 30 s; each run ends by tokens, the same for all. Printed for each
-way: Goodput (share of the members' time, from their admission on, in steps whose work is in the weights at the end), the
-same over all of the fleet's time (repairs count, too), rounds, work lost, the validation loss and its spread over seeds.
+way: Goodput (share of the time for which members were there in steps whose work is in the weights at the end), the same
+of all of the fleet's time (repairs count, too), work lost, rounds alone, failures, the loss and its spread over seeds,
+and both without failures.
 
 A fixed world that restarts from checkpoints is reckoned, not run (`fixed_world`).
 """
@@ -82,23 +83,18 @@ def main() -> None:
     seeds = [int(seed) for seed in asked.seeds.split(",")]
     churn = f"{100 * 3600 / FAILS / asked.members:.6f}%/h, repair {REPAIR:g}"
     print(f"{asked.members} members, {churn}, {asked.rounds} rounds' worth of tokens, seeds {asked.seeds}")
-    print(
-        f"{'':24} {'Goodput':>8} {'of all':>7} {'lost':>6} {'alone':>6} {'fails':>6} {'loss':>8} {'+-':>7} {'calm':>8} {'+-':>7}"
-    )
+    heads = ("Goodput", "of all", "lost", "alone", "fails", "loss", "+-", "calm", "+-")
+    print(" " * 24 + "".join(f"{head:>9}" for head in heads))
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             stormy = [run(way, asked.members, asked.rounds, s, churn, Path(folder) / f"{s}") for s in seeds]
             calm = [run(way, asked.members, asked.rounds, s, "0%/h", Path(folder) / f"calm-{s}") for s in seeds]
-        means = [
-            mean(one[key] for one in stormy) for key in ("goodput", "of_all", "work_lost", "rounds_alone", "losses")
-        ]
-        losses = [[one["val_loss"] for one in runs] for runs in (stormy, calm)]
-        told = [figure for one in losses for figure in (mean(one), stdev(one) if len(one) > 1 else 0.0)]
-        print(
-            f"{way:24} {means[0]:8.3f} {means[1]:7.3f} {means[2]:6.3f} {means[3]:6.3f} {means[4]:6.1f} "
-            f"{told[0]:8.4f} {told[1]:7.4f} {told[2]:8.4f} {told[3]:7.4f}",
-            flush=True,
-        )
+        keys = ("goodput", "of_all", "work_lost", "rounds_alone", "losses")
+        told = [mean(one[key] for one in stormy) for key in keys]
+        for runs in (stormy, calm):
+            losses = [one["val_loss"] for one in runs]
+            told += [mean(losses), stdev(losses) if len(losses) > 1 else 0.0]
+        print(f"{way:24}" + "".join(f"{figure:9.4f}" for figure in told), flush=True)
     print(f"{'fixed, with spares':24} {fixed_world():8.3f}")
     print(f"{'fixed, waits for repair':24} {fixed_world(repair=REPAIR):8.3f}")
 
