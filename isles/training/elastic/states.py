@@ -52,6 +52,11 @@ class States:
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
         self.taken, self.lacks_moments = 0, False
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether somebody has asked for one."""
+        return any(self._gifts.is_wanted(what) for what in (STATE, ANCHORS))
+
     def landed(self, round: int, left_out: dict[int, int]) -> bool:
         """Right after the landing of `round`: copy what somebody has asked for; whether that was done. left_out: who
         was told by then to be left out, and of which view.
