@@ -89,7 +89,6 @@ def _moves_what_it_should(name: str, case: Case, got: Left) -> None:
         busy = simulate(
             made, case.plan, quick, budget=budget, accumulation=accumulation, update=case.update, steps=STEPS
         ).busy
-        print(got.moved, got.stayed, STEPS * busy["up"] * RATE)
         for lane in ("up", "down"):
             assert got.moved[lane] == round(STEPS * busy[lane] * RATE)
 
