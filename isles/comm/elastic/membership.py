@@ -95,7 +95,7 @@ class Membership:
     def join(self, now: float, description: str) -> list[Order]:
         """A worker asks for a seat."""
         if sum(worker.here for worker in self.workers.values()) >= self.rules.most:
-            return [Reply(Refusal(f"the run has its most workers, {self.rules.most}; see --max-members"))]
+            return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         seat = len(self.workers)
         self._record("join", seat=seat, description=description)
         self._out.append(Reply(Admitted(seat)))

@@ -97,6 +97,8 @@ class WorldConfig:
     """Where workers join a lighthouse: seconds of silence after which one counts as gone, for it stands still or is cut
     off; one that is killed is missed at once. Raise it for lines that stand still longer.
     """
+    max_members: int = 1024
+    """Where workers join a lighthouse: how many may be there at once; whoever comes then is refused a seat."""
     join_state: JoinState = "full"
     """Where workers join a lighthouse: what a joiner is given, "full": all that its donor trains with; "anchors": the
     anchors and outer momenta alone, about a third of that for AdamW: its inner rate rises over two rounds.
@@ -115,7 +117,7 @@ class WorldConfig:
         known_backend(self.backend)
         if not self.trust_ratio > 1:
             raise ValueError(f"trust_ratio = {self.trust_ratio}: choose more than 1, such as 10")
-        for key in ("workers", "inner", "threads"):
+        for key in ("workers", "inner", "threads", "max_members"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
         if self.workers % self.inner:

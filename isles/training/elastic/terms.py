@@ -146,6 +146,7 @@ def rules(config: Config) -> Rules:
         sync_every=sync_every(config),
         agrees=lands_together(config),
         last=None if config.run.tokens else last_round(config, None),
+        most=config.world.max_members,
         batches=batches_in_all(config) if config.run.tokens else None,
     )
 
