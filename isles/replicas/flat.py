@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,6 +163,17 @@ class FlatParameters:
                 runs[-1].append(_Piece(index, number, elements))
                 room -= elements
         return runs
+
+
+def copied(state: Any) -> Any:
+    """A nested state of dicts, lists and tuples with copies of its tensors."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(copied(value) for value in state)
+    return state
 
 
 def digest(sums: Sequence[Tensor]) -> int:

@@ -28,7 +28,7 @@ from isles.network.planner.memory import COMPARED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
-from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
+from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
 from isles.replicas.replica import PeerQuestion, Replica, as_replica
 from isles.replicas.schedule import Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.start import T
@@ -257,10 +257,8 @@ class ReplicaSync(Wrapping):
 
     @torch.no_grad()
     def consolidate(self) -> nn.Module:
-        """Finish, then give every worker the one model of the run and return it.
-
-        Methods whose workers agree have it already; else it is the mean of the survivors' weights. Floating-point
-        buffers that belong to the state are averaged.
+        """Finish, then give every worker the one model of the run and return it: where workers agree they have it
+        already, else it is the mean of the survivors' weights. Floating-point buffers of the state are averaged.
         """
         self.finish()
         averaged = [] if self.agrees else list(self.shares)
@@ -274,8 +272,8 @@ class ReplicaSync(Wrapping):
 
     @torch.no_grad()
     def replica_std(self) -> float:
-        """Spread of the survivors' live weights: sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas *
-        parameters)), of those that all of them hold. Costs one mean over the group; the weights are not touched.
+        """Spread of the survivors' live weights that all hold: sqrt(sum over replicas and parameters of (p - mean p)^2
+        / (replicas * parameters)). Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
         return start.replica_std(self.shares, self.together, lambda sums: self.replica.total(sums, "eval"))
@@ -288,11 +286,15 @@ class ReplicaSync(Wrapping):
         self.group.transport.compute(share * self.group.transport.step_seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model's weights: inner optimizer, outer state, transfers (settled), counters, virtual
-        clock.
+        """Everything but the weights: inner optimizer, outer state, transfers (settled), counters, virtual clock.
 
         Saved and loaded **per worker**. Tensors, numbers and strings only: `torch.load(weights_only=True)` reads it.
         """
+        live = self.live_state()
+        return {**live, "outer": copied(live["outer"])}
+
+    def live_state(self) -> dict[str, Any]:
+        """`state_dict` without copies: what it holds changes with the next step."""
         self.settle()
         return {
             "method": type(self).__name__,
@@ -307,9 +309,7 @@ class ReplicaSync(Wrapping):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly from `state_dict`, given the model's weights of that moment. ValueError for another method
-        or config.
-        """
+        """Continue exactly, given the model's weights of that moment. ValueError for another method or config."""
         refuse_other_run(state_dict, type(self).__name__, self.config, self._shapes())
         self.settle()
         self.steps = state_dict["steps"]

@@ -287,8 +287,12 @@ def test_ctrl_c_ends_every_worker(slots):
         except Exception:  # a worker that catches everything must end as well
             pytest.fail("the stop is not an ordinary exception")
 
-    with pytest.raises(KeyboardInterrupt):
-        VirtualCluster(3, links=KBIT, slots=slots).run(worker)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, and shells' jobs, have it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            VirtualCluster(3, links=KBIT, slots=slots).run(worker)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_error_inside_the_machinery_ends_the_run(monkeypatch):

@@ -12,6 +12,7 @@ from isles.comm.call import Ledger
 from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
 from isles.comm.view import View
+from isles.replicas.flat import copied
 from tests.covers import share
 from tests.replicas.changing import ChangingRoster
 from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, train_step, weights
@@ -76,7 +77,7 @@ def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
             train_step(optimizer, world.rank, optimizer.steps + 1)
             if adopts and beside is not None and world.rank == 0 and optimizer.steps == 18:
                 model = {name: tensor.clone() for name, tensor in optimizer.model.state_dict().items()}
-                gift.update(outer=optimizer.outer_state(), model=model)
+                gift.update(outer=copied(optimizer.outer_state()), model=model)
                 beside.barrier()
         optimizer.finish()
         optimizer.replica_std()  # a call without a round, which the fresh ledger numbers like the others'

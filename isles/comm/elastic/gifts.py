@@ -1,7 +1,7 @@
 """Files that one member of a run hands to another: the state to begin with, what a worker came to, the one model.
 
     giver       offers a file under a name; a newer one takes its place. Who asks for what is not there yet is answered
-                once it is, and `wanted` tells the giver.
+                once it is, and `is_wanted` tells the giver.
     taker       asks for its length, then for its pieces, `WINDOW` at a time; checks length and checksum
 
 The giver goes on training meanwhile: pieces are read from the disk as they are asked for.
@@ -13,7 +13,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +22,12 @@ from isles.comm.elastic.keys import GIFT
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.parsing import parse_json
 
-ON_DEMAND = "state"
-"""What is made when it is asked for."""
 PIECE = 1 << 20
 WINDOW = 4
 _AGAIN = 0.2  # seconds
 _MOST_FACTS = 1 << 16  # bytes of what is said beside a file
 _MOST_WAITING = 64
+_CLOSING = 10.0  # seconds for what is being written when a giver closes
 _KEPT = 3  # offers under one name whose takers may still go on
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
 
@@ -37,15 +36,18 @@ class NotGiven(Exception):
     """A gift did not come; the reason is a line for a person."""
 
 
+def is_written(path: Path) -> None:
+    """What is offered lies there already."""
+
+
 class Gifts(Protocol):
     """What a worker gives and takes."""
 
-    @property
-    def wanted(self) -> threading.Event:
-        """Set while somebody asks for what is made when it is asked for, and is not offered."""
+    def is_wanted(self, what: str) -> bool:
+        """See `Giver.is_wanted`."""
         ...
 
-    def offer(self, what: str, path: Path, facts: dict[str, Any]) -> None:
+    def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         """See `Giver.offer`."""
         ...
 
@@ -72,43 +74,46 @@ class _Offer:
 
 @dataclass
 class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come."""
+    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come.
+    notice: called with a line for a person where something could not be offered.
+    """
 
     session: Session
     name: str
+    notice: Callable[[str], None]
     patient: bool = True
-    wanted: threading.Event = field(default_factory=threading.Event)
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
+    _coming: dict[int, tuple[str, threading.Thread]] = field(default_factory=dict)  # by number: being written
     _waiting: list[tuple[str, IncomingQuery]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
         self.session.serve(f"{GIFT}/{self.name}", self._asked)
 
-    def offer(self, what: str, path: Path, facts: dict[str, Any]) -> None:
+    def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         """Give the file at `path` to whoever asks for `what` from now on; it is this giver's, which removes it once
-        newer ones have taken its place and that of `_KEPT` before it. facts: JSON-able, told beside.
+        newer ones have taken its place and that of `_KEPT` before it. Returns at once. facts: JSON-able, told beside.
+        write: puts the file there, in a thread of its own.
         """
-        checksum, size = 0, 0
-        with path.open("rb") as file:
-            while piece := file.read(PIECE):
-                checksum, size = zlib.crc32(piece, checksum), size + len(piece)
         self._made += 1
-        self._offers[self._made] = _Offer(what, path, size, {**facts, "crc32": checksum})
-        self._open[what] = self._made
-        if what == ON_DEMAND:
-            self.wanted.clear()
-        self.session.later(self._answer)
-        for number in [number for number, offer in self._offers.items() if offer.what == what][:-_KEPT]:
-            old = self._offers.pop(number)
-            if all(offer.path != old.path for offer in self._offers.values()):
-                old.path.unlink(missing_ok=True)
+        number = self._made
+        thread = threading.Thread(
+            target=self._make, args=(number, what, path, facts, write), name="isles-gift", daemon=True
+        )
+        self._coming[number] = what, thread
+        thread.start()
+
+    def is_wanted(self, what: str) -> bool:
+        """Whether somebody has asked for what is neither there nor on its way."""
+        return any(asked == what for asked, _ in [*self._waiting]) and not self._is_coming(what)
 
     def withdraw(self, what: str) -> None:
         """Nobody needs it any more: its files go."""
         self.shut(what)
-        for number in [number for number, offer in self._offers.items() if offer.what == what]:
+        for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
+            self._coming.pop(number, None)
+        for number in [number for number, offer in [*self._offers.items()] if offer.what == what]:
             self._offers.pop(number).path.unlink(missing_ok=True)
 
     def shut(self, what: str) -> None:
@@ -118,6 +123,43 @@ class Giver:
     def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
         """What another one offers; see `take`."""
         return take(self.session, giver, what, path, most=most, seconds=seconds)
+
+    def close(self) -> None:
+        """What is being written ends first."""
+        for _, thread in [*self._coming.values()]:
+            thread.join(_CLOSING)
+
+    def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
+        """In a thread of its own: the file, its length and checksum."""
+        made: _Offer | OSError
+        try:
+            write(path)
+            checksum, size = 0, 0
+            with path.open("rb") as file:
+                while piece := file.read(PIECE):
+                    checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+            made = _Offer(what, path, size, {**facts, "crc32": checksum})
+        except OSError as error:
+            made = error
+        self.session.later(lambda: self._take_in(number, what, made))
+
+    def _take_in(self, number: int, what: str, made: _Offer | OSError) -> None:
+        """In the session's thread: it is there, or cannot be had."""
+        is_needed = self._coming.pop(number, None) is not None
+        if isinstance(made, OSError):
+            self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
+            self._refuse(what)
+            return
+        if not is_needed:
+            made.path.unlink(missing_ok=True)
+            return
+        self._offers[number] = made
+        self._open[what] = number
+        for older in [one for one, offer in self._offers.items() if offer.what == what][:-_KEPT]:
+            old = self._offers.pop(older)
+            if all(offer.path != old.path for offer in self._offers.values()):
+                old.path.unlink(missing_ok=True)
+        self._answer()
 
     def _asked(self, query: IncomingQuery) -> None:
         try:
@@ -130,8 +172,6 @@ class Giver:
             return
         if number < 0:
             self._waiting = [*self._waiting, (what, query)][-_MOST_WAITING:]
-            if what == ON_DEMAND:
-                self.wanted.set()
             self._answer()
             return
         offer = self._offers.get(number)
@@ -150,12 +190,19 @@ class Giver:
             offer = None if number is None else self._offers.get(number)
             if offer is not None:
                 query.reply(json.dumps({**offer.facts, "number": number, "size": offer.size}).encode("ascii"))
-            elif self.patient:
+            elif self.patient or self._is_coming(what):
                 self._waiting.append((what, query))
             else:
                 query.refuse(b"never")
-        if all(what != ON_DEMAND for what, _ in self._waiting):
-            self.wanted.clear()
+
+    def _is_coming(self, what: str) -> bool:
+        return any(coming == what for coming, _ in [*self._coming.values()])
+
+    def _refuse(self, what: str) -> None:
+        """Whoever waits for it asks elsewhere."""
+        for _, query in [one for one in self._waiting if one[0] == what]:
+            query.refuse(b"never")
+        self._waiting = [one for one in self._waiting if one[0] != what]
 
 
 def take(session: Session, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any
 
 from isles.comm.elastic.ballot import Part
 from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.ruling import accuse, decided, ruled
-from isles.comm.errors import CommError
+from isles.comm.errors import CommError, Malformed, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
@@ -35,6 +36,7 @@ class ElasticRoster:
 
     def __init__(self, company: LighthouseLine, alone: Group) -> None:
         self.company, self.founders = company, alone
+        self.deliveries = Deliveries(company, alone)
         self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given
         self._took: deque[float] = deque(maxlen=_SAMPLES)
         self._part: Part | None = None  # the newest round that lands on the lighthouse's word
@@ -55,8 +57,10 @@ class ElasticRoster:
         return self.company.lost(seat)
 
     def miss(self, seat: int, error: CommError) -> None:
-        """Who is gone the network tells; who is only late is met again."""
+        """Who is gone the network tells; who is only late is met again. Whose share cannot be one is told of."""
         newest = max(self._answers, default=0)
+        if isinstance(error, (Malformed, Refused)) and self.company.has_answers:
+            accuse(self.company, newest, 0, error)
         self._note(newest, tuple(sorted({self.company.seat, seat} - {-1})), type(error).__name__)
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:

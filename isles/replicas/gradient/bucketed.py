@@ -302,13 +302,7 @@ class BucketedSync(ReplicaSync):
             raise ValueError("gradients are under way: call state_dict() after step(), before the next backward pass")
         if not self._careful:
             return {}
-        kept = [
-            {
-                "residual": None if bucket.reduction.residual is None else bucket.reduction.residual.clone(),
-                **bucket.reduction.state_dict(),
-            }
-            for bucket in self.buckets
-        ]
+        kept = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
         return {"buckets": kept, "skipped": self.skipped}
 
     @override

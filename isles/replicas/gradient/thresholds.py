@@ -189,7 +189,7 @@ class Thresholds(Reduction):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"thresholds": self.thresholds.clone(), "renewed": self.renewed, "density": self.density}
+        return {"thresholds": self.thresholds, "renewed": self.renewed, "density": self.density}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

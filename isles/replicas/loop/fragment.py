@@ -59,11 +59,10 @@ class Exchange:
             self.participants = len(usable) if self.whole else len(self.seats)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers of what has arrived (`settle`)."""
-        own = None if self.own is None else self.own.clone()
+        """Tensors, live ones, and numbers of what has arrived (`settle`)."""
         told = {"participants": self.participants, "failed": self.failed, "whole": self.whole}
         told |= {"balanced": self.balanced, "broken": list(self.broken), "is_own_broken": self.is_own_broken}
-        return {"buffer": self.buffer.clone(), "own": own, **told}
+        return {"buffer": self.buffer, "own": self.own, **told}
 
 
 @dataclass(slots=True, eq=False)
@@ -184,12 +183,12 @@ class Fragment:
             self.reference.copy_(self.anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers; exchanges under way must have arrived (`settle`)."""
+        """Tensors, live ones, and numbers; exchanges under way must have arrived (`settle`)."""
         return {
-            "anchor": self.anchor.clone(),
-            "vectors": {name: vector.clone() for name, vector in self.vectors.items()},
-            "residual": None if self.residual is None else self.residual.clone(),
-            "reference": None if self.reference is self.anchor else self.reference.clone(),
+            "anchor": self.anchor,
+            "vectors": dict(self.vectors),
+            "residual": self.residual,
+            "reference": None if self.reference is self.anchor else self.reference,
             "rounds": self.rounds,
             "landed": self.landed,
             "sent": self.sent,

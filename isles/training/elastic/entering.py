@@ -107,8 +107,13 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, str(company.seat))
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell, lambda: transport.carried)
+        gifts = Giver(session, str(company.seat), tell)
+        stack.callback(gifts.close)
+
+        def tells() -> dict[str, Any]:
+            return {"carried": transport.carried, "refused": session.refused.rows()}
+
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells)
         stack.callback(worker.close)
         yield worker
 

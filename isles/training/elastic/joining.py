@@ -11,22 +11,22 @@ A worker that is asked for its state copies it right after a landing, when nothi
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from isles.comm.call import Ledger
-from isles.comm.elastic.gifts import ON_DEMAND, Gifts, NotGiven
+from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
-from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
+from isles.comm.elastic.quorum.delivery import Missed
+from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
@@ -35,27 +35,20 @@ from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Transport
 from isles.data import Corpus
-from isles.parsing import parse_json
-from isles.replicas.loop.joining import adopt, enter
+from isles.replicas.loop.joining import enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.draws import draws_seed
-from isles.training.elastic.means import Means, shadow
-from isles.training.elastic.terms import lands_together, last_round, positions, sync_every
-from isles.training.records.checkpoint import join_state, split_state
-from isles.training.records.finite import first_nan
+from isles.training.elastic.means import Means, missed, shadow
+from isles.training.elastic.states import FRESH, WARM_UP, States
+from isles.training.elastic.terms import is_quorum, lands_together, last_round, positions, sync_every
 from isles.training.records.saved import load_weights
-from isles.training.records.tensors import write_tensors
 from isles.training.running.starting import deadlines
 from isles.training.trainer import Trainer
 
-STATE, MODEL = ON_DEMAND, "model"
-_STRUCTURE = "__structure__"
-_STATE_COPIES = 16  # of the model's bytes, that a state may have at most
-_FRESH = 2  # rounds for which a copied state is given to new takers
+MODEL = "model"
 _WAIT = 5.0  # seconds between looks at whether the run has ended
 _SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
-_SPARE = 1 << 20  # bytes of a state beside its tensors
 _MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
 Ending = Literal["finished", "left", "over", "again"]
@@ -63,8 +56,7 @@ Ending = Literal["finished", "left", "over", "again"]
 
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
-    transport, gifts: between seats; they are whoever's who made them. carried: bytes sent, by the way that they went,
-    which is told beside the metrics.
+    transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
     """
 
     def __init__(
@@ -76,27 +68,31 @@ class Participant:
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
-        carried: Callable[[], Mapping[str, int]] | None = None,
+        tells: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._carried = carried
+        self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
-        self._copied = -_FRESH  # the round of the newest copied state
         self._spare = 0  # batches read out of turn
-        self._has, self._size = 0, 0  # the round of the state that it began with, and its bytes
+        self._has = 0  # the round of the state that it began with
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose cell was read
         self._put_off = 0  # rounds in succession
+        self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
         self.roster = ElasticRoster(company, alone)
+        self._is_quorum = is_quorum(config)
+        self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed
         self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
         self._means = Means(self.optimizer, gifts, folder)
+        self._states = States(self.optimizer, gifts, folder, config.world.join_state, lambda: self._last)
+        self._began_at: int | None = None  # inner steps, where this worker began without moments
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -113,6 +109,7 @@ class Participant:
             if round is not None and self._catches_up(load, round):
                 round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
                 self._tell_start(load, round)
+                self._began_at = (round - 1) * sync_every(self.config) if self._states.lacks_moments else None
                 ending = self._train(round)
         if ending == "finished":
             self._conclude()
@@ -133,9 +130,11 @@ class Participant:
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
+                self.optimizer.courier.progress(blocks=True)
                 return "left"
             round += self._round(round, every)
-        return "finished"
+        self.optimizer.courier.progress(blocks=True)
+        return "again" if company.is_called else "finished"
 
     @property
     def _last(self) -> int:
@@ -159,13 +158,22 @@ class Participant:
         """The rates of the step after so many."""
         schedule = self.trainer.schedule
         schedule.last_epoch = steps
+        warmth = self._warmth(steps)
         for group, base, factor in zip(
             self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
         ):
-            group["lr"] = base * factor(steps)
+            group["lr"] = base * factor(steps) * warmth
 
-    def _round(self, round: int, every: int) -> bool:
-        """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
+    def _warmth(self, steps: int) -> float:
+        """Share of the rate that a worker has who began without the moments of others."""
+        if self._began_at is None:
+            return 1.0
+        return min(1.0, (steps + 1 - self._began_at) / (WARM_UP * sync_every(self.config)))
+
+    def _round(self, round: int, every: int) -> int:
+        """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
+        then more steps come.
+        """
         company, view = self.company, self.company.begin(round)
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
@@ -176,13 +184,18 @@ class Participant:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began, waited = self.transport.now(), self._waited()
-        for _ in range(steps):
+        began, waited, away = self.transport.now(), self._waited(), self.transport.away_seconds
+        for left in reversed(range(steps)):
             self.trainer.step()
+            if left == 1:  # the last one exchanges, too, and waits for others
+                company.pace((self.transport.now() - began - self.transport.away_seconds + away) / (steps - 1))
         took = self.transport.now() - began
-        company.pace(took / steps)
-        is_put_off = self._is_put_off(round)
+        if steps == 1:
+            company.pace(max(took - (self._waited() - waited), 0.0))
+        is_put_off, late = self._is_put_off(round), self.roster.deliveries.late
         seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
+        if self._is_quorum and not is_put_off:
+            outcome, self._late = WHOLE if late == self._late else LATE, late
         line = RoundLine(
             seat=company.seat,
             round=round,
@@ -196,15 +209,36 @@ class Participant:
         )
         company.report({"round": as_line(line)})
         if is_put_off:
-            return False
+            return 0
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
-            self._tell_carried()
+            self._tell()
+        if self._is_quorum:
+            return self._skipped(round)
         if self._agrees:
             self._means.landed(round)
-        self._copy_state(round)
-        return True
+        self._copy_states(round)
+        return 1
+
+    def _skipped(self, round: int) -> int:
+        """How many rounds are over: those too into which was delivered what came too late for the one before."""
+        over = self.optimizer.fragments[0].rounds - round + 1
+        for other in range(round + 1, round + over):
+            self.company.skip(other)
+        return over
+
+    def _landed(self, round: int, is_missed: bool) -> None:
+        """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
+        self._means.landed(round, is_missed=is_missed)
+        shown = self.optimizer.evaluation_weights() if self._states.are_wanted else nullcontext()
+        with shown:  # the anchors, for what was learned since is this worker's own
+            self._copy_states(round)
+
+    def _missed(self, word: Word) -> Missed | None:
+        """The mean of a round for which this worker was late."""
+        path, seconds = self.folder / "missed.safetensors", _SLOW + 4 * self.company.member.seconds
+        return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
@@ -226,9 +260,9 @@ class Participant:
         """Seconds so far in which computing stood still."""
         return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
 
-    def _tell_carried(self) -> None:
-        if self._carried is not None:
-            self.company.report({"carried": dict(self._carried())})
+    def _tell(self) -> None:
+        for name, told in self._tells().items():
+            self.company.report({name: told})
 
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
@@ -254,27 +288,15 @@ class Participant:
 
     # States
 
-    def _copy_state(self, round: int) -> None:
+    def _copy_states(self, round: int) -> None:
         """For whoever has asked: a copy of everything, right after the landing of `round`."""
-        if round - self._copied >= _FRESH:
-            self.gifts.shut(STATE)
-        if not self.gifts.wanted.is_set():
-            return
-        path = self.folder / f"state-{round}.safetensors"
-        structure, tensors = split_state(
-            {"optimizer": self.optimizer.state_dict(), "model": self.optimizer.weights(), "round": round}
-        )
-        text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
-        write_tensors(path, {**tensors, _STRUCTURE: text})
-        left_out = {str(seat): number for seat, number in self.company.left_out().items()}
-        self.gifts.offer(STATE, path, {"round": round, "left_out": left_out})
-        self._copied = round
-        self._means.copied(round)
+        if self._states.landed(round, self.company.left_out()):
+            self._means.copied(round)
 
     def _take(self, load: Load) -> bool:
         """Begin with the state that the lighthouse names; False where it did not come."""
         try:
-            self._has, left_out = self._fetch(load)
+            self._has, left_out = self._states.fetch(load.donor, _SLOW + 2 * load.seconds)
         except NotGiven as why:
             if load.donor >= 0:
                 self.notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
@@ -293,14 +315,14 @@ class Participant:
         path, donor = self.folder / "taken.safetensors", str(load.donor)
         try:
             if self._agrees:
-                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
+                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW + 2 * load.seconds)
                 self._has = round - 1
-            elif round - self._has > _FRESH:
-                self._has, _ = self._fetch(load)
+            elif round - self._has > FRESH:
+                self._has, _ = self._states.fetch(load.donor, _SLOW + 2 * load.seconds)
         except NotGiven as why:
             if self._agrees:
                 self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-                stray(self.company, round - 1)
+                stray(self.company)
                 return False
             self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
         return True
@@ -311,42 +333,10 @@ class Participant:
             first=round,
             donor=load.donor if self._has else -1,
             has=self._has,
-            size=self._size,
+            size=self._states.taken,
             at=self.transport.now(),
         )
         self.company.report({"start": as_line(line)})
-
-    def _fetch(self, load: Load) -> tuple[int, dict[int, int]]:
-        """Take on the state of the donor: the round that it is of, and whom it was told to be left out."""
-        giver = LIGHTHOUSE if load.donor < 0 else str(load.donor)
-        path, patience = self.folder / "taken.safetensors", _SLOW + 2 * load.seconds
-        weights = sum(one.numel() * one.element_size() for one in self.optimizer.parameters)
-        try:
-            facts = self.gifts.take(giver, STATE, path, most=_STATE_COPIES * weights + _SPARE, seconds=patience)
-            self._size = path.stat().st_size
-            return self._adopt(path), _left_out(facts.get("left_out"))
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _adopt(self, path: Path) -> int:
-        """Take on the state in the file; the round that it is of. NotGiven where it is not one of this run."""
-        try:
-            tensors = load_file(str(path))
-            structure = parse_json(tensors.pop(_STRUCTURE).numpy().tobytes())
-            state: Any = join_state(structure, tensors)
-            if first_nan(state) is not None:
-                raise NotGiven("it holds numbers that are none")
-            round = state["round"]
-            if not isinstance(round, int) or not 0 <= round <= self._last:
-                raise NotGiven("it is of no round of this run")
-            self.optimizer.load_weights(state["model"])
-            adopt(self.optimizer, state["optimizer"])
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise NotGiven(f"it is not one of this run: {str(error).splitlines()[0][:120]}") from error
-        for fragment in self.optimizer.fragments:
-            if fragment.residual is not None:
-                fragment.residual.zero_()  # what the donor holds back it will still send itself
-        return round
 
     # The end
 
@@ -356,7 +346,7 @@ class Participant:
             fragment.ahead = None  # there is no round that it was sent ahead for
         result = self.trainer.conclude(self.folder)
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
-        self._tell_carried()
+        self._tell()
         self.company.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):
@@ -386,9 +376,3 @@ class Participant:
             self.notice(event["notice"])
         elif "step" in event and "loss" in event:
             self.company.report({**event, "worker": self.company.seat})
-
-
-def _left_out(told: Any) -> dict[int, int]:
-    if not isinstance(told, dict) or len(told) > 1 << 16:
-        return {}
-    return {int(seat): number for seat, number in told.items() if seat.isdecimal() and isinstance(number, int)}

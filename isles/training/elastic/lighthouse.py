@@ -40,7 +40,9 @@ from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures, recorded
-from isles.training.elastic.joining import MODEL, STATE
+from isles.training.elastic.joining import MODEL
+from isles.training.elastic.refused import RefusalBook
+from isles.training.elastic.states import STATE
 from isles.training.elastic.terms import lands_together, last_round, rules, sync_every
 from isles.training.records.events import Schema
 from isles.training.records.rundir import METRICS, SUMMARY, held
@@ -97,7 +99,7 @@ class Keeper:
             write_config(self.config, self.out)
             self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
-            self.session, self.giver = session, Giver(session, LIGHTHOUSE, patient=False)
+            self.session, self.giver = session, Giver(session, LIGHTHOUSE, self.on_notice, patient=False)
             state = self.out / "state.safetensors"
             if state.exists():
                 self.giver.offer(STATE, state, {})
@@ -112,6 +114,7 @@ class Keeper:
                 heard=self._heard,
             )
             stack.callback(self.lighthouse.close)
+            self._refused = RefusalBook(self.lighthouse.refused, self.on_notice)
             self.told(str(mine.token))
             summary = self._keep()
         if summary is not None:
@@ -122,6 +125,7 @@ class Keeper:
         began, saved = time.perf_counter(), self._rounds() * sync_every(self.config)
         every = self.config.run.checkpoint_every
         while not self.lighthouse.wait(lambda: self._is_done() or self.stopping.is_set(), _LOOK):
+            self._refused.look()
             step = self._rounds() * sync_every(self.config)
             if every and step // every > saved // every and self._save():
                 saved = step
@@ -136,7 +140,7 @@ class Keeper:
         if self.judged:
             summary["val_loss"] = self.judged[0]
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": self._ddp(len(taken))}
-        summary["links"] = self._links()
+        summary |= {"links": self._links(), "refused": self._refused.rows()}
         counted = self.lighthouse.membership.read(self._last + 1)
         summary |= figures(*recorded(self.out), counted)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
@@ -228,6 +232,8 @@ class Keeper:
             elif isinstance(event, dict) and set(event) == {"carried"}:
                 carried = table(event["carried"], "carried")
                 self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in WAYS}
+            elif isinstance(event, dict) and set(event) == {"refused"}:
+                self._refused.told(seat, event["refused"])
             elif isinstance(event, dict) and set(event) in ({"round"}, {"start"}):
                 self._note(seat, next(iter(event.values())))
             else:

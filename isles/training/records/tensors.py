@@ -38,9 +38,22 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of them, in one piece of the host's memory, which goes when the last of them does."""
+    order = _aligned(tensors)
+    held = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8)
+    parts = held.split([tensors[name].nbytes for name in order])
+    copies = {}
+    for name, part in zip(order, parts, strict=True):
+        tensor = tensors[name]
+        copies[name] = part.view(tensor.dtype).view(tensor.shape)
+        copies[name].copy_(tensor.detach())
+    return copies
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
     """Write them, with notes for whoever reads the header. OSError where that fails: no part of the file stays then."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that each is aligned
+    order = _aligned(tensors)
     header, end = dict[str, object]({"__metadata__": dict(notes)} if notes else {}), 0
     for name in order:
         tensor = tensors[name]
@@ -58,3 +71,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
     except OSError:
         path.unlink(missing_ok=True)  # it would take room from what is written next
         raise
+
+
+def _aligned(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Their names in an order in which, one behind the other, each is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

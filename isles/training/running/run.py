@@ -69,8 +69,12 @@ def launch(
     """
     refusals(config)
     refuse_stages(config)
-    if config.world.lease != LEASE:
-        raise ValueError(f"world.lease = {config.world.lease:g}: acts where workers join a lighthouse; leave it out")
+    for key, value, usual in (
+        ("lease", f"{config.world.lease:g}", f"{LEASE:g}"),
+        ("join_state", config.world.join_state, "full"),
+    ):
+        if value != usual:
+            raise ValueError(f"world.{key} = {value}: acts where workers join a lighthouse; leave it out")
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):
             prepared(config, stage)  # refuses what cannot be before anything is made

@@ -17,9 +17,9 @@ pytest.importorskip("zenoh")
 
 def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
     with router(tmp_path) as (mine, address, host):
-        guest = open_session("client", mine, connect=address)
+        guest, told = open_session("client", mine, connect=address), list[str]()
         try:
-            giver = Giver(host, "3")
+            giver = Giver(host, "3", told.append)
             first = tmp_path / "first"
             first.write_bytes(bytes(range(256)) * 12_000)  # three pieces
             waiting = threading.Timer(0.3, lambda: giver.offer("state", first, {"round": 5}))
@@ -31,11 +31,16 @@ def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
             first.write_bytes(b"\1" * first.stat().st_size)  # it is not what was offered any more
             with pytest.raises(NotGiven, match="checksum"):
                 take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+            waiting = threading.Timer(0.3, lambda: giver.offer("mean", tmp_path / "no folder" / "mean", {}))
+            waiting.start()
+            with pytest.raises(NotGiven, match="there is none"):  # its disk did not take it
+                take(guest, "3", "mean", tmp_path / "taken", most=1 << 30, seconds=20.0)
+            assert len(told) == 1 and "could not be written" in told[0]
             giver.shut("state")
             with pytest.raises(NotGiven, match="within"):
                 take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=1.0)
-            assert giver.wanted.is_set()
-            Giver(host, "4", patient=False)
+            assert giver.is_wanted("state")
+            Giver(host, "4", told.append, patient=False)
             with pytest.raises(NotGiven, match="there is none"):
                 take(guest, "4", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
         finally:

@@ -86,7 +86,7 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert ask(guest, REPORTED, b"x", signature(1, entry.key)) == never
         assert ask(guest, REPORTED, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
         assert lighthouse.refused[0, "not fine"] == 1
-        assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 3
+        assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 5
         # All the while it works: the second seat is another one, with a key of its own.
         assert (second.seat, second.key == entry.key) == (1, False)
 

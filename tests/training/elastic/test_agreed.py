@@ -24,7 +24,7 @@ Digests = Mapping[int, Mapping[int, int]]
 def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
     """By round and seat, of what was landed; rounds take 50 ms."""
     found: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    one_round, copy_state = Participant._round, Participant._copy_state
+    one_round, copy_state = Participant._round, Participant._copy_states
 
     def noted(worker: Participant, round: int) -> None:
         found[round][worker.company.seat] = worker.optimizer.fragments[0].digest
@@ -34,7 +34,7 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
         time.sleep(0.05)
         return one_round(worker, *place)
 
-    monkeypatch.setattr(Participant, "_copy_state", noted)
+    monkeypatch.setattr(Participant, "_copy_states", noted)
     monkeypatch.setattr(Participant, "_round", slowly)
     return found
 

@@ -81,6 +81,7 @@ def test_without_churn_it_is_the_fixed_world(
     assert summary["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-12)
     assert summary["replica_std"] == pytest.approx(whole["replica_std"], rel=1e-4)
     assert summary["ddp_bytes_per_worker"] == whole["ddp_bytes_per_worker"]
+    assert summary["refused"] == []
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -192,8 +193,8 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         anchors.setdefault(round, {})[worker.company.seat] = worker.optimizer.fragments[0].anchor.clone()
         copy_state(worker, round)
 
-    copy_state = Participant._copy_state
-    monkeypatch.setattr(Participant, "_copy_state", noted)
+    copy_state = Participant._copy_states
+    monkeypatch.setattr(Participant, "_copy_states", noted)
     world = Run(small(tmp_path, 6000, 3, "inner.lr=0.002"), tmp_path / "run")
     founders = [world.join() for _ in range(3)]
     world.until(lambda: min(map(world.step, founders)) >= 10 * EVERY)

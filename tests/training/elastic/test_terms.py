@@ -67,8 +67,9 @@ def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> N
     assert "\n" not in str(told.value)
 
 
-def test_a_fixed_world_has_no_lease(tmp_path: Path) -> None:
-    config = gather(None, {}, [*TINY, "world.lease=5"])
+@pytest.mark.parametrize("setting", ["world.lease=5", "world.join_state=anchors"])
+def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
+    config = gather(None, {}, [*TINY, setting])
     with pytest.raises(ValueError, match="where workers join a lighthouse"):
         launch(resolve(config), tmp_path / "run", lambda line: None, lambda notice: None)
 

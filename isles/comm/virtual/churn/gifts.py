@@ -4,14 +4,13 @@ the same lines as everything else.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isles.comm.elastic.gifts import ON_DEMAND, NotGiven
+from isles.comm.elastic.gifts import NotGiven, is_written
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
 from isles.comm.transport import Steps
@@ -28,7 +27,6 @@ class VirtualGifts:
     """
 
     def __init__(self, transport: VirtualTransport, company: VirtualCompany, others: dict[str, VirtualGifts]) -> None:
-        self.wanted = threading.Event()
         self.taken: list[int] = []
         self._transport, self._company, self._others = transport, company, others
         self._offers: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -37,15 +35,20 @@ class VirtualGifts:
         self._number = 0
         others[str(company.seat)] = self
 
-    def offer(self, what: str, path: Path, facts: Mapping[str, Any]) -> None:
-        """See `Giver.offer`."""
+    def offer(
+        self, what: str, path: Path, facts: Mapping[str, Any], write: Callable[[Path], None] = is_written
+    ) -> None:
+        """See `Giver.offer`; here it is there at once."""
+        write(path)
         self._offers[what] = path, dict(facts)
-        if what == ON_DEMAND:
-            self.wanted.clear()
         with self._company.turn:
             for seat, wanted in list(self._waiting.items()):
                 if wanted == what:
                     self._send(seat, what)
+
+    def is_wanted(self, what: str) -> bool:
+        """See `Giver.is_wanted`."""
+        return what in self._waiting.values()
 
     def withdraw(self, what: str) -> None:
         """See `Giver.withdraw`."""
@@ -85,8 +88,6 @@ class VirtualGifts:
         self._waiting[seat] = what
         if what in self._offers and not self._company.is_away:
             self._send(seat, what)
-        elif what == ON_DEMAND:
-            self.wanted.set()
 
     def _send(self, seat: int, what: str) -> None:
         """In a turn: the file goes on the line."""

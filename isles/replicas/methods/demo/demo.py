@@ -253,7 +253,7 @@ class DeMo(ReplicaSync):
     @override
     def outer_state(self) -> dict[str, Any]:
         """This worker's momentum, in the order of its blocks."""
-        return {"local_momentum": self.momentum.vector.clone()}
+        return {"local_momentum": self.momentum.vector}
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:

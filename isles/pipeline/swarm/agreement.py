@@ -1,0 +1,140 @@
+"""Agreement of all who are left on who that is, and on what each of them says.
+
+Rounds of words. In each, everybody tells everybody all that it knows, and waits for the word of everybody whom it does
+not know to be lost:
+
+    heard the same ones twice running   what is known then is what everybody knows: decided, and all are told
+    told of a decision                  that is it, and it is handed on
+    else                                another round
+
+Guarantee. Whoever is lost, as many as there are and at any moment, all who are left come to the same answer, and it
+holds what each of them said. That needs what a closed connection gives: who is taken for lost sends nothing any more.
+Two who only lost each other are parted by the others' words: the higher position leaves. Without a loss it is one
+round, of one letter to each of the others, and the word of the decision.
+
+Why: who heard the same ones in two rounds knows what any of them knew when the second began, and nobody else can still
+speak. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous Message-passing Systems (2010).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.mail import MailNote
+from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
+from isles.pipeline.swarm.post import WORD, Post
+
+_DECIDED = 1
+
+
+class Agreement:
+    """The members of a swarm, as all who are left know them. patience: seconds without a word of somebody who is not
+    known to be lost, after which DeadlinePassed names it: a fixed world has nobody who could say what became of it.
+    """
+
+    def __init__(self, post: Post, patience: float, members: Sequence[int]) -> None:
+        self.post, self.patience = post, patience
+        self.me = post.mail.group.rank
+        self.members = tuple(members)
+        """Positions of those who are left, as of the last agreement: the same at all of them."""
+
+    @property
+    def lost(self) -> set[int]:
+        """Members that this one has lost since."""
+        return set(self.members) & self.post.mail.lost.keys()
+
+    def agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """What every member says, by position: numbers of 8 bytes, of all as many. Only of those who are left, but for
+        who is lost right now. PeerLost where the others do not count this one any more.
+        """
+        self.post.turn_over()
+        accused = sum(1 << position for position in self.lost)
+        known = self._flood([accused, *own])
+        self._settle_members(known)
+        return {position: known[position][1:] for position in self.members}
+
+    def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        known = {self.me: tuple(own)}
+        before = set(self.members) - {self.me}
+        number = 1
+        while True:
+            self._tell(number, known)
+            heard, decision = self._listen(number, len(own))
+            if decision is not None:
+                known = decision
+                break
+            for word in heard.values():
+                known |= word
+            if heard.keys() == before:
+                break
+            before, number = set(heard), number + 1
+        self._tell(number + 1, known, _DECIDED)
+        return known
+
+    def _tell(self, number: int, known: Mapping[int, Sequence[int]], extra: int = 0) -> None:
+        rows = torch.tensor([[position, *said] for position, said in sorted(known.items())], dtype=torch.int64)
+        note = MailNote(WORD, 0, self.post.turn, number, extra=extra)
+        for position in self.members:
+            if position != self.me:
+                self.post.mail.send(position, note, rows.view(-1).view(torch.uint8))
+
+    def _listen(
+        self, number: int, width: int
+    ) -> tuple[dict[int, dict[int, tuple[int, ...]]], dict[int, tuple[int, ...]] | None]:
+        """The words of this round by who said them; or a decision."""
+        heard: dict[int, dict[int, tuple[int, ...]]] = {}
+        now = self.post.mail.group.transport.now
+        until = now() + self.patience
+        while True:
+            self.post.sort()
+            for letter in self.post.words():
+                word = self._read(letter.sender, letter.body, width)
+                if word is None:
+                    continue
+                if letter.note.extra == _DECIDED:
+                    return heard, word
+                if letter.note.number == number:
+                    heard[letter.sender] = word
+                elif letter.note.number > number:
+                    self.post.keep(letter)
+            missing = set(self.members) - {self.me} - heard.keys() - self.lost
+            if not missing:
+                return heard, None
+            if now() >= until:
+                rank = self.post.mail.group.ranks[min(missing)]
+                raise DeadlinePassed(rank, "pipeline", self.patience)
+            self.post.mail.wait(until - now())
+
+    def _read(self, sender: int, body: Tensor, width: int) -> dict[int, tuple[int, ...]] | None:
+        """A word, or None where it is none: then its sender is not read any more."""
+        numbers = body.view(torch.int64).tolist() if body.numel() % 8 == 0 else []
+        rows = [numbers[begin : begin + width + 1] for begin in range(0, len(numbers), width + 1)]
+        word = {row[0]: tuple(row[1:]) for row in rows}
+        fits = len(numbers) % (width + 1) == 0 and len(word) == len(rows) and sender in word
+        if fits and word.keys() <= set(self.members):
+            return word
+        rank = self.post.mail.group.ranks[sender]
+        self.post.mail.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
+        return None
+
+    def _settle_members(self, known: Mapping[int, Sequence[int]]) -> None:
+        before = self.members
+        accusers: dict[int, set[int]] = {position: set() for position in known}
+        for accuser, said in known.items():
+            for position in known:
+                if said[0] >> position & 1:
+                    accusers[position].add(accuser)
+        out = {
+            position
+            for position, by in accusers.items()
+            if any(not (position in accusers[other] and other > position) for other in by)
+        }
+        self.members = tuple(sorted(known.keys() - out))
+        for position in set(before) - set(self.members) - {self.me}:
+            rank = self.post.mail.group.ranks[position]
+            self.post.mail.give_up(position, PeerLost(rank, "as the others say"))
+        if self.me not in self.members:
+            raise PeerLost(self.post.mail.group.ranks[self.me], "the others do not count on it any more")

@@ -1,0 +1,330 @@
+"""One peer of a swarm: a loop over letters, and what all agree on between two steps.
+
+    origin      text -> forward -> some peer of stage 1, by its speed
+    FORWARD     forward -> TAKEN to the sender -> some peer of the next stage
+    BACKWARD    backward along the way that the microbatch came
+    HOME        an origin has all of its gradients; when all have, the books are opened
+
+What leaves a stage is kept until its gradient has come, so another peer can do the rest where one is lost or late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isles.comm.collectives.mail import MailLetter, MailNote
+from isles.comm.errors import DeadlinePassed, Refused
+from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.balancer import PeerBalancer
+from isles.pipeline.swarm.books import Fixes, PartialRoute
+from isles.pipeline.swarm.post import BACKWARD, FORWARD, HOME, TAKEN, Post
+from isles.pipeline.swarm.stage_work import Booked, OpenPass, StageWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmWays:
+    """How microbatches travel. room: that an origin has under way at most; None: as many as there are. forward,
+    backward: seconds until another peer is asked, from sending a microbatch until it is told to be done, and from then
+    until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any letter
+    after which DeadlinePassed ends the wait. keeps: whether the books are kept.
+    """
+
+    room: int | None = None
+    forward: float = 30.0
+    backward: float = 75.0
+    chooses_again: bool = True
+    patience: float = 75.0
+    keeps: bool = True
+
+
+@dataclass(slots=True)
+class _Under:
+    """A microbatch under way here: whom it came from, whom it went to and since when, and whether that is done."""
+
+    done: OpenPass
+    sender: int | None
+    receiver: int | None = None
+    since: float = 0.0
+    taken: bool = False
+
+
+@dataclass(slots=True)
+class SwarmCounts:
+    """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the books; taken_back: doubles;
+    begun_again: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
+    """
+
+    sent_again: int = 0
+    repaired: int = 0
+    taken_back: int = 0
+    begun_again: int = 0
+    counted: int = 0
+    seconds: float = 0.0
+
+
+class SwarmPeer:
+    """This worker's share of the microbatches. stages: the positions of each stage's peers, kept by whoever settles."""
+
+    def __init__(self, work: StageWork, post: Post, agreement: Agreement, ways: SwarmWays, seed: int) -> None:
+        self.work, self.post, self.agreement, self.ways = work, post, agreement, ways
+        self.me = post.mail.group.rank
+        self.now = post.mail.group.transport.now
+        self.stages: list[tuple[int, ...]] = []
+        self.stage = 0
+        self.books: dict[int, Booked] = {}
+        self.counted: list[int] = []
+        """Microbatches added to the gradients, doubles twice."""
+        self.losses: dict[int, Tensor] = {}
+        self.counts = SwarmCounts()
+        self._seed = seed
+        self._balancer = PeerBalancer(seed)
+        self._under: dict[int, _Under] = {}
+        self._forwards: deque[MailLetter] = deque()
+        self._backwards: deque[MailLetter] = deque()
+        self._queued: list[int] = []
+        self._home: set[int] = set()
+        self._pending: set[int] = set()
+        self._routes: Mapping[int, PartialRoute] = {}
+
+    @property
+    def queue(self) -> int:
+        """Microbatches that wait here."""
+        return len(self._forwards) + len(self._backwards)
+
+    def place(self, stages: Sequence[Sequence[int]], stage: int) -> None:
+        """The peers are these from now on, and this one serves `stage`."""
+        if stage != self.stage:
+            self._balancer = PeerBalancer(self._seed)
+        self.stages, self.stage = [tuple(sorted(peers)) for peers in stages], stage
+        following = self.stages[stage + 1] if stage + 1 < len(self.stages) else ()
+        for peer in set(self._balancer.peers) - set(following):
+            self._balancer.lose(peer)
+        for peer in following:
+            self._balancer.join(peer)
+
+    def forget(self) -> None:
+        """Nothing is counted any more."""
+        self.books.clear()
+        self.counted.clear()
+        self.losses.clear()
+
+    def losses_counted(self) -> list[Tensor]:
+        """Of the microbatches that are counted, doubles twice."""
+        return [self.losses[number] for number in self.counted]
+
+    def mean_queue(self) -> int:
+        """Microbatches that waited here since this was asked last, on average, in thousandths."""
+        queued, self._queued = self._queued, []
+        return round(1000 * sum(queued) / len(queued)) if queued else 0
+
+    def run(self, mine: Collection[int]) -> bool:
+        """Send the microbatches `mine` (of an origin) on their way, and serve those of others until all origins that
+        are left have their gradients. False where somebody was lost meanwhile.
+        """
+        self._clear()
+        waiting, self._pending = deque(sorted(mine)), set(mine)
+        while not self._is_broken():
+            self._take()
+            self._forget_lost()
+            if self.stage == 0 and not self._pending and self.me not in self._home:
+                self._go_home()
+            if self._backwards:
+                self._backward(self._backwards.popleft())
+            elif waiting and (self.ways.room is None or len(self._under) < self.ways.room):
+                self._originate(waiting.popleft())
+            elif self._forwards:
+                self._forward(self._forwards.popleft())
+            elif set(self.stages[0]) - self.agreement.lost <= self._home:
+                break
+            else:
+                self._wait()
+        return not self.agreement.lost
+
+    def repair(self, fixes: Fixes) -> None:
+        """Do this peer's share of `fixes`. Comes back early where somebody is lost."""
+        self._clear()
+        for microbatch, peer in fixes.doubles:
+            if peer == self.me:
+                self.work.take_back(microbatch, self.books.pop(microbatch))
+                self.counted.remove(microbatch)
+                self.counts.taken_back += 1
+        self._routes = {route.microbatch * len(self.stages) + route.first: route for route in fixes.runs}
+        own = [route for route in fixes.runs if self.me in route.visits]
+        answers = {route.microbatch for route in fixes.runs if route.sink == self.me}
+        for route in fixes.runs:
+            if route.feed == self.me:
+                sent = self.books[route.microbatch].sent
+                self._send(route.visits[0], FORWARD, route.microbatch, sent)
+        starts = deque(route.microbatch for route in own if route.first == 0 and self.stage == 0)
+        self.counts.repaired += len(own)
+        while not self.agreement.lost:
+            self._take()
+            if self._backwards:
+                self._backward(self._backwards.popleft())
+            elif self._forwards:
+                letter = self._forwards.popleft()
+                answers.discard(letter.note.number)
+                self._forward(letter)
+            elif starts and (self.ways.room is None or len(self._under) < self.ways.room):
+                self._originate(starts.popleft())
+            elif not answers and all(route.microbatch in self.books for route in own):
+                break
+            else:
+                self._wait()
+        self._routes = {}
+
+    # One letter
+
+    def _take(self) -> None:
+        self.post.sort()
+        for letter in self.post.work():
+            kind, sender, number = letter.note.kind, letter.sender, letter.note.number
+            if kind == FORWARD:
+                self._forwards.append(letter)
+            elif kind == BACKWARD:
+                under = self._under.get(number)
+                if under is not None:
+                    under.receiver = None  # nobody is waited for any more
+                    self._backwards.append(letter)
+            elif kind == TAKEN:
+                under = self._under.get(number)
+                if under is not None and under.receiver == sender and not under.taken:
+                    under.taken, under.since = True, self.now()
+            elif kind == HOME:
+                self._home.add(sender)
+
+    def _originate(self, microbatch: int) -> None:
+        self._under[microbatch] = _Under(self.work.forward(microbatch, None, None), None)
+        self._send_on(microbatch)
+
+    def _forward(self, letter: MailLetter) -> None:
+        number, sender = letter.note.number, letter.sender
+        if number in self.books:  # it was counted here, on another way
+            self._answer(sender, number, self.books[number], 0.0)
+            return
+        if number in self._under:  # it came on another way as well: answer there
+            self._under[number].sender = sender
+            return
+        try:
+            done = self.work.forward(number, letter.body, sender)
+        except Refused as error:
+            self.post.mail.refuse(sender, error)
+            return
+        self._under[number] = _Under(done, sender)
+        if self.work.ends:
+            self._count(number, None, None)
+            return
+        self.post.mail.send(sender, self._note(TAKEN, number))
+        self._send_on(number)
+
+    def _backward(self, letter: MailLetter) -> None:
+        number, sender = letter.note.number, letter.sender
+        if number not in self._under:
+            return  # the late answer of another way
+        self._balancer.answered(sender, letter.note.nanoseconds / 1e9, 1, wire=letter.wire, queue=letter.note.queue)
+        self._count(number, letter.body, sender)
+
+    def _count(self, number: int, gradient: Tensor | None, source: int | None) -> None:
+        under = self._under[number]
+        try:
+            booked = self.work.backward(under.done, gradient, source)
+        except Refused as error:
+            assert source is not None
+            self.post.mail.refuse(source, error)
+            return
+        self._queued.append(self.queue)
+        del self._under[number]
+        self._pending.discard(number)
+        self.counted.append(number)
+        self.losses[number] = booked.loss
+        self.counts.counted += 1
+        self.counts.seconds += under.done.seconds
+        if self.ways.keeps:
+            self.books[number] = booked
+        if under.sender is not None:
+            self._answer(under.sender, number, booked, under.done.seconds)
+
+    def _answer(self, receiver: int, number: int, booked: Booked, seconds: float) -> None:
+        self.post.mail.send(receiver, self._note(BACKWARD, number, seconds), booked.back)
+
+    def _send_on(self, number: int) -> None:
+        under = self._under[number]
+        route = self._route(number)
+        late = under.receiver if route is None else None
+        receiver = self._balancer.choose(besides=late) if route is None else route.after(self.me)
+        assert receiver is not None
+        under.receiver, under.since, under.taken = receiver, self.now(), False
+        self._send(receiver, FORWARD, number, under.done.sent)
+
+    def _route(self, number: int) -> PartialRoute | None:
+        return next(
+            (
+                route
+                for first in range(self.stage + 1)
+                if (route := self._routes.get(number * len(self.stages) + first)) is not None
+                and self.me in route.visits
+            ),
+            None,
+        )
+
+    def _send(self, receiver: int, kind: int, number: int, body: Tensor | None) -> None:
+        self.post.mail.send(receiver, self._note(kind, number), body)
+
+    def _note(self, kind: int, number: int, seconds: float = 0.0) -> MailNote:
+        return MailNote(kind, 0, self.post.turn, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
+
+    def _go_home(self) -> None:
+        self._home.add(self.me)
+        for position in self.agreement.members:
+            if position != self.me:
+                self._send(position, HOME, 0, None)
+
+    # Who is lost or late
+
+    def _clear(self) -> None:
+        """Ways that led nowhere."""
+        self._under.clear()
+        self._forwards.clear()
+        self._backwards.clear()
+        self._home.clear()
+
+    def _is_broken(self) -> bool:
+        """Whether this run is not to be gone on with."""
+        lost = self.agreement.lost
+        return bool(lost) and (not self.ways.chooses_again or any(set(peers) <= lost for peers in self.stages))
+
+    def _forget_lost(self) -> None:
+        """What went to who is lost, or late, goes to somebody else."""
+        lost = self.agreement.lost
+        for peer in lost & self._balancer.peers.keys():
+            self._balancer.lose(peer)
+        if not self.ways.chooses_again or not len(self._balancer):
+            return
+        for number, under in list(self._under.items()):
+            if under.receiver is None:
+                continue
+            if under.receiver in lost:
+                self.counts.sent_again += 1
+                self._send_on(number)
+            elif self.now() >= self._until(under):
+                self._balancer.late(under.receiver, self.now() - under.since, 1)
+                self.counts.sent_again += 1
+                self._send_on(number)
+
+    def _until(self, under: _Under) -> float:
+        return under.since + (self.ways.backward if under.taken else self.ways.forward)
+
+    def _wait(self) -> None:
+        """For news, or until somebody is late. DeadlinePassed where nothing comes at all."""
+        seconds = self.ways.patience
+        if self.ways.chooses_again and not self._routes:
+            limits = [self._until(under) for under in self._under.values() if under.receiver is not None]
+            seconds = min([seconds, *(max(until - self.now(), 0.0) for until in limits)])
+        began = self.now()
+        self.post.mail.wait(seconds)
+        if not self.post.mail.letters and self.now() - began >= self.ways.patience:
+            raise DeadlinePassed(-1, "pipeline", self.ways.patience)

@@ -1,0 +1,138 @@
+"""States of workers as files: what a joiner begins with.
+
+    full       weights, anchors, momenta, the inner optimizer's state: the joiner trains on as its donor does
+    anchors    anchors and outer momenta alone, a third or less of that: its inner optimizer begins anew, and its rate
+               rises to that of the others over its first `WARM_UP` rounds
+
+A donor copies its state once, right after a landing; the copy becomes a file, and goes, while the donor trains on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.parsing import parse_json
+from isles.replicas.loop.joining import adopt
+from isles.replicas.loop.outer import OuterSync
+from isles.training.config.sections import JoinState
+from isles.training.records.checkpoint import join_state, split_state
+from isles.training.records.finite import first_nan
+from isles.training.records.tensors import copy_to_host, write_tensors
+
+STATE, ANCHORS = "state", "anchors"
+FRESH = 2
+"""Rounds for which a copied state is given to new takers."""
+WARM_UP = 2
+"""Rounds in which the inner rate of a joiner rises that has no moments."""
+_STRUCTURE = "__structure__"
+_STATE_COPIES = 16  # of the model's bytes, that a state may have at most
+_SPARE = 1 << 20  # bytes of a state beside its tensors
+
+
+class States:
+    """Those that this worker gives and takes. folder: for files on their way. last: the last round of the run.
+
+    taken: bytes of the newest one that was taken. lacks_moments: whether it came without the inner optimizer's.
+    """
+
+    def __init__(
+        self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: Callable[[], int]
+    ) -> None:
+        self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
+        self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
+        self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
+        self.taken, self.lacks_moments = 0, False
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether somebody has asked for one."""
+        return any(self._gifts.is_wanted(what) for what in (STATE, ANCHORS))
+
+    def landed(self, round: int, left_out: dict[int, int]) -> bool:
+        """Right after the landing of `round`: copy what somebody has asked for; whether that was done. left_out: who
+        was told by then to be left out, and of which view.
+        """
+        done = False
+        for what in (STATE, ANCHORS):
+            if round - self._copied[what] >= FRESH:
+                self._gifts.shut(what)
+            if self._gifts.is_wanted(what):
+                self._copied[what], done = round, True
+                self._offer(what, round, left_out)
+        return done
+
+    def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
+        optimizer = self._optimizer
+        state, weights = optimizer.live_state(), optimizer.weights()
+        if what == ANCHORS:
+            del state["inner"]
+            weights = {name: weights[name] for name in self._beside_anchors()}
+        structure, tensors = split_state({"optimizer": state, "model": weights, "round": round})
+        text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
+        copies = copy_to_host({**tensors, _STRUCTURE: text})
+        facts = {"round": round, "left_out": {str(seat): number for seat, number in left_out.items()}}
+        path = self._folder / f"{what}-{round}.safetensors"
+        self._gifts.offer(what, path, facts, lambda path: write_tensors(path, copies))
+
+    def _beside_anchors(self) -> set[str]:
+        """Names of the weights that are not trained."""
+        trained = {id(parameter) for parameter in self._optimizer.parameters}
+        return set(self._optimizer.weights()) - {
+            name
+            for name, parameter in self._optimizer.model.named_parameters(remove_duplicate=False)
+            if id(parameter) in trained
+        }
+
+    def fetch(self, donor: int, seconds: float) -> tuple[int, dict[int, int]]:
+        """Take on the state of `donor`, -1: the one that the lighthouse keeps. The round that it is of, and whom the
+        donor was told by then to be left out. seconds: without a piece, until it counts as lost. NotGiven.
+        """
+        giver, what = (LIGHTHOUSE, STATE) if donor < 0 else (str(donor), self._joins_with)
+        path = self._folder / "taken.safetensors"
+        weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
+        try:
+            facts = self._gifts.take(giver, what, path, most=_STATE_COPIES * weights + _SPARE, seconds=seconds)
+            self.taken = path.stat().st_size
+            return self._adopt(path), _left_out(facts.get("left_out"))
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _adopt(self, path: Path) -> int:
+        """Take on the state in the file; the round that it is of. NotGiven where it is not one of this run."""
+        optimizer = self._optimizer
+        try:
+            tensors = load_file(str(path))
+            structure = parse_json(tensors.pop(_STRUCTURE).numpy().tobytes())
+            state: Any = join_state(structure, tensors)
+            if first_nan(state) is not None:
+                raise NotGiven("it holds numbers that are none")
+            round = state["round"]
+            if not isinstance(round, int) or not 0 <= round <= self._last():
+                raise NotGiven("it is of no round of this run")
+            own = {} if "inner" in state["optimizer"] else {"inner": optimizer.inner_state()}
+            optimizer.load_weights({**optimizer.weights(), **state["model"]})
+            adopt(optimizer, {**own, **state["optimizer"]})
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise NotGiven(f"it is not one of this run: {str(error).splitlines()[0][:120]}") from error
+        self.lacks_moments = bool(own)
+        for fragment in optimizer.fragments:
+            if own:
+                fragment.flat.write(fragment.anchor)
+            if fragment.residual is not None:
+                fragment.residual.zero_()  # what the donor holds back it will still send itself
+        return round
+
+
+def _left_out(told: Any) -> dict[int, int]:
+    if not isinstance(told, dict) or len(told) > 1 << 16:
+        return {}
+    return {int(seat): number for seat, number in told.items() if seat.isdecimal() and isinstance(number, int)}

@@ -1,0 +1,97 @@
+"""Counts of refusals, rates, signs of life, and questions that come faster than they are answered."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from isles.comm.elastic.guards.presence import SILENT, Presence
+from isles.comm.elastic.guards.rates import Admissions
+from isles.comm.elastic.guards.refusals import OTHERS, Refusals, told_rows
+from isles.comm.elastic.session import open_session
+from tests.comm.elastic.sessions import router
+
+
+def test_what_a_stranger_writes_fills_no_memory() -> None:
+    refused = Refusals()
+    for number in range(10_000):
+        refused.note(number % 3, f"{number} " + "x" * 1000)
+    assert len(refused) == 257 and sum(refused.values()) == 10_000
+    assert refused[-1, OTHERS] == 10_000 - 256 and all(len(why) <= 100 for _, why in refused)
+    assert told_rows([list(row) for row in refused.rows()]) == refused.rows()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, 5, "ab", [[1, "x"]], [["1", "x", 2]], [[1, "x" * 101, 2]], [[1, "\x1b", 2]], [[-2, "x", 1]], [[]] * 300],
+)
+def test_what_is_told_of_refusals_is_looked_at(told: object) -> None:
+    with pytest.raises(ValueError, match="none"):
+        told_rows(told)
+
+
+def test_an_address_has_its_turns_and_more_with_time() -> None:
+    """Three at once, and one more every two seconds; another address has its own."""
+    admissions = Admissions(3, 6.0)
+    assert [admissions.take("a", 100.0) for _ in range(4)] == [0, 0, 0, 2.0]
+    assert admissions.take("a", 101.0) == 1.0 and admissions.take("b", 101.0) == 0
+    assert admissions.take("a", 102.0) == 0 and admissions.take("a", 102.0) == 2.0
+    assert [admissions.take("a", 1e6) for _ in range(4)] == [0, 0, 0, 2.0]  # never more than three
+    for number in range(5000):
+        admissions.take(str(number), 1e6)
+    assert len(admissions._left) <= 4096
+
+
+def test_who_is_there_and_silent_is_gone_until_it_speaks() -> None:
+    present = Presence()
+    present.changed(4, True, 0.0)
+    present.joined(5, 0.0)  # and never comes
+    assert not present.spoke(4, SILENT)
+    assert present.silent(SILENT + 1) == [5] and present.silent(SILENT + 2) == []
+    assert present.silent(2 * SILENT + 1) == [4]
+    assert present.spoke(4, 2 * SILENT + 2) and not present.spoke(4, 2 * SILENT + 3)
+    present.changed(4, False, 2 * SILENT + 4)
+    assert present.silent(9 * SILENT) == [] and not present.spoke(6, 0.0)
+
+
+def test_questions_that_come_faster_than_they_are_answered_are_turned_away(tmp_path: Path) -> None:
+    """Some megabytes wait for their turn; the rest is told to come later, and all is well again afterwards."""
+    pytest.importorskip("zenoh")
+    with router(tmp_path) as (mine, address, session):
+        go, came = threading.Event(), list[int]()
+
+        def answer(query: object) -> None:
+            go.wait(20.0)
+            came.append(len(query.payload))  # type: ignore[attr-defined]
+            query.reply()  # type: ignore[attr-defined]
+
+        session.serve("isles/slow", answer)
+        guest = open_session("client", mine, connect=address)
+        answers, told = list[tuple[bytes | None, bytes | None]](), threading.Semaphore(0)
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            answers.append((reply, refusal))
+            told.release()
+
+        def ask(size: int) -> None:
+            guest.ask("isles/slow", bytes(size), answered, seconds=20.0)
+
+        for _ in range(100):  # until it is known who serves
+            ask(1)
+            if not told.acquire(timeout=0.1):
+                break
+            assert answers.pop() == (None, None)
+        for _ in range(30):
+            ask(1 << 20)
+        for _ in range(22):
+            assert told.acquire(timeout=20.0)
+        assert {*answers} == {(None, b"later")} and not came
+        go.set()
+        for _ in range(30 + 1 - len(answers)):
+            assert told.acquire(timeout=20.0)
+        assert len(came) == 31 - session.refused[-1, "more at once than can be looked at"] >= 8
+        ask(1 << 20)
+        assert told.acquire(timeout=20.0) and answers[-1] == (b"", None)
+        guest.close()

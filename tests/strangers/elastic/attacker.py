@@ -1,0 +1,235 @@
+"""Somebody who has the token of an elastic run, a seat of it, and bad intentions; and one who has neither."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from isles.comm import credentials
+from isles.comm.credentials import Credentials, Token
+from isles.comm.elastic.keys import ASKED, GIFT, HELLO, TOLD, signature
+from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
+from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.tags import CHANNELS, Tag
+from tests.comm.elastic.sessions import free_port
+from tests.strangers.callers import call, read, say
+
+Answer = tuple[bytes | None, bytes | None]
+NEVER: Answer = (None, b"never")
+HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")
+_UNASKED = Tag("outer", 1 << 50)
+
+
+class Attacker:
+    """folder: its own. victim: a seat that trains."""
+
+    def __init__(self, address: str, token: Token, folder: Path, *, version: str, corpus: str, victim: int) -> None:
+        self.address, self.token, self.folder, self.victim = address, token, folder, victim
+        self.host, self.port = address.rpartition(":")[0], int(address.rpartition(":")[2])
+        self.version, self.corpus = version, corpus
+        self.mine = credentials.fetch(self.host, self.port, token, folder / "joined")
+        self.session = open_session("client", self.mine, connect=address)
+        self.entry: Any = self.hello()
+        assert isinstance(self.entry, Entry)
+        self.word = signature(self.entry.seat, self.entry.key)
+        self.session.present(f"isles/seat/{self.entry.seat}")
+        found = decode(self.ask(ASKED, encode(Find(victim)), self.word)[0] or b"")
+        assert isinstance(found, Found)
+        self.introduction = bytes.fromhex(found.introduction)
+        self._numbers = 1 << 40
+
+    def hello(self) -> Any:
+        """The answer to a greeting as it should be."""
+        said = encode(Hello(self.version, self.corpus, self.session.name()))
+        return decode(self.ask(HELLO, said)[0] or b"")
+
+    def ask(self, key: str, said: bytes, word: bytes | None = None) -> Answer:
+        """The answer, asked again while nobody takes it."""
+        for _ in range(100):
+            (answer,) = self.flood(key, [said], word)
+            if answer != (None, None):
+                return answer
+            time.sleep(0.05)
+        return None, None
+
+    def flood(self, key: str, said: list[bytes], word: bytes | None = None, seconds: float = 5.0) -> list[Answer]:
+        """All at once; the answers, in the order in which they came."""
+        answers, over = list[Answer](), threading.Semaphore(0)
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            answers.append((reply, refusal))
+            over.release()
+
+        for one in said:
+            self.session.ask(key, one, answered, attachment=word, seconds=seconds)
+        for _ in said:
+            assert over.acquire(timeout=seconds + 10.0)
+        return answers
+
+    def told(self, message: Any, word: bytes | None) -> Answer:
+        """An order to the victim."""
+        return self.ask(f"{TOLD}/{self.victim}", encode(message), word)
+
+    def mail(
+        self,
+        data: bytes,
+        *,
+        total: int | None = None,
+        offset: int = 0,
+        tag: Tag = _UNASKED,
+        sender: int | None = None,
+        word: bytes | None = None,
+        number: int | None = None,
+    ) -> Answer:
+        """A chunk for the victim."""
+        return self.ask(f"isles/mail/{self.victim}", data, self.head(data, total, offset, tag, sender, word, number))
+
+    def head(
+        self,
+        data: bytes,
+        total: int | None = None,
+        offset: int = 0,
+        tag: Tag = _UNASKED,
+        sender: int | None = None,
+        word: bytes | None = None,
+        number: int | None = None,
+    ) -> bytes:
+        """What goes beside a chunk."""
+        self._numbers += 1
+        return HEAD.pack(
+            CHANNELS.index(tag.channel),
+            *tag[1:],
+            self._numbers if number is None else number,
+            offset,
+            len(data) if total is None else total,
+            self.entry.seat if sender is None else sender,
+            self.introduction if word is None else word,
+        )
+
+    def gift(self, said: Any) -> Answer:
+        """A request for a file of the victim's."""
+        return self.ask(f"{GIFT}/{self.victim}", said if isinstance(said, bytes) else json.dumps(said).encode())
+
+    def close(self) -> None:
+        """Be gone."""
+        self.session.close()
+
+    # Without the token
+
+    def raw(self, said: bytes) -> None:
+        """To the port, before TLS; what it answers is read for a moment."""
+        with call(self.port, said, self.host) as line:
+            line.settimeout(0.3)
+            read(line, 64)
+
+    def inside_tls(self, said: bytes) -> None:
+        """To whoever answers in TLS."""
+        try:
+            with (
+                socket.create_connection((self.host, self.port), 10.0) as line,
+                credentials.unverified_context().wrap_socket(line) as talk,
+            ):
+                talk.settimeout(0.3)
+                say(talk, said)
+                read(talk, 64)
+        except (ssl.SSLError, ConnectionError, TimeoutError):
+            return  # it was shown the door
+
+    def enters(self, **changed: Any) -> bool:
+        """Whether a session opens with settings that are not those of the token. secret: another one; the rest: keys of
+        the engine with / as __, None to leave one out.
+        """
+        folder = self.folder / "guest"
+        credentials.trusting(ssl.PEM_cert_to_DER_cert(self.mine.certificate.read_text()), "0" * 32, folder)
+        engine = zenoh()
+        users = {"user": "isles", "password": changed.pop("secret", self.token.secret)}
+        settings: dict[str, Any] = {
+            "mode": "client",
+            "connect/endpoints": [f"tls/{self.address}"],
+            "connect/timeout_ms": 0,
+            "scouting/multicast/enabled": False,
+            "transport/link/tls": {
+                "root_ca_certificate": str(folder / credentials.CERTIFICATE),
+                "verify_name_on_connect": False,
+            },
+            "transport/auth/usrpwd": users,
+        }
+        settings |= {key.replace("__", "/"): value for key, value in changed.items()}
+        config = engine.Config()
+        for key, value in settings.items():
+            if value is not None:
+                config.insert_json5(key, json.dumps(value))
+        try:
+            engine.open(config).close()
+        except engine.ZError:
+            return False
+        return True
+
+    def overheard(self) -> bytes:
+        """What somebody who joins says on the line, encrypted, as one in between sees it."""
+        with Overhearing(self.host, self.port) as between:
+            there = open_session("client", self.mine, connect=f"127.0.0.1:{between.port}", patience=5.0)
+            there.close()
+            return between.heard()
+
+
+class Overhearing:
+    """A line in between, which writes down what goes to the lighthouse."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.port, self._there, self._said = free_port(), (host, port), bytearray()
+        self._door = socket.create_server(("127.0.0.1", self.port))
+        self._threads: list[threading.Thread] = []
+        self._start(self._serve)
+
+    def __enter__(self) -> Overhearing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._door.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def heard(self) -> bytes:
+        """All so far."""
+        return bytes(self._said)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _serve(self) -> None:
+        try:
+            near, _ = self._door.accept()
+        except OSError:
+            return
+        far = socket.create_connection(self._there)
+        self._start(self._pass_on, near, far, self._said)
+        self._start(self._pass_on, far, near, bytearray())
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket, noted: bytearray) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                noted.extend(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            source.close()
+
+
+def other_run(folder: Path) -> Credentials:
+    """Of a run that this is not."""
+    return credentials.found(folder)
+
+
+def session_of(attacker: Attacker) -> Session:
+    """Another session of its own."""
+    return open_session("client", attacker.mine, connect=attacker.address)

@@ -1,0 +1,298 @@
+"""What strangers and bad members do to an elastic run, and by whom and with which words it is refused."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import pytest
+
+from isles.comm import credentials
+from isles.comm.elastic.keys import ASKED, HELLO, REPORTED, signature
+from isles.comm.elastic.lighthouse import JOINS
+from isles.comm.elastic.mail import CHUNK
+from isles.comm.elastic.messages import (
+    Accusation,
+    Ack,
+    Beat,
+    BeatReply,
+    Done,
+    Entry,
+    Hello,
+    Later,
+    Leave,
+    Listening,
+    Over,
+    Proposal,
+    Reload,
+    Word,
+    decode,
+    encode,
+)
+from isles.comm.tags import Tag
+from tests.strangers.callers import GARBAGE
+from tests.strangers.elastic.attacker import NEVER, Attacker, other_run, session_of
+
+By = Literal["engine", "joiner", "lighthouse", "victim"]
+ANYBODY, OWN = "anybody", "own"
+
+
+class Case(NamedTuple):
+    """by: who refuses; seat: in whose name that is counted, nobody's or the attacker's own; reason: as counted. `do`
+    asserts what is answered.
+    """
+
+    name: str
+    do: Callable[[Attacker], None]
+    by: By
+    reason: str = ""
+    seat: Literal["anybody", "own"] = ANYBODY
+
+
+CASES: list[Case] = []
+
+
+def case(by: By, reason: str = "", seat: Literal["anybody", "own"] = ANYBODY) -> Callable[..., Callable[..., None]]:
+    def add(do: Callable[[Attacker], None]) -> Callable[[Attacker], None]:
+        CASES.append(Case(do.__name__.replace("_", " "), do, by, reason, seat))
+        return do
+
+    return add
+
+
+# Without the token: the engine does not let them in.
+
+for name, said in GARBAGE.items():
+    CASES.append(Case(f"{name}, before TLS", lambda one, said=said: one.raw(said), "engine"))
+    if name in ("nothing", "zeros", "nested", "4 GB announced"):
+        CASES.append(Case(f"{name}, inside TLS", lambda one, said=said: one.inside_tls(said), "engine"))
+
+
+@case("engine")
+def a_replayed_hello(one: Attacker) -> None:
+    heard = one.overheard()
+    assert len(heard) > 300  # through the handshake, and the secret
+    one.raw(heard)
+
+
+@case("engine")
+def another_secret(one: Attacker) -> None:
+    assert not one.enters(secret="0" * 32)
+
+
+@case("engine")
+def no_secret(one: Attacker) -> None:
+    assert not one.enters(transport__auth__usrpwd=None)
+
+
+@case("engine")
+def the_secret_under_another_name(one: Attacker) -> None:
+    assert not one.enters(transport__auth__usrpwd={"user": "root", "password": one.token.secret})
+
+
+@case("engine")
+def no_encryption(one: Attacker) -> None:
+    assert not one.enters(connect__endpoints=[f"tcp/{one.address}"])
+
+
+@case("engine")
+def another_fingerprint(one: Attacker) -> None:
+    """A lighthouse of another certificate gets nothing: no secret, no session."""
+    other = other_run(one.folder / f"other-{time.monotonic_ns()}")
+    with pytest.raises(ValueError, match="is not the machine of this token"):
+        credentials.fetch(one.host, one.port, other.token, one.folder / "never")
+
+
+@case("engine")
+def connections_broken_off(one: Attacker) -> None:
+    for _ in range(10):
+        with socket.create_connection((one.host, one.port), 10.0) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@case("engine")
+def eight_megabytes_in_one_message(one: Attacker) -> None:
+    assert one.flood(ASKED, [bytes(8 << 20)], one.word, seconds=0.5) == [(None, b"Timeout")]
+
+
+# With the token, and no seat.
+
+
+@case("lighthouse", "a message that is not JSON")
+def a_hello_that_nests(one: Attacker) -> None:
+    assert one.ask(HELLO, b"[" * 60_000) == one.ask(HELLO, b'{"kind":' * 7_000) == NEVER
+
+
+@case("lighthouse", "a message of 70000 bytes; at most 65536 are read")
+def a_hello_that_is_long(one: Attacker) -> None:
+    assert one.ask(HELLO, bytes(70_000)) == NEVER
+
+
+@case("lighthouse", "a message that is not JSON")
+def a_hello_with_a_number_without_end(one: Attacker) -> None:
+    assert one.ask(HELLO, b"1" * 60_000) == NEVER
+
+
+@case("lighthouse", "not a greeting")
+def an_order_for_a_hello(one: Attacker) -> None:
+    assert one.ask(HELLO, encode(Leave())) == NEVER
+
+
+@case("lighthouse", "Hello: its keys are version, corpus, session")
+def a_hello_with_other_keys(one: Attacker) -> None:
+    assert one.ask(HELLO, b'{"kind":"hello","version":"1","corpus":"a","session":"","__class__":"x"}') == NEVER
+
+
+@case("lighthouse", "joins too often")
+def joins_too_often(one: Attacker) -> None:
+    answers = [one.hello() for _ in range(JOINS + 5)]
+    assert isinstance(answers[-1], Later) and "from one address" in answers[-1].reason
+    assert sum(isinstance(answer, Entry) for answer in answers) <= JOINS + 2
+
+
+@case("lighthouse", "a word without the key of its seat")
+def no_seat(one: Attacker) -> None:
+    assert one.ask(ASKED, encode(Beat())) == one.ask(ASKED, encode(Leave()), b"\xff" * 100) == NEVER
+
+
+@case("lighthouse", "a word without the key of its seat")
+def a_seat_that_nobody_has(one: Attacker) -> None:
+    assert one.ask(ASKED, encode(Beat()), signature(1 << 20, one.entry.key)) == NEVER
+
+
+@case("lighthouse", "a word without the key of its seat")
+def the_seat_of_another(one: Attacker) -> None:
+    assert one.ask(ASKED, encode(Leave()), signature(one.victim, one.entry.key)) == NEVER
+
+
+@case("victim", "an order that is not the lighthouse's")
+def orders_in_the_name_of_the_lighthouse(one: Attacker) -> None:
+    for word in (None, b"", one.word, signature(one.victim, one.entry.key)):
+        for order in (Over("go home"), Proposal(9, 8, 1, (one.entry.seat,), (one.victim,)), Word(1, "land", 0, (9,))):
+            assert one.told(order, word) == NEVER
+
+
+@case("victim", "a message in another's name")
+def mail_in_the_name_of_another(one: Attacker) -> None:
+    assert one.mail(b"x", sender=one.victim) == one.mail(b"x", sender=77) == one.mail(b"x", word=bytes(16)) == NEVER
+
+
+@case("victim", "a message of nobody who is there")
+def mail_of_no_seat(one: Attacker) -> None:
+    for sender in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
+        assert one.mail(b"x", sender=sender) == (None, b"later")
+
+
+@case("victim", "no message of this library")
+def mail_of_another_library(one: Attacker) -> None:
+    key = f"isles/mail/{one.victim}"
+    assert all(one.ask(key, b"x", head) == NEVER for head in (None, b"", b"\xff" * 300, b"\x7f" * len(one.head(b""))))
+
+
+# A member.
+
+
+@case("lighthouse", "a round that this run has not", OWN)
+def a_beat_from_the_end_of_time(one: Attacker) -> None:
+    for beat in (Beat(round=1 << 61), Beat(skipped=(-5,)), Beat(seen=((one.victim, 1 << 50),))):
+        assert one.ask(ASKED, encode(beat), one.word) == one.ask(ASKED, encode(Ack(0, True, beat)), one.word) == NEVER
+
+
+@case("lighthouse", "the work of a seat that this run has not", OWN)
+def the_work_of_nobody(one: Attacker) -> None:
+    assert one.ask(ASKED, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
+
+
+@case("lighthouse", "an answer of a round that nobody is in", OWN)
+def answers_of_rounds_that_nobody_is_in(one: Attacker) -> None:
+    for said in (Done(1 << 40, 0, 5), Done(0, 0, 5), Done(1, 1 << 40, 5), Accusation(-1, 0, one.victim, "refused")):
+        assert one.ask(ASKED, encode(said), one.word) == NEVER
+
+
+@case("lighthouse", "a word that no worker says", OWN)
+def a_word_of_the_lighthouse(one: Attacker) -> None:
+    assert one.ask(ASKED, encode(Word(1, "land", 0, (one.entry.seat,))), one.word) == NEVER
+
+
+@case("lighthouse", "a message without a kind", OWN)
+def words_that_are_none(one: Attacker) -> None:
+    junk = [b"", b"{", b"null", b"\0" * 70_000, b'{"kind":"beat"}', b'{"kind":["beat"]}', b'{"kind":"__init__"}']
+    assert all(one.ask(ASKED, said, one.word) == NEVER for said in junk)
+
+
+@case("lighthouse", "an address that is none", OWN)
+def addresses_that_are_none(one: Attacker) -> None:
+    for port in (0, -1, 1 << 40):
+        assert one.ask(ASKED, encode(Listening("127.0.0.1", port, "", "")), one.word) == NEVER
+
+
+@case("lighthouse", "a certificate that is none", OWN)
+def a_certificate_that_is_none(one: Attacker) -> None:
+    assert one.ask(ASKED, encode(Listening("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
+
+
+@case("lighthouse", "a report that cannot be", OWN)
+def a_report_of_two_megabytes(one: Attacker) -> None:
+    assert one.ask(REPORTED, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
+
+
+@case("lighthouse", "it nests too deep", OWN)
+def a_report_that_nests(one: Attacker) -> None:
+    one.ask(REPORTED, b"[" * 500_000, one.word)
+
+
+@case("victim", "pieces that do not fit together", OWN)
+def lies_about_sizes(one: Attacker) -> None:
+    for total, offset in ((6, 0), (5, 5), (5, -1), (-1, 0), (CHUNK + 5, 1), (1 << 62, 1 << 61), (-(1 << 63), 0)):
+        assert one.mail(b"12345", total=total, offset=offset) == NEVER
+
+
+@case("victim", "pieces that do not fit together", OWN)
+def two_lengths_of_one_message(one: Attacker) -> None:
+    assert one.mail(bytes(CHUNK), total=2 * CHUNK, number=1 << 30)[1] is None
+    assert one.mail(bytes(CHUNK), total=3 * CHUNK, offset=CHUNK, number=1 << 30) == NEVER
+
+
+@case("victim", "a message longer than any", OWN)
+def a_terabyte_announced(one: Attacker) -> None:
+    assert one.mail(bytes(CHUNK), total=1 << 40) == NEVER
+
+
+@case("victim", "more than is kept of what nobody asked for", OWN)
+def sixty_four_megabytes_unasked(one: Attacker) -> None:
+    answers = [one.mail(bytes(CHUNK), tag=Tag("outer", 1 << 50, number)) for number in range(64)]
+    assert answers.count((b"", None)) <= 16 and answers.count((None, b"later")) >= 48
+
+
+@case("victim")
+def sixty_four_megabytes_at_once(one: Attacker) -> None:
+    other = session_of(one)
+    try:
+        for _ in range(64):
+            other.ask(
+                f"isles/mail/{one.victim}", bytes(CHUNK), lambda *_: None, attachment=one.head(bytes(CHUNK)), seconds=5
+            )
+        time.sleep(0.3)
+    finally:
+        other.close()
+
+
+@case("lighthouse")
+def reports_all_at_once(one: Attacker) -> None:
+    one.flood(REPORTED, [bytes(1 << 20)] * 100, one.word)
+
+
+@case("lighthouse")
+def a_donor_who_gives_nothing(one: Attacker) -> None:
+    """A word that may be said at any time: it costs a line."""
+    assert one.ask(ASKED, encode(Reload()), one.word) == (b"", None)
+    assert isinstance(decode(one.ask(ASKED, encode(Beat()), one.word)[0] or b""), BeatReply)
+
+
+@case("lighthouse", "another version, or another text")
+def another_version(one: Attacker) -> None:
+    answer = decode(one.ask(HELLO, encode(Hello("0.0.0", one.corpus, "")))[0] or b"")
+    assert "install that version" in answer.reason

@@ -1,0 +1,151 @@
+"""States that a donor gives away: what it costs the donor, and what a joiner has of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import isles
+from isles.comm.elastic.gifts import Giver, take
+from isles.comm.elastic.session import open_session
+from isles.comm.mesh import Mesh
+from isles.replicas.loop.outer import OuterSync
+from isles.training.config.sections import JoinState
+from isles.training.elastic.states import FRESH, STATE, States
+from tests.comm.elastic.sessions import router
+
+pytest.importorskip("zenoh")
+
+
+def trained(world: Mesh, width: int, steps: int) -> OuterSync:
+    """A worker after so many inner steps; its state is of five vectors of the model's size."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(2)))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = isles.DiLoCo(model, inner, world.outer, sync_every=2)
+    for _ in range(steps):
+        model(torch.ones(4, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def resident() -> int:
+    """Bytes of this process's own memory: what is mapped from files does not count."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * 4096
+
+
+@contextmanager
+def highest() -> Iterator[Callable[[], int]]:
+    """The most `resident` that was seen since the block began."""
+    seen, over = [resident()], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.001):
+            seen.append(resident())
+
+    looker = threading.Thread(target=look, daemon=True)
+    looker.start()
+    try:
+        yield lambda: max(seen)
+    finally:
+        over.set()
+        looker.join(5.0)
+
+
+def handed_over(tmp_path: Path, kind: JoinState) -> tuple[OuterSync, OuterSync, States]:
+    """A donor, and a joiner with its state."""
+
+    def worker(world: Mesh) -> tuple[OuterSync, OuterSync, States]:
+        donor, joiner = trained(world, 8, 4), trained(world, 8, 0)
+        with router(tmp_path) as (mine, address, host):
+            giver = Giver(host, "3", lambda notice: None)
+            guest = open_session("client", mine, connect=address)
+            try:
+                giving = States(donor, giver, tmp_path, kind, lambda: 9)
+                taking = States(joiner, Giver(guest, "4", lambda notice: None), tmp_path, kind, lambda: 9)
+                stop = threading.Event()
+                rounds = threading.Thread(
+                    target=lambda: [giving.landed(2, {5: 1}) for _ in iter(lambda: stop.wait(0.01), True)]
+                )
+                rounds.start()
+                try:
+                    assert taking.fetch(3, 20.0) == (2, {5: 1})
+                finally:
+                    stop.set()
+                    rounds.join()
+            finally:
+                guest.close()
+        return donor, joiner, taking
+
+    return isles.run_virtual(worker, 1)[0]
+
+
+def test_a_joiner_has_all_that_its_donor_trains_with(tmp_path: Path) -> None:
+    donor, joiner, taken = handed_over(tmp_path, "full")
+    assert not taken.lacks_moments and joiner.steps == donor.steps
+    for state, same in zip(*(one.inner.state.values() for one in (donor, joiner)), strict=True):
+        assert all(torch.equal(state[key], same[key]) for key in state)
+
+
+def test_anchors_alone_are_a_third(tmp_path: Path) -> None:
+    """With them the joiner has the donor's weights and outer momentum, and no moments."""
+    full = handed_over(tmp_path / "full", "full")[2].taken
+    donor, joiner, taken = handed_over(tmp_path, "anchors")
+    assert taken.lacks_moments and not joiner.inner.state
+    (own,), (other,) = donor.fragments, joiner.fragments
+    assert own.digest == other.digest and torch.equal(own.vectors["momentum"], other.vectors["momentum"])
+    for one, same in zip(donor.parameters, joiner.parameters, strict=True):
+        assert torch.equal(one, same)
+    assert taken.taken < 0.6 * full  # two vectors of five, and words
+
+
+@pytest.mark.long
+def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
+    """It stands still for at most 1.5 times one copy of its state, and grows by at most 1.3 times the state."""
+
+    def worker(world: Mesh) -> None:
+        donor = trained(world, 1620, 4)
+        state = [tensor for one in donor.inner.state.values() for tensor in one.values()]
+        held = [*state, *donor.parameters, *donor.fragments[0].vectors.values(), donor.fragments[0].anchor]
+        size = sum(tensor.nbytes for tensor in held)
+        assert 100e6 < size < 110e6
+        with router(tmp_path) as (mine, address, host):
+            giver, guest = Giver(host, "3", lambda notice: None), open_session("client", mine, connect=address)
+            try:
+                giving, ratios, growths = States(donor, giver, tmp_path, "full", lambda: 9), [], []
+                for trial in range(3):
+                    began = time.thread_time()
+                    copies = [tensor.detach().clone() for tensor in held]
+                    one_copy = time.thread_time() - began
+                    del copies
+                    before = resident()
+                    with highest() as most:
+                        taken = tmp_path / f"taken-{trial}"
+                        taking = threading.Thread(
+                            target=take, args=(guest, "3", STATE, taken), kwargs={"most": 1 << 30, "seconds": 20.0}
+                        )
+                        taking.start()
+                        while not giver.is_wanted(STATE):
+                            time.sleep(0.001)
+                        began = time.thread_time()
+                        assert giving.landed(2 + trial * FRESH, {})
+                        ratios.append((time.thread_time() - began) / one_copy)
+                        taking.join(60.0)
+                        assert taken.stat().st_size >= size
+                        growths.append((most() - before) / size)
+                    giver.shut(STATE)
+                assert min(ratios) <= 1.5 and min(growths) <= 1.3, (ratios, growths)
+            finally:
+                guest.close()
+                giver.close()
+
+    isles.run_virtual(worker, 1)
