@@ -51,6 +51,14 @@ class PipelineConfig:
     """
     backward_deadline: float = 75.0
     """With routing = "swarm": the same from there until its gradient is back."""
+    rebalance: Literal["none", "queue", "throughput"] = "none"
+    """With routing = "swarm": who goes to another stage between two steps: nobody; whoever has the shortest queue, to
+    the stage with the longest ("queue"); whoever helps the slowest stage most ("throughput").
+    """
+    rebalance_every: float = 300.0
+    """Seconds from one look at that to the next."""
+    hysteresis: float = 0.25
+    """By how much a move must help, as a share of what there is."""
     plan: str = ""
     """With routing = "skippipe": the file that `isles pipeline plan` wrote."""
     gradients: Literal["global", "visits"] = "global"
@@ -129,7 +137,11 @@ class PipelineConfig:
         if self.routing == "swarm":
             self._check_swarm()
         else:
-            self._refuse_without("swarm", "peers", "consistency", "forward_deadline", "backward_deadline")
+            self._refuse_without("swarm", "peers", "consistency", "forward_deadline", "backward_deadline", "rebalance")
+        if self.rebalance == "none":
+            for key in ("rebalance_every", "hysteresis"):
+                if (value := getattr(self, key)) != getattr(type(self), key):
+                    raise ValueError(f'{key} = {value} acts with rebalance = "queue" or "throughput": set that')
         if self.stages == 1:
             self._refuse_idle_settings()
         if self.cut and len(self.cut) != self.stages - 1:
@@ -164,7 +176,9 @@ class PipelineConfig:
             raise ValueError('stages = 1: with routing = "swarm" say stages, or peers = [3, 2]')
         if self.peers and min(self.peers) < 1:
             raise ValueError(f"peers = {list(self.peers)}: every stage needs at least 1 at the start")
-        for key in ("forward_deadline", "backward_deadline"):
+        if not self.hysteresis >= 0:
+            raise ValueError(f"hysteresis = {self.hysteresis}: choose 0 or more, such as 0.25")
+        for key in ("forward_deadline", "backward_deadline", "rebalance_every"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose seconds above 0")
         for key in ("loss_at", "order", "recompute", "together", "stage_loss", "subspace_update"):

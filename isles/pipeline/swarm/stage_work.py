@@ -60,9 +60,13 @@ class StageWork:
         shares: StageShares | None,
         autocast: Context,
     ) -> None:
-        self.stage, self.group, self.form, self.scale = stage, group, form, scale
-        self.shares, self.autocast = shares, autocast
+        self.group, self.scale, self.autocast = group, scale, autocast
         self.text: Callable[[int], Tensor] | None = None
+        self.serve(stage, form, shares)
+
+    def serve(self, stage: Stage, form: StageForm, shares: StageShares | None) -> None:
+        """This stage from now on."""
+        self.stage, self.form, self.shares = stage, form, shares
         self.device = next(stage.parameters()).device
 
     @property

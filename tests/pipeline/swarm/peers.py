@@ -20,6 +20,7 @@ from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.config import Consistency
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.arrangement import Arrangement
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
 from isles.pipeline.swarm.post import Post, letter_lengths
 from isles.pipeline.swarm.stage_work import StageWork
@@ -79,7 +80,8 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     lengths = letter_lengths(form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches)
     post = Post(Mail(group, run=9, lengths=lengths))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
-    agreement = Agreement(post, setting.patience)
+    agreement = Agreement(post, setting.patience, range(world.size))
+    arrangement = Arrangement(stages, [1.0] * len(setting.peers))
     forward, backward = setting.deadlines
     ways = SwarmWays(
         room=setting.room,
@@ -91,7 +93,7 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     )
     peer = SwarmPeer(work, post, agreement, ways, seed=1000 * setting.seed + world.rank)
     trained = list(stage.parameters())
-    return Swarm(peer, agreement, trained, stages, setting.microbatches, consistency=setting.consistency)
+    return Swarm(peer, agreement, trained, arrangement, setting.microbatches, consistency=setting.consistency)
 
 
 def train(world: Mesh, setting: Setting) -> Any:
