@@ -1,5 +1,5 @@
-"""How fast a swarm of unequal peers is on the virtual clock: 3 stages of 3 peers, one of them 4 times as slow, a latency
-of a fifth of a forward pass, 192 microbatches a step.
+"""How fast a swarm of unequal peers is on the virtual clock: 3 stages of 3 peers, one of them 4 times as slow, latency
+a fifth of a forward pass, 192 microbatches a step.
 """
 
 from __future__ import annotations
