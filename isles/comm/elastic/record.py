@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
 EXCHANGES = "exchanges.jsonl"
-WHOLE, ALONE = "whole", "alone"
+WHOLE, LATE, ALONE = "whole", "late", "alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class RoundLine:
 
     view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
     which took `seconds` of computing. seats: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
-    that ended it. at: its end, in seconds of that worker's clock.
+    that ended it; where a quorum is enough `LATE`: its work is in the mean of the next one. at: its end, in seconds of
+    that worker's clock.
     """
 
     seat: int
@@ -59,7 +60,7 @@ def from_line(value: Any) -> RoundLine | StartLine:
     if isinstance(value, dict):
         for kind in (RoundLine, StartLine):
             hints = get_type_hints(kind)
-            if value.keys() == {field.name for field in fields(kind)}:
+            if value.keys() == {one.name for one in fields(kind)}:
                 return kind(**{key: _typed(key, value[key], hints[key]) for key in hints})
     raise ValueError(f"{str(value)[:60]!r} is no line of {EXCHANGES}")
 
@@ -80,13 +81,15 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Lives:
     """What `members.jsonl` says: by seat the stretches (from, until) in seconds in which it was connected; the views as
-    (moment, number, first round, seats); counts of entries.
+    (moment, number, first round, seats); counts of entries, and of words: "again" those for which a round was tried
+    again. outages: of the lighthouse, (from its last entry, until it was lit again).
     """
 
     present: Mapping[int, list[tuple[float, float]]]
     views: list[tuple[float, int, int, tuple[int, ...]]]
     counts: Counter[str]
     end: float
+    outages: list[tuple[float, float]] = field(default_factory=list)
 
 
 def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
@@ -95,9 +98,13 @@ def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
     since: dict[int, float] = {}
     views: list[tuple[float, int, int, tuple[int, ...]]] = []
     counts: Counter[str] = Counter()
+    outages: list[tuple[float, float]] = []
+    last: float | None = None
     for entry in entries:
         at, event, seat = float(entry.get("at", 0.0)), entry["event"], entry.get("seat", -1)
-        end = max(end, at)
+        if event == "lit" and last is not None:
+            outages.append((last, at))
+        last, end = at, max(end, at)
         counts[event] += 1
         if event in ("join", "back"):
             since.setdefault(seat, at)
@@ -106,9 +113,12 @@ def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
         elif event == "view":
             view = entry["view"]
             views.append((at, view["number"], view["since"], tuple(view["seats"])))
+        elif event == "word":
+            word = entry["word"]
+            counts["again"] += word["verdict"] == "again" and (word["attempt"] > 1 or not word["steps"])
     for seat, at in since.items():
         present.setdefault(seat, []).append((at, end))
-    return Lives(present=present, views=views, counts=counts, end=end)
+    return Lives(present=present, views=views, counts=counts, end=end, outages=outages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +138,7 @@ class RoundAccount:
     @property
     def alone(self) -> float:
         """Share of the rounds in which a worker used nobody else's work."""
-        return 1.0 - self.outcomes[WHOLE] / self.rounds if self.rounds else 0.0
+        return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
 
 
 def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:

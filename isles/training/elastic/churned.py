@@ -35,7 +35,7 @@ from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures
 from isles.training.elastic.joining import MODEL, Participant
 from isles.training.elastic.lighthouse import MODEL_FILE
-from isles.training.elastic.terms import last_round, rules
+from isles.training.elastic.terms import lands_together, last_round, rules
 from isles.training.memory import step_seconds
 from isles.training.records.rundir import METRICS, SUMMARY, claim, held
 from isles.training.records.writer import as_json, write_config
@@ -165,7 +165,7 @@ class ChurnedRun:
         """Write the one model; whose mean it is."""
         seats = sorted(seat for seat in self.meeting.finished if seat in self.results)
         models = [folder / str(seat) / f"{MODEL}.safetensors" for seat in seats]
-        write_mean(models, self.out / MODEL_FILE)
+        write_mean(models[:1] if lands_together(self.config) else models, self.out / MODEL_FILE)  # all are equal
         self.spread = spread(models, self.out / MODEL_FILE)
         return seats
 
@@ -174,12 +174,14 @@ class ChurnedRun:
         summary |= {"workers": len(seats), "replica_std": self.spread}
         lines = [from_line(line) for line in self.lines]
         computed = sum(transport.compute_seconds for transport in self.meeting.transports)
-        return summary | figures(self.meeting.journal, lines, self.counted(), computed)
+        membership = self.meeting.membership
+        assert membership is not None, "it was there at the end"
+        last = last_round(self.config, membership.view)
+        return summary | figures(self.meeting.journal, lines, membership, last, computed)
 
     def counted(self) -> int:
         """Inner steps whose work is in the weights at the end."""
-        membership = self.meeting.membership
-        return 0 if membership is None else membership.read(last_round(self.config, membership.view) + 1)
+        return int(self.summary["inner_steps_counted"])
 
 
 def pauses(trace: Iterable[ChurnEvent]) -> dict[int, list[tuple[float, float]]]:

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from isles.comm.call import Ledger
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
-from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
+from isles.comm.elastic.quorum.delivery import Missed
+from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
@@ -36,15 +39,16 @@ from isles.replicas.loop.joining import enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.draws import draws_seed
-from isles.training.elastic.means import Means, shadow
+from isles.training.elastic.means import Means, missed, shadow
 from isles.training.elastic.states import FRESH, WARM_UP, States
-from isles.training.elastic.terms import lands_together, last_round, positions, sync_every
+from isles.training.elastic.terms import is_quorum, lands_together, last_round, positions, sync_every
 from isles.training.records.saved import load_weights
 from isles.training.running.starting import deadlines
 from isles.training.trainer import Trainer
 
 MODEL = "model"
 _WAIT = 5.0  # seconds between looks at whether the run has ended
+_MOMENT = 0.25  # seconds for a state to come once it is copied
 _SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
 _MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
@@ -76,11 +80,14 @@ class Participant:
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose cell was read
         self._put_off = 0  # rounds in succession
+        self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         world = Mesh(world=alone, layout=grid_of(1), report=self._report)
         torch.manual_seed(draws_seed(config.run.seed, company.seat))
         self.roster = ElasticRoster(company, alone)
+        self._is_quorum = is_quorum(config)
+        self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed
         self.trainer = Trainer(config, world, corpus, self.roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
@@ -97,9 +104,10 @@ class Participant:
             load = company.load(_WAIT)
             if load is None or not self._take(load):
                 continue
-            round = None
-            while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
-                round = company.first(_WAIT)
+            round = self._first(ahead=0 if self._agrees else 1)
+            if round is not None and not self._agrees:
+                self._freshen(load, round)
+                round = self._first()
             if round is not None and self._catches_up(load, round):
                 round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
                 self._tell_start(load, round)
@@ -124,9 +132,11 @@ class Participant:
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
+                self.optimizer.courier.progress(blocks=True)
                 return "left"
             round += self._round(round, every)
-        return "finished"
+        self.optimizer.courier.progress(blocks=True)
+        return "again" if company.is_called else "finished"
 
     @property
     def _last(self) -> int:
@@ -162,8 +172,10 @@ class Participant:
             return 1.0
         return min(1.0, (steps + 1 - self._began_at) / (WARM_UP * sync_every(self.config)))
 
-    def _round(self, round: int, every: int) -> bool:
-        """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
+    def _round(self, round: int, every: int) -> int:
+        """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
+        then more steps come.
+        """
         company, view = self.company, self.company.begin(round)
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
@@ -174,13 +186,18 @@ class Participant:
             self._spare += every
         self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
         self._schedule_at(self.optimizer.steps)
-        began, waited = self.transport.now(), self._waited()
-        for _ in range(steps):
+        began, waited, away = self.transport.now(), self._waited(), self.transport.away_seconds
+        for left in reversed(range(steps)):
             self.trainer.step()
+            if left == 1:  # the last one exchanges, too, and waits for others
+                company.pace((self.transport.now() - began - self.transport.away_seconds + away) / (steps - 1))
         took = self.transport.now() - began
-        company.pace(took / steps)
-        is_put_off = self._is_put_off(round)
+        if steps == 1:
+            company.pace(max(took - (self._waited() - waited), 0.0))
+        is_put_off, late = self._is_put_off(round), self.roster.deliveries.late
         seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
+        if self._is_quorum and not is_put_off:
+            outcome, self._late = WHOLE if late == self._late else LATE, late
         line = RoundLine(
             seat=company.seat,
             round=round,
@@ -194,15 +211,36 @@ class Participant:
         )
         company.report({"round": as_line(line)})
         if is_put_off:
-            return False
+            return 0
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
             self._tell()
+        if self._is_quorum:
+            return self._skipped(round)
         if self._agrees:
             self._means.landed(round)
         self._copy_states(round)
-        return True
+        return 1
+
+    def _skipped(self, round: int) -> int:
+        """How many rounds are over: those too into which was delivered what came too late for the one before."""
+        over = self.optimizer.fragments[0].rounds - round + 1
+        for other in range(round + 1, round + over):
+            self.company.skip(other)
+        return over
+
+    def _landed(self, round: int, is_missed: bool) -> None:
+        """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
+        self._means.landed(round, is_missed=is_missed)
+        shown = self.optimizer.evaluation_weights() if self._states.are_wanted else nullcontext()
+        with shown:  # the anchors, for what was learned since is this worker's own
+            self._copy_states(round)
+
+    def _missed(self, word: Word) -> Missed | None:
+        """The mean of a round for which this worker was late."""
+        path, seconds = self.folder / "missed.safetensors", _SLOW + 4 * self.company.member.seconds
+        return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
@@ -270,25 +308,40 @@ class Participant:
         self.company.loaded(load, self._has, left_out)
         return True
 
-    def _catches_up(self, load: Load, round: int) -> bool:
-        """The others went on while this worker waited for its first round. Where all land one mean it lands those of
-        the rounds before, or is of no use; else it takes the donor's newest state, for an old one would draw them back.
+    def _first(self, ahead: int = 0) -> int | None:
+        """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
+        round, company = None, self.company
+        while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+            round = company.first(_WAIT, ahead)
+        return round
+
+    def _freshen(self, load: Load, round: int) -> None:
+        """The others went on while this worker waited for its first round: an old state would draw them back, so it
+        takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
+        for this worker, and perhaps the donor does, who gives nothing meanwhile.
         """
-        if load.donor < 0:
+        if load.donor < 0 or round - self._has <= FRESH:
+            return
+        slow = _SLOW + 2 * load.seconds
+        wait = 2 * load.seconds + _MOMENT if load.seconds else slow
+        try:
+            self._has, _ = self._states.fetch(load.donor, slow, after=round - 2, wait=wait)
+        except NotGiven as why:
+            self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+
+    def _catches_up(self, load: Load, round: int) -> bool:
+        """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
+        if load.donor < 0 or not self._agrees:
             return True
         path, donor = self.folder / "taken.safetensors", str(load.donor)
         try:
-            if self._agrees:
-                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
-                self._has = round - 1
-            elif round - self._has > FRESH:
-                self._has, _ = self._states.fetch(load.donor, _SLOW + 2 * load.seconds)
+            patience = _SLOW + 2 * load.seconds
+            shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, patience)
+            self._has = round - 1
         except NotGiven as why:
-            if self._agrees:
-                self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-                stray(self.company, round - 1)
-                return False
-            self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
+            self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+            stray(self.company)
+            return False
         return True
 
     def _tell_start(self, load: Load, round: int) -> None:

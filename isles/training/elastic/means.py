@@ -7,12 +7,16 @@ joiner    has the state after round r: fetches the means of r + 1, r + 2, ... an
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
 
@@ -33,9 +37,11 @@ class Means:
         """This worker's state after `round` has been given to somebody."""
         self._since = round
 
-    def landed(self, round: int) -> None:
-        """Right after the landing of `round`, while its mean is still there."""
-        if self._since is not None and self._since < round <= self._since + KEPT:
+    def landed(self, round: int, *, is_missed: bool = False) -> None:
+        """Right after the landing of `round`, while its mean is still there. is_missed: somebody was late for it, and
+        comes to ask.
+        """
+        if is_missed or (self._since is not None and self._since < round <= self._since + KEPT):
             (fragment,) = self._optimizer.fragments
             answer = fragment.latest
             assert answer is not None, "it has just landed"
@@ -54,24 +60,41 @@ def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: 
 
     NotGiven where one does not come within `seconds`, or leads elsewhere.
     """
-    (fragment,) = optimizer.fragments
     for round in rounds:
-        try:
-            facts = gifts.take(donor, _name(round), path, most=fragment.anchor.nbytes + _SPARE, seconds=seconds)
-            mean = load_file(str(path))[_MEAN]
-            if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
-                raise NotGiven("it is of another model")
-            if not mean.isfinite().all():
-                raise NotGiven("it holds numbers that are none")
-            participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
-            if not (isinstance(participants, int) and isinstance(whole, bool) and isinstance(digest, int)):
-                raise NotGiven("what is said of it makes no sense")
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
-        finally:
-            path.unlink(missing_ok=True)
-        if follow(optimizer, round, mean, participants, whole=whole) != digest:
+        mean = _taken(optimizer, gifts, donor, round, path, seconds)
+        if follow(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
             raise NotGiven(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
+
+
+def missed(
+    optimizer: OuterSync, gifts: Gifts, word: Word, path: Path, seconds: float, is_lost: Callable[[int], bool]
+) -> Missed | None:
+    """The mean of a round that others have landed on that word; None where none of its keepers gives it."""
+    for seat in word.seats[:KEEPERS]:
+        if not is_lost(seat):
+            with contextlib.suppress(NotGiven):
+                return _taken(optimizer, gifts, str(seat), word.round, path, seconds)
+    return None
+
+
+def _taken(optimizer: OuterSync, gifts: Gifts, donor: str, round: int, path: Path, seconds: float) -> Missed:
+    """The mean of `round`, as `donor` has it. NotGiven."""
+    (fragment,) = optimizer.fragments
+    try:
+        facts = gifts.take(donor, _name(round), path, most=fragment.anchor.nbytes + _SPARE, seconds=seconds)
+        mean = load_file(str(path))[_MEAN]
+        if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
+            raise NotGiven("it is of another model")
+        if not mean.isfinite().all():
+            raise NotGiven("it holds numbers that are none")
+        participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
+        if not (isinstance(participants, int) and isinstance(whole, bool) and isinstance(digest, int)):
+            raise NotGiven("what is said of it makes no sense")
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
+    finally:
+        path.unlink(missing_ok=True)
+    return Missed(mean, participants, whole, digest)
 
 
 def _name(round: int) -> str:

@@ -52,6 +52,11 @@ class States:
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
         self.taken, self.lacks_moments = 0, False
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether somebody has asked for one."""
+        return any(self._gifts.is_wanted(what) for what in (STATE, ANCHORS))
+
     def landed(self, round: int, left_out: dict[int, int]) -> bool:
         """Right after the landing of `round`: copy what somebody has asked for; whether that was done. left_out: who
         was told by then to be left out, and of which view.
@@ -87,15 +92,19 @@ class States:
             if id(parameter) in trained
         }
 
-    def fetch(self, donor: int, seconds: float) -> tuple[int, dict[int, int]]:
+    def fetch(
+        self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None
+    ) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, -1: the one that the lighthouse keeps. The round that it is of, and whom the
-        donor was told by then to be left out. seconds: without a piece, until it counts as lost. NotGiven.
+        donor was told by then to be left out. seconds: without a piece, until it counts as lost. wait: until it is
+        offered, by default as long. after: it is to be of a round behind that one. NotGiven.
         """
         giver, what = (LIGHTHOUSE, STATE) if donor < 0 else (str(donor), self._joins_with)
         path = self._folder / "taken.safetensors"
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         try:
-            facts = self._gifts.take(giver, what, path, most=_STATE_COPIES * weights + _SPARE, seconds=seconds)
+            most = _STATE_COPIES * weights + _SPARE
+            facts = self._gifts.take(giver, what, path, most=most, seconds=seconds, after=after, wait=wait)
             self.taken = path.stat().st_size
             return self._adopt(path), _left_out(facts.get("left_out"))
         finally:

@@ -13,6 +13,7 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.data.lots import rows, spare_rows
 from isles.replicas import method
+from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import SILENCE, Config
 from isles.training.config.tokens import ending, tokens_a_step
@@ -122,6 +123,11 @@ def lands_together(config: Config) -> bool:
     return hasattr(config.replicas, "mixing") or not hasattr(config.replicas, "group_size")
 
 
+def is_quorum(config: Config) -> bool:
+    """Whether a mean is that of those who have delivered in time."""
+    return isinstance(config.replicas, WeightedConfig) and config.replicas.on_late == "quorum"
+
+
 def sync_every(config: Config) -> int:
     """Inner steps a round."""
     return cast(Any, config.replicas).sync_every
@@ -148,6 +154,7 @@ def rules(config: Config) -> Rules:
         last=None if config.run.tokens else last_round(config, None),
         most=config.world.max_members,
         batches=batches_in_all(config) if config.run.tokens else None,
+        quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
     )
 
 
