@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,9 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, such as world.pause_every=600."),
     ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="CONFIG.toml is the directory of an elastic run: do it again, bit for bit.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summaries as JSON, nothing else on stdout.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory. Default: runs/simulate-DATE-TIME.")] = None,
 ) -> None:
@@ -48,6 +52,14 @@ def simulate(
     from isles.training.config.reading import read_config
 
     end_in_order()
+    if replay:
+        others = {"--methods": methods, "--seeds": seeds, "--workers": workers, "--steps": steps, "--links": links}
+        others |= {"--churn": churn, "--set": set_}
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]} with --replay: what is done again is as it was; leave it out")
+        _replay(config, out, as_json=json)
+        return
     flags = {"world.backend": "virtual", "world.links": links, "world.workers": workers, "run.steps": steps}
     own = read_config(config, flags, set_ or [], shared=methods is not None)
     if own.world.backend != "virtual":
@@ -62,6 +74,30 @@ def simulate(
         print(json_module.dumps({"folder": str(folder), "runs": summaries}, indent=1))
     else:
         show(folder, summaries)
+
+
+def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Do an elastic run again from its record, and say whether the weights are the same."""
+    from isles.training.config.reading import read_config
+    from isles.training.elastic.averaging import same_weights
+    from isles.training.elastic.repeating import repeat
+
+    if run is None or not Path(run).is_dir():
+        raise ValueError("--replay: name the directory of a run of isles lighthouse, or of isles simulate --churn")
+    folder = Path(run)
+    made = out or folder / "replayed.safetensors"
+    seats = repeat(
+        read_config(str(folder / "config.toml"), {}, []), folder, made, lambda text: print(text, file=sys.stderr)
+    )
+    before = folder / "model.safetensors"
+    same = same_weights(before, made) if before.is_file() else None
+    if as_json:
+        print(json_module.dumps({"workers": seats, "model": str(made), "same": same}))
+    else:
+        words = {True: "the same weights as", False: "other weights than", None: "there is no"}[same]
+        print(f"replayed: the mean of workers {', '.join(map(str, seats))} is in {made}; {words} {before}")
+    if same is False:
+        raise typer.Exit(1)
 
 
 def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:

@@ -11,7 +11,7 @@ from isles.network.churn import Poisson
 from isles.network.planner.churned import AHEAD, ChurnCosts, churn_costs
 
 
-def costs(per_second: float, seconds: float = 300.0, rounds: int | None = None) -> ChurnCosts:
+def costs(per_second: float, seconds: float = 300.0, rounds: int | None = None, *, pairs: bool = True) -> ChurnCosts:
     return churn_costs(
         Poisson(per_second=per_second),
         workers=100,
@@ -20,6 +20,7 @@ def costs(per_second: float, seconds: float = 300.0, rounds: int | None = None) 
         waits=0.0,
         bytes_a_round=8e6,
         rounds=rounds,
+        pairs=pairs,
     )
 
 
@@ -48,3 +49,10 @@ def test_short_runs_are_better_off_than_the_long_run() -> None:
     assert first == pytest.approx(1 - math.exp(-300 * rate)) and first < some < long
     assert costs(rate, rounds=10_000).alone == pytest.approx(long, rel=1e-3)
     assert costs(rate, seconds=600.0).goodput < costs(rate).goodput < 1.0
+
+
+def test_where_all_take_one_mean_nobody_is_alone_and_a_death_costs_its_round() -> None:
+    rate = 1 / 3600
+    mean, pairs = costs(rate, pairs=False), costs(rate)
+    assert mean.alone == 0.0 and mean.lost == pytest.approx(300 * rate / 2)
+    assert mean.lost < pairs.lost and mean.waiting == pairs.waiting and mean.goodput > pairs.goodput

@@ -38,13 +38,14 @@ class RoundLine:
 
 @dataclass(frozen=True, kw_only=True)
 class StartLine:
-    """Worker `seat` began before round `first` with the state that `donor` (-1: nobody) had after round `has`; it came
-    in `size` bytes.
+    """Worker `seat` began before round `first` with the state that `donor` (-1: nobody) had after round `copied`, and
+    the means that landed there up to round `has`; the state came in `size` bytes.
     """
 
     seat: int
     first: int
     donor: int
+    copied: int
     has: int
     size: int
     at: float

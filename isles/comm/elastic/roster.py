@@ -33,6 +33,8 @@ class ElasticRoster:
     """
 
     grows = True
+    learns = True
+    """Whether a partner is waited for no longer than usual; else as long as the founders' deadline says."""
 
     def __init__(self, company: LighthouseLine, alone: Group) -> None:
         self.company, self.founders = company, alone
@@ -131,6 +133,8 @@ class ElasticRoster:
 
     def _deadlines(self) -> Deadlines:
         waits = self.founders.deadlines
+        if not self.learns:
+            return waits
         if len(self._took) < _ENOUGH:
             return replace(waits, outer=min(_FIRST, waits.outer))
         usual = median(self._took)

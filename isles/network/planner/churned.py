@@ -1,11 +1,12 @@
-"""What workers that come and go cost a method of pairs, before a run: rounds alone, work lost, waiting, gifts, and what
-goes through the lighthouse where it relays.
+"""What workers that come and go cost a method, before a run: rounds alone, work lost, waiting, gifts, and what goes
+through the lighthouse where it relays.
 
 Each worker dies at a constant rate, and another one joins in its stead at once. In rounds of R seconds:
 
     a partner is gone     a view holds who lived when it was made, `AHEAD` rounds before it begins: whoever died since
                           then is still in it, and its partner is alone
     a dead worker         takes with it the round under way, and those before it that nobody has shared
+    one mean for all      nobody is alone: the living take it again without a dead one, whose round under way is lost
     a joiner              waits for its view, about `AHEAD` rounds; a state is copied meanwhile
 
 Left out, for rounds of minutes: views that are not known in time because a word takes longer than a round, the odd one
@@ -49,16 +50,17 @@ def churn_costs(
     waits: float,
     bytes_a_round: float,
     rounds: int | None = None,
+    pairs: bool = True,
 ) -> ChurnCosts:
     """Of `workers` in rounds of `computing` + `waits` seconds, in which each sends `bytes_a_round`. rounds: of the run;
-    None: in the long run.
+    None: in the long run. pairs: not one mean for all.
     """
     seconds = computing + waits
     dies = churn.per_second * seconds
     many = 10 * AHEAD if rounds is None else rounds
     alone, lost, weights, chain = 0.0, 0.0, 0.0, 0.0
     for number in range(1, many + 1):
-        by_itself = 1 - math.exp(-dies * min(number, AHEAD))
+        by_itself = 1 - math.exp(-dies * min(number, AHEAD)) if pairs else 0.0
         if rounds is None:
             alone, lost, weights = by_itself, dies * (0.5 + chain), 1.0
         else:

@@ -13,12 +13,14 @@ from isles.report.sheet import Sheet
 from isles.report.units import format_bytes, format_percent
 
 PAIRS = ("noloco",)
-"""Methods whose workers may come and go that are planned with."""
+"""Methods whose workers may come and go that are planned with: of pairs."""
+MEANS = ("diloco", "localsgd", "fedavg", "fedadam", "fedyogi", "slowmo", "sparta", "sparseloco")
+"""And of one mean for all."""
 
 
 def with_churn(sheet: Sheet, job: Job, plans: Sequence[Plan], churn: Poisson) -> Sheet:
     """`sheet`, made of `plans`, with what `churn` costs those that go on without lost workers."""
-    found = {id(one): _costs(job, one, churn) for one in plans if one.way.method in PAIRS}
+    found = {id(one): _costs(job, one, churn) for one in plans if one.way.method in (*PAIRS, *MEANS)}
     named: dict[str, ChurnCosts] = {}
     for one in plans:
         if id(one) in found:
@@ -30,7 +32,7 @@ def with_churn(sheet: Sheet, job: Job, plans: Sequence[Plan], churn: Poisson) ->
         for row, one in zip(rows, plans, strict=True)
     ]
     share = format_percent(churn.per_second * 3600)
-    head = f"Workers come and go, {share} of them an hour ({', '.join(PAIRS)} goes on without the lost ones):"
+    head = f"Workers come and go, {share} of them an hour (of methods that go on without the lost ones):"
     return replace(
         sheet,
         data={**sheet.data, "rows": told},
@@ -46,6 +48,7 @@ def _costs(job: Job, one: Plan, churn: Poisson) -> ChurnCosts:
         computing=one.every * job.step_seconds,
         waits=one.waits,
         bytes_a_round=one.bytes_a_step * one.every,
+        pairs=one.way.method in PAIRS,
         rounds=None if job.steps is None else max(job.steps // one.every, 1),
     )
 

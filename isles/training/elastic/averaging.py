@@ -36,6 +36,15 @@ def write_mean(models: Sequence[Path], out: Path) -> None:
         save_file(means, str(partial), metadata=first.metadata())
 
 
+def same_weights(one: Path, two: Path) -> bool:
+    """Whether both hold the same tensors, bit for bit."""
+    first, second = _opened(one), _opened(two)
+    return sorted(first.keys()) == sorted(second.keys()) and all(
+        np.array_equal(_tensor(one, first, name), _tensor(two, second, name))
+        for name in first.keys()  # noqa: SIM118
+    )
+
+
 def spread(models: Sequence[Path], mean: Path) -> float:
     """Of the models about their mean: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
     middle, squares, count = _opened(mean), 0.0, 0

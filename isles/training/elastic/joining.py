@@ -349,6 +349,7 @@ class Participant:
             seat=self.company.seat,
             first=round,
             donor=load.donor if self._has else -1,
+            copied=self._states.of,
             has=self._has,
             size=self._states.taken,
             at=self.transport.now(),

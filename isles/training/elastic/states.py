@@ -41,7 +41,8 @@ _SPARE = 1 << 20  # bytes of a state beside its tensors
 class States:
     """Those that this worker gives and takes. folder: for files on their way. last: the last round of the run.
 
-    taken: bytes of the newest one that was taken. lacks_moments: whether it came without the inner optimizer's.
+    taken, of: bytes of the newest one that was taken, and its round. lacks_moments: whether it came without the inner
+    optimizer's.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class States:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
-        self.taken, self.lacks_moments = 0, False
+        self.taken, self.of, self.lacks_moments = 0, 0, False
 
     @property
     def are_wanted(self) -> bool:
@@ -106,7 +107,8 @@ class States:
             most = _STATE_COPIES * weights + _SPARE
             facts = self._gifts.take(giver, what, path, most=most, seconds=seconds, after=after, wait=wait)
             self.taken = path.stat().st_size
-            return self._adopt(path), _left_out(facts.get("left_out"))
+            self.of = self._adopt(path)
+            return self.of, _left_out(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)
 

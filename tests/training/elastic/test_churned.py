@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,13 @@ def test_the_records_lines_are_checked() -> None:
 
 
 @pytest.mark.long
-def test_churn_costs_what_is_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_churn_costs_what_is_planned(tmp_path: Path, method: str) -> None:
     """256 workers, all of which die once an hour: shares of rounds alone and of work lost within a quarter."""
     every, hour = 5, 60
     config = small(tmp_path, 256, hour, every=every, step_seconds=60.0)
+    replicas = resolve({"replicas": {"method": method, "sync_every": every}}).replicas
+    config = going_on(replace(config, method=method, replicas=replicas))
     summary = ChurnedRun(config, "100%/h", tmp_path / "run", lambda line: None, lambda notice: None).run()
     rate = rate_of("100%/h")
     assert rate is not None and summary["losses"] > 200
@@ -164,6 +168,7 @@ def test_churn_costs_what_is_planned(tmp_path: Path) -> None:
         waits=0.0,
         bytes_a_round=0.0,
         rounds=hour // every,
+        pairs=method == "noloco",
     )
     found = {name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "gifts", "losses", "joins")}
     print(found, planned)
