@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isles.memory.activations import Repeatable, Swapped
 from isles.memory.arena import Arena
-from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_cost, unit_time
+from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_costs, unit_time
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter, MovedBytes
@@ -65,7 +65,7 @@ class Runner:
         meter: MemoryMeter | None = None,
     ) -> None:
         self.units, self.placements, self.engine, self.device = units, placements, engine, device
-        self.costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+        self.costs = unit_costs(profile, placements)
         self.times = [unit_time(unit, one, machine) for unit, one in zip(profile.units, placements, strict=True)]
         self.ends, self.buffers, self.meter = profile.ends, list(buffers), meter
         self.accumulation, self.landing, self.stored = accumulation, landing, stored
