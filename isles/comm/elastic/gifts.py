@@ -247,8 +247,8 @@ def take(
     """Fetch `what` from `giver` into the file `path`; what is said beside it.
 
     most: bytes that are taken. seconds: without a piece, after which it counts as lost; wait: until it is offered, by
-    default as long. after: take none of this round or an earlier one. lost: whether the giver is gone. NotGiven where it
-    does not come, is too long, or is not what was offered. Not to be called in the session's thread.
+    default as long. after: take none of this round or an earlier one. lost: whether the giver is gone. NotGiven where
+    it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
     """
     taking = _Taking(session, f"{GIFT}/{giver}", what, after, lost)
     facts = taking.open(seconds if wait is None else wait)
