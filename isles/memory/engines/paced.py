@@ -80,6 +80,9 @@ class Paced(Engine):
             thread.join(DEADLINE)
             if thread.is_alive():
                 raise TimeoutError(f"memory: the {lane} lane did not end within {DEADLINE:.0f} s")
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def _serve(self, lane: EngineLane) -> None:
         torch.set_num_threads(1)  # of this lane alone: more would change the last bits of no update, but take its cores
