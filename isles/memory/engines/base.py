@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
+from isles.memory.engines.moves import Moves
+
 EngineLane = Literal["up", "down", "host", "read", "write"]
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
 Urgency = tuple[int, ...]
@@ -58,12 +60,14 @@ class LaneEvent:
 class Engine(ABC):
     """Serial lanes. Whatever fails on one of them is raised where the computation next waits or submits.
 
-    first_come: gradients and updates are served as they arise, not as they are needed; for comparison.
+    first_come: gradients and updates are served as they arise, not as they are needed; for comparison. moves: how bytes
+    go from the host to the device and back; None: both are the RAM.
     """
 
     first_come = False
 
-    def __init__(self) -> None:
+    def __init__(self, moves: Moves | None = None) -> None:
+        self.moves = Moves() if moves is None else moves
         self.changed = threading.Condition(threading.RLock())
         self.failed: tuple[str, BaseException] | None = None
         self.closed = False

@@ -19,7 +19,7 @@ from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
 from isles.training.running.starting import deadlines
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 from tests.cli.command import isles as command
 from tests.pipeline.ravnest import averages
 
@@ -84,10 +84,19 @@ def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -
 
 @pytest.mark.long
 def test_gloo_gives_the_same_model(tmp_path: Path) -> None:
+    """And goes on from its checkpoint to the same bits."""
     for backend in ("virtual", "distributed"):
-        train(config(f"world.backend={backend}"), tmp_path / backend)
-    ours, theirs = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("virtual", "distributed"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        made = config(f"world.backend={backend}", "run.checkpoint_every=6")
+        train(made, tmp_path / backend)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "distributed", again)
+    for name in ("summary.json", "model.safetensors"):
+        (again / name).unlink()
+    train(read_config(str(again / "config.toml"), {}, []), again, resume=6)
+    ours, *others = (
+        load_file(str(tmp_path / name / "model.safetensors")) for name in ("virtual", "distributed", "again")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for theirs in others for name in ours)
 
 
 def ends_after(world: Mesh, config: Config, corpus: Corpus, victim: int, messages: int) -> dict[str, Any] | None:
