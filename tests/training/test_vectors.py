@@ -18,7 +18,6 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tensors import write_tensors
 from tests.training.test_memory import _config, _launch, _left
 
-
 OUTER = [name for name in METHODS if issubclass(method_of(name), OuterSync)]
 
 
