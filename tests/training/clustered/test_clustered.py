@@ -106,7 +106,7 @@ def ends_after(world: Mesh, config: Config, corpus: Corpus, victim: int, message
     return train_worker(world, config, corpus=corpus)
 
 
-@pytest.mark.parametrize(("victim", "messages"), [(0, 40), (3, 25)])
+@pytest.mark.parametrize(("victim", "messages"), [(0, 40), pytest.param(3, 25, marks=pytest.mark.long)])
 def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, messages: int) -> None:
     """One that stands by takes the root's place, with its text, or a leaf's: three clusters at the end."""
     made = config("world.workers=7", "replicas.sync_every=3", "run.validate_every=0")
