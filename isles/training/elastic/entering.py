@@ -107,7 +107,11 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, str(company.seat), tell)
+
+        def lost(giver: str) -> bool:
+            return giver.isdecimal() and company.lost(int(giver))
+
+        gifts = Giver(session, str(company.seat), tell, lost=lost)
         stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:
