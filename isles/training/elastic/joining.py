@@ -14,34 +14,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any, Literal, cast
 
 from isles.comm.call import Ledger
+from isles.comm.elastic.cells import batches
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
+from isles.comm.elastic.places import LeadingRoster, Places
 from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
-from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
-from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Transport
 from isles.data import Corpus
-from isles.replicas.loop.joining import enter
-from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
-from isles.training.draws import draws_seed
-from isles.training.elastic.means import Means, shadow
-from isles.training.elastic.states import FRESH, WARM_UP, States
-from isles.training.elastic.terms import lands_together, last_round, positions, sync_every
+from isles.training.elastic.acts import Acts
+from isles.training.elastic.states import FRESH
+from isles.training.elastic.terms import lands_together, last_round, sync_every
 from isles.training.records.saved import load_weights
 from isles.training.running.starting import deadlines
-from isles.training.trainer import Trainer
 
 MODEL = "model"
 _WAIT = 5.0  # seconds between looks at whether the run has ended
@@ -66,6 +60,7 @@ class Participant:
         folder: Path,
         notice: Callable[[str], None],
         tells: Callable[[], Mapping[str, Any]] = dict,
+        inside: Mesh | None = None,
     ) -> None:
         self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
@@ -78,15 +73,26 @@ class Participant:
         self._put_off = 0  # rounds in succession
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
-        world = Mesh(world=alone, layout=grid_of(1), report=self._report)
-        torch.manual_seed(draws_seed(config.run.seed, company.seat))
-        self.roster = ElasticRoster(company, alone)
-        self.trainer = Trainer(config, world, corpus, self.roster)
-        assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
-        self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
-        self._means = Means(self.optimizer, gifts, folder)
-        self._states = States(self.optimizer, gifts, folder, config.world.join_state, lambda: self._last)
-        self._began_at: int | None = None  # inner steps, where this worker began without moments
+        self._places = Places(None if inside is None else inside.world, config.world.outer_deadline)
+        self.roster = LeadingRoster(company, alone, self._places)
+        self._acts = Acts(
+            config,
+            alone,
+            self.roster,
+            inside,
+            self._places,
+            gifts,
+            corpus,
+            folder,
+            report=self._report,
+            last=lambda: self._last,
+        )
+        self.trainer, self.optimizer = self._acts.trainer, self._acts.optimizer
+
+    def _do(self, act: str, **facts: Any) -> Any:
+        """Have this worker, and the others of its island, do something together (`Acts`)."""
+        self._places.say(act, **facts)
+        return getattr(self._acts, act)(**facts)
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -94,24 +100,26 @@ class Participant:
         while ending == "again" and company.ended is None:
             if self.leaving.is_set() and not self._asked_to_leave:
                 return "left"
+            self._places.say("idle")
             load = company.load(_WAIT)
             if load is None or not self._take(load):
                 continue
             round = None
             while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+                self._places.say("idle")
                 round = company.first(_WAIT)
             if round is not None and self._catches_up(load, round):
                 round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
                 self._tell_start(load, round)
-                self._began_at = (round - 1) * sync_every(self.config) if self._states.lacks_moments else None
                 ending = self._train(round)
         if ending == "finished":
             self._conclude()
+        self._places.say("end")
         return ending if company.ended is None or ending != "again" else "over"
 
     def close(self) -> None:
         """Give back threads of its own."""
-        self.trainer.memory.close()
+        self._acts.close()
 
     # Rounds
 
@@ -143,24 +151,7 @@ class Participant:
     def _enter(self, round: int, steps: int) -> None:
         self.roster.begin_anew()
         self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
-        enter(self.optimizer, round, steps)
-        self._schedule_at(steps)
-
-    def _schedule_at(self, steps: int) -> None:
-        """The rates of the step after so many."""
-        schedule = self.trainer.schedule
-        schedule.last_epoch = steps
-        warmth = self._warmth(steps)
-        for group, base, factor in zip(
-            self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(steps) * warmth
-
-    def _warmth(self, steps: int) -> float:
-        """Share of the rate that a worker has who began without the moments of others."""
-        if self._began_at is None:
-            return 1.0
-        return min(1.0, (steps + 1 - self._began_at) / (WARM_UP * sync_every(self.config)))
+        self._do("enter", round=round, steps=steps, began_at=steps if self._acts.states.lacks_moments else None)
 
     def _round(self, round: int, every: int) -> bool:
         """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
@@ -169,14 +160,12 @@ class Participant:
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare
         self._tried = round
-        self.text.take_from(positions(self.config, company.member.views, cell, company.seat, round, self._spare))
+        began, waited = self.transport.now(), self._waited()
+        done = round * every - steps  # one that takes fewer steps a round counts as far as the others
+        read = [] if cell is None else batches(company.member.views, cell, round, cast(int, place))
+        self._do("train", done=done, batches=read, spare=spare)
         if cell is None:
             self._spare += every
-        self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
-        self._schedule_at(self.optimizer.steps)
-        began, waited = self.transport.now(), self._waited()
-        for _ in range(steps):
-            self.trainer.step()
         took = self.transport.now() - began
         company.pace(took / steps)
         is_put_off = self._is_put_off(round)
@@ -199,9 +188,7 @@ class Participant:
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
             self._tell()
-        if self._agrees:
-            self._means.landed(round)
-        self._copy_states(round)
+        self._do("landed", round=round, left_out=company.left_out())
         return True
 
     def _is_put_off(self, round: int) -> bool:
@@ -231,7 +218,7 @@ class Participant:
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
         due = first and round < self._last and self._passes(round, self.config.run.validate_every)
-        return self.trainer.validate() if due else None
+        return self._do("look") if due else None
 
     def _passes(self, round: int, number: int) -> bool:
         """Whether a multiple of so many inner steps is among those of `round`; 0: never."""
@@ -252,15 +239,10 @@ class Participant:
 
     # States
 
-    def _copy_states(self, round: int) -> None:
-        """For whoever has asked: a copy of everything, right after the landing of `round`."""
-        if self._states.landed(round, self.company.left_out()):
-            self._means.copied(round)
-
     def _take(self, load: Load) -> bool:
         """Begin with the state that the lighthouse names; False where it did not come."""
         try:
-            self._has, left_out = self._states.fetch(load.donor, _SLOW + 2 * load.seconds)
+            self._has, left_out = self._do("take", donor=load.donor, seconds=_SLOW + 2 * load.seconds)
         except NotGiven as why:
             if load.donor >= 0:
                 self.notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
@@ -276,13 +258,13 @@ class Participant:
         """
         if load.donor < 0:
             return True
-        path, donor = self.folder / "taken.safetensors", str(load.donor)
+        donor = load.donor
         try:
             if self._agrees:
-                shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, _SLOW)
+                self._do("follow", donor=donor, first=self._has + 1, until=round)
                 self._has = round - 1
             elif round - self._has > FRESH:
-                self._has, _ = self._states.fetch(load.donor, _SLOW + 2 * load.seconds)
+                self._has, _ = self._do("take", donor=load.donor, seconds=_SLOW + 2 * load.seconds)
         except NotGiven as why:
             if self._agrees:
                 self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
@@ -297,7 +279,7 @@ class Participant:
             first=round,
             donor=load.donor if self._has else -1,
             has=self._has,
-            size=self._states.taken,
+            size=self._acts.states.taken,
             at=self.transport.now(),
         )
         self.company.report({"start": as_line(line)})
@@ -306,9 +288,7 @@ class Participant:
 
     def _conclude(self) -> None:
         """Offer what this worker came to; judge the one model where it is asked to."""
-        for fragment in self.optimizer.fragments:
-            fragment.ahead = None  # there is no round that it was sent ahead for
-        result = self.trainer.conclude(self.folder)
+        result = self._do("conclude")
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
         self._tell()
         self.company.report({"result": result})

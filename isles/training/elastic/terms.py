@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
-
-import numpy as np
 
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
-from isles.data.lots import rows, spare_rows
 from isles.replicas import method
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import SILENCE, Config
@@ -148,22 +144,3 @@ def rules(config: Config) -> Rules:
         last=None if config.run.tokens else last_round(config, None),
         batches=batches_in_all(config) if config.run.tokens else None,
     )
-
-
-def positions(
-    config: Config, views: Mapping[int, View], view: View | None, seat: int, round: int, spare: int
-) -> Iterator[np.ndarray]:
-    """What `seat` reads in `round`: (b,) places of the data's order for each backward pass.
-
-    view: whose cell it reads; None: out of turn, from its own stretch, of which it has read `spare` batches.
-    """
-    size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
-    if view is None:
-        steps = [spare_rows(seat, spare + h, batch_size=size * accumulation) for h in range(sync_every(config))]
-    else:
-        place = view.place(seat)
-        assert place is not None, "its cell is read by a member"
-        batches = cells.batches(views, view, round, place)
-        steps = [rows(*batch, batch_size=size * accumulation) for batch in batches]
-    for step in steps:
-        yield from np.split(step, accumulation)

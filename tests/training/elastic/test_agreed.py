@@ -6,11 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.lighthouse import Lighthouse
+from isles.training.elastic.acts import Acts
 from isles.training.elastic.joining import Participant
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import events, small
@@ -24,17 +26,17 @@ Digests = Mapping[int, Mapping[int, int]]
 def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
     """By round and seat, of what was landed; rounds take 50 ms."""
     found: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    one_round, copy_state = Participant._round, Participant._copy_states
+    one_round, landed = Participant._round, Acts.landed
 
-    def noted(worker: Participant, round: int) -> None:
-        found[round][worker.company.seat] = worker.optimizer.fragments[0].digest
-        copy_state(worker, round)
+    def noted(acts: Acts, round: int, left_out: Mapping[Any, int]) -> None:
+        found[round][acts.seat] = acts.optimizer.fragments[0].digest
+        landed(acts, round, left_out)
 
     def slowly(worker: Participant, *place: int) -> bool:
         time.sleep(0.05)
         return one_round(worker, *place)
 
-    monkeypatch.setattr(Participant, "_copy_states", noted)
+    monkeypatch.setattr(Acts, "landed", noted)
     monkeypatch.setattr(Participant, "_round", slowly)
     return found
 
