@@ -19,6 +19,7 @@ from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Refused
 from isles.comm.group import Group
+from isles.comm.mesh import Mesh
 from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
 from isles.parsing import parse_json
@@ -30,11 +31,12 @@ _POSITIVE = (1 << 61) - 1
 
 
 class Places:
-    """group: this island's workers, in their order; None: a worker by itself. waits: the longest wait outside."""
+    """mesh: this island's workers, in their order; None: a worker by itself. waits: the longest wait outside, seconds."""
 
-    def __init__(self, group: Group | None, waits: float) -> None:
-        self._group = None
-        if group is not None and group.size > 1:
+    def __init__(self, mesh: Mesh | None = None, waits: float = 0.0) -> None:
+        self.mesh, self._group = mesh, None
+        if mesh is not None:
+            group = mesh.world
             patient = replace(group.deadlines, control=group.deadlines.control + 2 * waits)
             self._group = replace(group, channel="control", deadlines=patient)
 

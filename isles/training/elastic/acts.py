@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ _TRIES = 5
 
 
 class Acts:
-    """This worker's part. alone: its seat, by itself, over what goes between seats; inside: its island's workers, None
-    where it is one by itself. folder: for files on their way. last: the run's last round, as far as it is known.
+    """This worker's part. alone: its seat, by itself, over what goes between seats; places: its island's workers.
+    folder: for files on their way. last: the run's last round, as far as it is known.
     """
 
     def __init__(
@@ -46,7 +47,6 @@ class Acts:
         config: Config,
         alone: Group,
         roster: LeadingRoster | FollowingRoster,
-        inside: Mesh | None,
         places: Places,
         gifts: Gifts,
         corpus: Corpus,
@@ -57,8 +57,8 @@ class Acts:
     ) -> None:
         self._config, self._alone, self.folder = config, alone, folder
         world = Mesh(world=alone, layout=grid_of(1), report=report)
-        if inside is not None:
-            world = Mesh(world=inside.world, layout=grid_of(inside.size, inner=inside.size), report=report)
+        if places.mesh is not None:
+            world = replace(places.mesh, layout=grid_of(places.size, inner=places.size), report=report)
         self.reader = world.reader
         self.seat = alone.transport.rank
         place, workers = self.reader

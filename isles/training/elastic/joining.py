@@ -27,7 +27,6 @@ from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
-from isles.comm.mesh import Mesh
 from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.training.config.sections import Config
@@ -48,6 +47,7 @@ Ending = Literal["finished", "left", "over", "again"]
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
     transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
+    places: the workers of the island that this worker leads.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Participant:
         folder: Path,
         notice: Callable[[str], None],
         tells: Callable[[], Mapping[str, Any]] = dict,
-        inside: Mesh | None = None,
+        places: Places | None = None,
     ) -> None:
         self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
@@ -73,13 +73,12 @@ class Participant:
         self._put_off = 0  # rounds in succession
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
-        self._places = Places(None if inside is None else inside.world, config.world.outer_deadline)
+        self._places = places or Places()
         self.roster = LeadingRoster(company, alone, self._places)
         self._acts = Acts(
             config,
             alone,
             self.roster,
-            inside,
             self._places,
             gifts,
             corpus,
@@ -227,7 +226,7 @@ class Participant:
 
     def _leaves(self, round: int) -> bool:
         """Whether this worker leaves before `round`: the first one of a view without it."""
-        if not self.leaving.is_set():
+        if not self._is_leaving(round):
             return False
         if not self._asked_to_leave:
             self._asked_to_leave = True
@@ -236,6 +235,12 @@ class Participant:
                 return True
         until = self.company.until()
         return (until is not None and round >= until) or self.transport.now() > self._leave_by
+
+    def _is_leaving(self, round: int) -> bool:
+        island = self._places.mesh
+        if island is not None and island.stop_here(round - 1):
+            self.leaving.set()
+        return self.leaving.is_set()
 
     # States
 

@@ -80,10 +80,15 @@ def check(config: Config, *, simulated: bool = False) -> None:
             'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
             "it out"
         )
-    if config.world.inner > 1 or config.pipeline.stages > 1:
+    if config.pipeline.stages > 1:
         raise ValueError(
-            "world.inner, pipeline.stages: where workers come and go each is a whole replica; take them out, or use "
-            "isles train --nodes"
+            "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
+            "--nodes"
+        )
+    if config.world.inner > 1 and (simulated or not lands_together(config)):
+        raise ValueError(
+            f"world.inner = {config.world.inner}: islands come and go with methods of one mean for all, such as "
+            "diloco, and not on the virtual clock: take it out"
         )
     if config.world.silence != SILENCE:
         raise ValueError(
@@ -138,7 +143,7 @@ def batches_in_all(config: Config) -> int:
 def rules(config: Config) -> Rules:
     """Of the lighthouse."""
     return Rules(
-        founders=config.world.workers,
+        founders=config.replicas_in_all,
         sync_every=sync_every(config),
         agrees=lands_together(config),
         last=None if config.run.tokens else last_round(config, None),
