@@ -31,7 +31,7 @@ _POSITIVE = (1 << 61) - 1
 
 
 class Places:
-    """mesh: this island's workers, in their order; None: a worker by itself. waits: the longest wait outside, seconds."""
+    """mesh: this island's workers, in their order; None: a worker by itself. waits: seconds that others may take."""
 
     def __init__(self, mesh: Mesh | None = None, waits: float = 0.0) -> None:
         self.mesh, self._group = mesh, None

@@ -10,11 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
+from isles.training.records.tensors import write_tensors
 
 KEPT = 16
 _MEAN = "mean"
@@ -26,23 +28,24 @@ class Means:
 
     def __init__(self, optimizer: OuterSync, gifts: Gifts, folder: Path) -> None:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
-        self._since: int | None = None  # the round after which a state was copied
         self._offered: list[int] = []
 
     def copied(self, round: int) -> None:
         """This worker's state after `round` has been given to somebody."""
-        self._since = round
+        if isinstance(courier := self._optimizer.courier, AgreedCourier):
+            courier.keep_until = round + KEPT
 
     def landed(self, round: int) -> None:
-        """Right after the landing of `round`, while its mean is still there."""
-        if self._since is not None and self._since < round <= self._since + KEPT:
-            (fragment,) = self._optimizer.fragments
+        """Right after the landing of `round`."""
+        courier, (fragment,) = self._optimizer.courier, self._optimizer.fragments
+        if isinstance(courier, AgreedCourier) and courier.kept is not None:
             answer = fragment.latest
             assert answer is not None, "it has just landed"
             path = self._folder / f"{_MEAN}-{round}.safetensors"
-            save_file({_MEAN: answer.buffer}, str(path))
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
-            self._gifts.offer(_name(round), path, {**facts, "digest": fragment.digest})
+            kept = {_MEAN: courier.kept}
+            facts |= {"digest": fragment.digest}
+            self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         for old in [old for old in self._offered if old <= round - KEPT]:
             self._gifts.withdraw(_name(old))

@@ -139,7 +139,7 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     """
     world = Run(small(tmp_path, 60_000, 2, "run.checkpoint_every=50"), tmp_path / "run")
     first, second = world.join(), world.join()
-    world.until(lambda: (world.out / "state.safetensors").exists())
+    world.until(lambda: list((world.out / "states").glob("round-*")))
     world.stop()
     assert world.summary is None  # stopped, not over
     before = world.step(first)
