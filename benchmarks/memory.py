@@ -4,12 +4,14 @@ The device is part of this machine's RAM: blocks compute for at least 50 and 100
 what they take on a machine made up so that each lane matters. Run it on a quiet machine: computing beside it makes
 blocks longer than their pace.
 
-    python -m benchmarks.memory
+    python -m benchmarks.memory [--times]        --times: without the first table
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from dataclasses import replace
 
@@ -25,6 +27,7 @@ from isles.memory.search import best
 from isles.models.decoder import Decoder
 from isles.models.sizes import SIZES, Shape
 from isles.network.machines import MACHINES, Machine
+from tests.memory.instances import priority_gains
 
 UNITS, STEPS = 6, 6
 SHAPE = Shape(d_model=128, layers=UNITS, heads=4, ffn=384, vocab=256, context=64, tie_embeddings=False)
@@ -32,10 +35,17 @@ LARGE = Shape(d_model=5120, layers=40, heads=40, ffn=13824, vocab=32000, context
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print all tables."""
     torch.set_num_threads(1)
-    _planning()
+    if "--times" not in sys.argv:
+        _planning()
     _times()
+    for update in ("exact", "early"):
+        gains = priority_gains(update)
+        print(
+            f"first come / priority, simulated, {len(gains)} profiles, {update}: mean {statistics.mean(gains):.3f}, "
+            f"least {min(gains):.4f}, most {max(gains):.3f}"
+        )
 
 
 def _planning() -> None:
@@ -105,7 +115,8 @@ def _times() -> None:
                 served = "first come" if first_come else "priority"
                 print(f"{name:<18}{served:<14}{how:<9}{wanted:>12.3f}{got:>12.3f}{got / wanted:>8.3f}", flush=True)
             gains.append(seconds[True] / seconds[False])
-    print(f"\nmeasured / simulated: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
+    print(f"\nload of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())} (1, 5 and 15 minutes)")
+    print(f"measured / simulated: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
     print(f"first come / priority, measured: {', '.join(f'{gain:.2f}' for gain in gains)}")
 
 

@@ -24,12 +24,12 @@ from typing import NamedTuple
 from benchmarks._pages import written
 from isles.memory.costs import Ends, Passes, Placement, Profile, Transient, UnitProfile, ends_seconds, least_peak
 from isles.memory.lanes import simulate
+from isles.memory.parallel.decoder import WEIGHT, HalfDecoder, profile_of
 from isles.memory.search import Search
 from isles.network.machines import MACHINES, Machine
 
 GB = 1e9
 SEQUENCE, BATCH, VOCABULARY = 1024, 8, 50304
-CONTEXT = GB  # bytes that the device's own context takes
 USABLE = 0.93  # of the device's memory: the rest is lost between pieces
 
 
@@ -93,50 +93,12 @@ REPORTED = {
 
 
 def decoder(shape: Decoder, gpus: int = 1) -> Profile:
-    """A GPU's share of the model and its batch; the states are sharded over the GPUs, the weights gathered for a pass.
-
-    Activations of a block without fused attention: 34 bytes a token and width, 5 a head and pair of tokens.
-    """
-    width, tokens = shape.width, BATCH * SEQUENCE // gpus
-    whole = 12 * width**2
-    mine, boundary = whole // gpus, 2 * tokens * width
-    saved = 34 * tokens * width + 5 * shape.heads * SEQUENCE * tokens
-    gathered = 2 * whole if gpus > 1 else 0
-    passes = Passes(
-        saved=saved,
-        casts=0,
-        kept=Transient(boundary + gathered, 4 * boundary + 2 * gathered),
-        recomputed=Transient(boundary + gathered, saved - boundary + 4 * boundary + 2 * gathered),
+    """A GPU's share of model and batch; the states are sharded over the GPUs, the weights gathered for a pass."""
+    made = HalfDecoder(
+        layers=shape.layers, width=shape.width, heads=shape.heads, sequence=SEQUENCE, vocabulary=VOCABULARY
     )
-    block = UnitProfile(
-        name="",
-        params=mine,
-        weights=2 * mine,
-        states=12 * mine,
-        moved=2 * mine,
-        boundary=boundary,
-        resident=passes,
-        brought=passes,
-        flops=float(24 * width**2 * tokens + 4 * SEQUENCE * width * tokens),
-    )
-    embedding = VOCABULARY * width // gpus
-    ends = Ends(
-        params=embedding,
-        weights=2 * embedding,
-        states=12 * embedding,
-        buffers=int(CONTEXT),
-        before=0,
-        top=6 * tokens * VOCABULARY,
-        bottom=0,
-        top_gradients=2 * embedding,
-        bottom_gradients=0,
-        carried=0,
-        flops=2.0 * VOCABULARY * width * tokens,
-    )
-    units = tuple(replace(block, name=str(number)) for number in range(shape.layers))
-    return Profile(
-        model="decoder", units=units, ends=ends, stream=0, batch=BATCH // gpus, tokens=SEQUENCE, autocast="none"
-    )
+    gathered = WEIGHT * made.block_params if gpus > 1 else 0
+    return profile_of(made, BATCH // gpus, gpus=gpus, gathered=gathered)
 
 
 def uniform(made: Profile, place: str, activations: str) -> tuple[Placement, ...]:

@@ -18,19 +18,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.checks import Check, of_torch
+
 if TYPE_CHECKING:
     from isles.launch.probe import Findings
 
 LISTEN_FOR = 600.0  # seconds until a listening doctor gives up
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the doctor's."""
-
-    name: str
-    good: bool
-    found: str
 
 
 def doctor(
@@ -39,7 +32,16 @@ def doctor(
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(metavar="[HOST:]PORT", help="Wait at this address of this machine for the other's --peer."),
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Wait at this address of this machine for the other's --peer; with --join: whether others reach it.",
+        ),
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Check the way to a run's lighthouse there.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(metavar="TOKEN|@FILE", help="With --join: the run's. Or ISLES_TOKEN.")
     ] = None,
     write_links: Annotated[
         str | None,
@@ -67,6 +69,13 @@ def doctor(
     from isles.launch.addresses import listen as open_port
     from isles.launch.addresses import listening_place, parse_address
 
+    if join is not None:
+        if peer is not None or write_links is not None or describe or memory:
+            raise ValueError("--join: goes with --token and --listen; leave the other options out")
+        _walk(join, token, listen)
+        return
+    if token is not None:
+        raise ValueError("--token: goes with --join HOST:PORT; add it, or take it out")
     if peer is not None and listen is not None:
         raise ValueError("--peer and --listen: one machine listens, the other one names it; give one of them")
     if nodes is not None and write_links is None:
@@ -96,6 +105,22 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _walk(join: str, token: str | None, listen: str | None) -> None:
+    from isles.cli.elastic.join import given_token, place, places
+    from isles.cli.elastic.walk import walk
+    from isles.comm.elastic.session import zenoh
+    from isles.launch.addresses import parse_address
+
+    target, parsed = parse_address(join, "--join"), given_token(token)
+    (here,) = places(listen, 1)
+    listening, announced = (None, "") if here is None else place(here)
+    zenoh()  # or what to install, before anything else
+    good = [_show(check) for check in machine()]
+    good += [_show(check) for check in walk(*target, parsed, listening, announced)]
+    if not all(good):
+        raise typer.Exit(1)
+
+
 def _describe(target: tuple[str, int] | None) -> None:
     from isles.cli.ravnest.describe import describe
     from isles.launch import probe
@@ -118,29 +143,13 @@ def machine() -> Iterator[Check]:
     from isles.report.units import format_bytes
 
     yield Check("python", sys.version_info >= (3, 11), f"{platform.python_version()}, {sys.executable}")
-    yield from _torch()
+    yield from of_torch()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Check("cores", True, str(cores))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         yield Check("memory", True, format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
     yield _loopback()
     yield _directory(format_bytes(shutil.disk_usage(".").free))
-
-
-def _torch() -> Iterator[Check]:
-    try:
-        import torch
-        import torch.distributed as dist
-    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
-        yield Check("torch", False, f"cannot be imported ({error}); install it: pip install torch")
-        return
-    yield Check("torch", True, torch.__version__)
-    gloo = dist.is_available() and dist.is_gloo_available()
-    yield Check("gloo", gloo, "workers talk over it" if gloo else "missing: install a build of torch that has it")
-    nccl = dist.is_available() and dist.is_nccl_available()
-    yield Check("nccl", True, "there" if nccl else "not in this build (only islands of several GPUs want it)")
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    yield Check("gpu", True, ", ".join(names) or "none that torch sees: workers compute on the CPU")
 
 
 def _loopback() -> Check:

@@ -58,6 +58,14 @@ def plan(
     churn: Annotated[
         str | None, typer.Option(metavar="RATE", help="Workers come and go, such as 10%/h: what that costs.")
     ] = None,
+    compare_parallel: Annotated[
+        bool, typer.Option("--compare-parallel", help="Instead of methods: out of core, cut into stages, or sharded.")
+    ] = False,
+    machine: Annotated[
+        str | None, typer.Option(help="With --compare-parallel: a known machine, or a .toml file of one.")
+    ] = None,
+    per_host: Annotated[int | None, typer.Option(help="With --compare-parallel: devices of a host. Default 1.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="With --compare-parallel: its tokens. Default 1024.")] = None,
     preset: Annotated[str | None, typer.Option(help="Instead: a calculation of the papers.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List those.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
@@ -94,6 +102,9 @@ def plan(
         boundary_codec=boundary_codec,
         subspace_update=subspace_update,
         churn=churn,
+        machine=machine,
+        per_host=per_host,
+        sequence=sequence,
     )
     if listen is not None:
         if asked.given or preset is not None or presets or json or out is not None or write is not None:
@@ -108,11 +119,20 @@ def plan(
             print(f"{name:<{width}}  {what}")
         return
     if preset is not None:
-        if asked.given or write is not None:
-            extra = [*asked.given, *(["--write"] if write is not None else [])]
+        if asked.given or compare_parallel or write is not None:
+            extra = [
+                *asked.given,
+                *(["--compare-parallel"] if compare_parallel else []),
+                *(["--write"] if write is not None else []),
+            ]
             raise ValueError(f"--preset {preset} has its own numbers: leave out {', '.join(extra)}")
         _show(sheet(preset), json, out)
         return
+    if compare_parallel:
+        _compare_parallel(asked, json, out, write)
+        return
+    if extra := [option for option in asked.given if option in ("--machine", "--per-host", "--sequence")]:
+        raise ValueError(f"{', '.join(extra)}: of --compare-parallel; give that too, or --gpu for a worker's GPU")
     if stages is not None:
         _plan_stages(asked, json, out, write)
         return
@@ -135,6 +155,16 @@ def _plan_stages(asked: Asked, json: bool, out: Path | None, write: Path | None)
     job, network = job_of(asked)
     wanted, found = stages_of(asked, job)
     _show(splits_sheet(wanted, plan_splits(wanted, found), network), json, out)
+
+
+def _compare_parallel(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
+    from isles.cli.memory.parallel import parallel_job_of
+    from isles.report.sheets.parallel import parallel_sheet
+
+    if write is not None:
+        raise ValueError("--write: a configuration is written of methods; leave it out with --compare-parallel")
+    job, network = parallel_job_of(asked)
+    _show(parallel_sheet(job, network), json, out)
 
 
 def _plan(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:

@@ -49,6 +49,9 @@ class Asked:
     boundary_codec: str | None = None
     subspace_update: int | None = None
     churn: str | None = None
+    machine: str | None = None
+    per_host: int | None = None
+    sequence: int | None = None
 
     @property
     def given(self) -> list[str]:
@@ -97,7 +100,7 @@ def job_of(asked: Asked) -> tuple[Job, str]:
     missing += [] if known_network else ["--links, --bandwidth or --probe"]
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}; or give --preset NAME (isles plan --presets lists them)")
-    network, name = _network(asked)
+    network, name = network_of(asked)
     from isles.network.planner.hardware import gpu_bytes
 
     tokens = None if asked.tokens is None else parse_count("--tokens", asked.tokens)
@@ -233,8 +236,8 @@ def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
     return step_seconds(asked.gpu or "", 0.4 if asked.mfu is None else asked.mfu, known["--params"], share)
 
 
-def _network(asked: Asked) -> tuple[Links, str]:
-    """The network, and its name in words."""
+def network_of(asked: Asked) -> tuple[Links, str]:
+    """The network, and its name in words. ValueError for options that contradict each other."""
     from isles.network.links import Links
     from isles.network.named import links as named
     from isles.network.units import parse_latency, parse_rate

@@ -17,10 +17,15 @@ class Arena:
     def __init__(self, budget: float, used: float = 0) -> None:
         self.budget, self.used, self.peak = budget, used, used
         self._asked: deque[tuple[float, Callable[[], None]]] = deque()
-        self._lock = threading.RLock()
+        self._granted: deque[Callable[[], None]] = deque()
+        self._telling = False
+        self._lock = threading.Lock()
 
     def want(self, nbytes: float, then: Callable[[], None]) -> None:
-        """Call `then` once the bytes are granted: at once, or from the thread that frees what it waits for."""
+        """Call `then` once the bytes are granted: at once, or from a thread that frees what it waits for. These calls
+        come one after the other, in the order of the grants, whichever threads ask and free: whoever is told that it
+        has bytes may rely on those before it having been told.
+        """
         with self._lock:
             self._asked.append((nbytes, then))
         self._grant()
@@ -38,12 +43,24 @@ class Arena:
         return len(self._asked)
 
     def _grant(self) -> None:
-        granted = []
         with self._lock:
             while self._asked and self.used + self._asked[0][0] <= self.budget:
                 nbytes, then = self._asked.popleft()
                 self.used += nbytes
                 self.peak = max(self.peak, self.used)
-                granted.append(then)
-        for then in granted:
-            then()
+                self._granted.append(then)
+            if self._telling:  # a thread is at it, perhaps this one, and goes on until there is none
+                return
+            self._telling = True
+        while (then := self._next()) is not None:
+            try:
+                then()
+            except BaseException:
+                with self._lock:
+                    self._telling = False
+                raise
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            self._telling = bool(self._granted)
+            return self._granted.popleft() if self._granted else None

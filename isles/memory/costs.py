@@ -108,7 +108,8 @@ class UnitProfile:
     bfloat16 matrices under bfloat16 autocast; so are their gradients. boundary: of its input. resident, brought: its
     passes on the weights themselves (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward
     counts twice that. forward, backward: measured seconds; 0: from flops. shared: data parallel workers that each keep
-    and update 1/shared of what is on the host; peer_rate: bytes a second that they send each other.
+    and update 1/shared of what is on the host; peer_rate: bytes a second that they send each other. averaged: workers
+    whose gradients the plan averages before the update; 1: whoever does so counts it.
     """
 
     name: str
@@ -124,6 +125,7 @@ class UnitProfile:
     backward: float = 0.0
     shared: int = 1
     peer_rate: float = math.inf
+    averaged: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,6 +255,7 @@ class UnitTime:
     host: float
     read: float
     write: float
+    exchange: float  # the mean with other workers
 
 
 @lru_cache(maxsize=65536)
@@ -274,14 +277,21 @@ def unit_time(unit: UnitProfile, placement: Placement, machine: Machine) -> Unit
         host=0.0 if cost.on_device else unit.params / unit.shared / machine.host_update + _swapped_between(unit),
         read=_over(cost.read, machine.disk_read),
         write=_over(cost.written, machine.disk_write),
+        exchange=_mean(unit.weights, unit.averaged, unit.peer_rate),
     )
 
 
 def _swapped_between(unit: UnitProfile) -> float:
     """Seconds in which workers that share a unit's states send gradients to whoever updates by them, and the updated
-    weights back. They are counted with the update: nothing of a unit goes on meanwhile.
+    weights back. They are counted with the update: nothing of a unit goes on meanwhile; where the plan counts the mean
+    too, in that, for both together take its bytes.
     """
-    return 2 * unit.weights * (unit.shared - 1) / unit.shared / unit.peer_rate
+    return 0.0 if unit.averaged > 1 else _mean(unit.weights, unit.shared, unit.peer_rate)
+
+
+def _mean(nbytes: float, workers: int, rate: float) -> float:
+    """Seconds in which each of the workers has sent the others what is theirs to sum, and got the sums back."""
+    return 2 * nbytes * (workers - 1) / workers / rate
 
 
 def _over(nbytes: int, rate: float) -> float:
@@ -291,6 +301,12 @@ def _over(nbytes: int, rate: float) -> float:
 def ends_seconds(profile: Profile, machine: Machine) -> float:
     """Head, loss and embedding, forward and backward, of one batch."""
     return 3 * machine.seconds(profile.ends.flops)
+
+
+def ends_exchange(profile: Profile) -> float:
+    """The mean of the gradients of what no plan moves, where the plan averages those of the units."""
+    one = profile.units[0]
+    return _mean(profile.ends.weights, one.averaged, one.peer_rate)
 
 
 def ends_update(profile: Profile, machine: Machine) -> float:

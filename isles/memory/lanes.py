@@ -1,5 +1,5 @@
-"""A step of one worker, played through: serial lanes for the device, the link up and down, the host's updates, and the
-disk's reads and writes.
+"""A step of one worker, played through: serial lanes for the device, the link up and down, the host's updates, the
+disk's reads and writes, and the mean of gradients with other workers (`UnitProfile.averaged`).
 
     pass        forward of every unit, top (head and loss), backward of every unit from the last on, bottom (embedding)
     step        as many passes as batches are accumulated; then the update on the device
@@ -8,7 +8,8 @@ Every pass asks for all its bytes when it starts, in the order in which it needs
 order. Transfers and host updates are served by priority: what is needed first goes first, so the first blocks of the
 next forward pass come before the rest ("first come" serves them in the order in which they arise, as a plain queue
 does). With exact updates, all gradients of the step are on the host before the first update, for clipping needs the
-norm of all; with early ones, each unit is updated as soon as its gradients are there.
+norm of all; with early ones, each unit is updated as soon as its gradients are there. Where a plan counts the mean with
+other workers, "there" is when that of the unit has come.
 
 This is the only replay of lanes; `network.planner.replay` plays exchanges between workers, not what one worker does.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from isles.memory.costs import (
     SLOTS,
     Placement,
     Profile,
+    ends_exchange,
     ends_seconds,
     ends_update,
     least_peak,
@@ -34,36 +35,12 @@ from isles.memory.costs import (
     unit_cost,
     unit_time,
 )
-from isles.memory.serial import LANES, LaneName, SerialLane, SimulatedEvent
+from isles.memory.serial import LANES, Deadlock, LaneName, LaneTimeline, SerialLane, SimulatedEvent, SimulatedSpan
 from isles.network.machines import Machine
 
 Update = Literal["exact", "early"]
+_ENDS = -1  # in place of a unit: embedding and head
 _STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
-
-
-class SimulatedSpan(NamedTuple):
-    """What a lane did: seconds since the beginning, seconds it took, and for whom."""
-
-    lane: LaneName
-    start: float
-    seconds: float
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaneTimeline:
-    """step: seconds of one, in the long run. peak: bytes. busy: seconds of a step that each lane works. spans: of all
-    steps, where they were asked for.
-    """
-
-    step: float
-    peak: float
-    busy: dict[LaneName, float]
-    spans: list[SimulatedSpan] = field(default_factory=list)
-
-
-class Deadlock(RuntimeError):
-    """A plan that cannot go on within its budget."""
 
 
 def simulate(
@@ -128,6 +105,7 @@ class _Run:
             "host": SerialLane(self, "host", first_come),
             "read": SerialLane(self, "read", first_come),
             "write": SerialLane(self, "write", first_come),
+            "peers": SerialLane(self, "peers", first_come),
         }
         self.lanes["up"].opposite, self.lanes["down"].opposite = self.lanes["down"], self.lanes["up"]
         self.now, self._number, self._heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
@@ -140,8 +118,10 @@ class _Run:
         self.last: dict[tuple[int, int], tuple[int, ...]] = {}  # use of a slot, by step and unit, that was asked for
         self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
         self.kept: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
-        self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are on the host
-        self.hosted = sum(not cost.on_device for cost in self.costs)
+        self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are there; _ENDS: of the rest
+        self.ends_exchange = ends_exchange(profile)
+        pairs = zip(self.costs, self.times, strict=True)
+        self.awaited = sum(not cost.on_device or times.exchange > 0 for cost, times in pairs) + (self.ends_exchange > 0)
         self.marks: list[float] = []
 
     def play(self) -> LaneTimeline:
@@ -216,7 +196,8 @@ class _Run:
         if task.kind == "update" and self.update == "exact":
             landed = self.landed.pop(task.step, [])
             for unit in landed if self.first_come else sorted(landed):
-                self._update(task.step, unit)
+                if unit != _ENDS and not self.costs[unit].on_device:
+                    self._update(task.step, unit)
         seconds = self._seconds(task)
         self.working = True
         self.device_busy += seconds
@@ -244,7 +225,7 @@ class _Run:
     def _needs(self, task: _Task) -> list[SimulatedEvent]:
         step, batch, kind, unit = task
         if kind == "update":
-            return [self._event("landed", step, happened=not self.hosted)]
+            return [self._event("landed", step, happened=not self.awaited)]
         if kind == "top":
             return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
         if kind == "bottom":
@@ -328,25 +309,40 @@ class _Run:
         cost = self.costs[unit]
         if cost.slot:
             self._slot_used((step, batch, 1, unit))
+        last = batch == self.accumulation - 1
         if cost.on_device:
+            if last and self.times[unit].exchange:
+                self._complete(step, unit, self.times[unit].exchange)
             return cost.backward_end + (cost.gradients if batch else 0)
 
         def landed() -> None:
             self.arena.free(cost.gradients)
-            if batch < self.accumulation - 1:
-                return
-            self.landed.setdefault(step, []).append(unit)
-            if self.update == "early":
-                self._update(step, unit)
-            if len(self.landed[step]) == self.hosted:
-                self._event("landed", step).fire()
+            if last:
+                self._complete(step, unit, self.times[unit].exchange)
 
         urgency = (step, batch, 2, unit)
         lane = self.lanes["write" if cost.filed else "down"]
         lane.submit(urgency, self.times[unit].gradients, landed, f"gradients {unit}")
         return cost.backward_end + cost.slot
 
+    def _complete(self, step: int, unit: int, exchange: float) -> None:
+        """This worker's gradients of the step are complete: what is averaged with others' goes to them first."""
+
+        def there() -> None:
+            self.landed.setdefault(step, []).append(unit)
+            if self.update == "early" and unit != _ENDS and not self.costs[unit].on_device:
+                self._update(step, unit)
+            if len(self.landed[step]) == self.awaited:
+                self._event("landed", step).fire()
+
+        if exchange:
+            self.lanes["peers"].submit((step, unit), exchange, there, "mean" if unit == _ENDS else f"mean {unit}")
+        else:
+            there()
+
     def _end_bottom(self, task: _Task) -> float:
+        if self.ends_exchange and task.batch == self.accumulation - 1:
+            self._complete(task.step, _ENDS, self.ends_exchange)
         return self.ends.bottom + self.ends.carried + (self.ends.bottom_gradients if task.batch else 0)
 
     def _end_update(self, task: _Task) -> float:

@@ -201,6 +201,7 @@ class Managed(Wrapping):
                 loss = closure()
         self.gradients()
         self.runner.finish_pass(whole=True)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # as its own step would: torch's schedules ask
         settings = settings_of(self.inner)
         done: set[int] = set()
         if self._begun is not None:
@@ -366,20 +367,22 @@ class Managed(Wrapping):
             if self.engine.failed is None and self._finalizer.alive:
                 self.catch_up()
         finally:
-            self._finalizer()
-            self.runner.detach()
-            for hook in self._hooks:
-                hook.remove()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """As `close`, but drop updates that have not begun and wait for none that comes from others: after an error,
+        when nobody will use what is under way. Weights may then be of two steps.
+        """
+        self._finalizer()
+        self.runner.detach()
+        for hook in self._hooks:
+            hook.remove()
 
     def __enter__(self) -> Managed:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
-            self.close()
-        else:  # what is under way will not be used
-            self._finalizer()
-            self.runner.detach()
+        self.close() if error is None else self.abandon()
 
 
 def _read_hooks(model: nn.Module, managed: weakref.ref[Managed]) -> list[Any]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from isles.memory.costs import Profile, UnitProfile
 from isles.memory.disk import DiskFile, check_folder, pages
+from isles.memory.engines.base import DEADLINE
 from isles.memory.profile import Loss, own_loss
 from isles.memory.units import edge, forwards, units_of
 from isles.models.decoder import Decoder
@@ -262,7 +263,7 @@ def _disk(folder: str, work: MeasuringEffort) -> tuple[dict[str, float], bool]:
             )
             reading.start()
             found["disk_write"] = max(found["disk_write"], _write(file, begins[0], half, slots[0]))
-            reading.join()
+            reading.join(DEADLINE)
         return found | {"disk_bytes": float(shutil.disk_usage(folder).free)}, file.direct
     finally:
         file.close()

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isles.memory.costs import Ends, Passes, Profile, Transient, UnitProfile
 from isles.memory.meter import MemoryMeter, nbytes
+from isles.memory.profiling.positions import KnownPositions
 from isles.memory.units import ModelUnit, edge, forwards, is_cast, tensors_in, travels_as, units_of
 from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder
@@ -272,7 +273,7 @@ def _fake_trace(
 ) -> Trace:
     dtypes = {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if brought else {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds:
+    with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds, KnownPositions():
         short = units_of(model)
         trace = trace_step(model, short, _like(batch, "cpu"), loss=loss, autocast=autocast, kept=kept)  # type: ignore[arg-type]
     return replace(trace, units=[trace.units[kind] for kind in kinds])

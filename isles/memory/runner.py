@@ -24,7 +24,7 @@ from isles.memory.arena import Arena
 from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_cost, unit_time
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
-from isles.memory.meter import MemoryMeter
+from isles.memory.meter import MemoryMeter, MovedBytes
 from isles.memory.parameters import Brought
 from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering
@@ -45,7 +45,7 @@ class Runner:
     """What happens around the units of one model. See the module.
 
     updated, refreshed: of every unit, the events of its latest update on the host, and of its device copy after that.
-    landing: its gradients. stored: what some have on disk. moved: bytes by lane.
+    landing: its gradients. stored: what some have on disk.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Runner:
         }
         self.updated = [engine.event(True) for _ in units]
         self.refreshed = [engine.event(True) for _ in units]
-        self._moved = {"up": 0, "down": 0}
+        self.counted = MovedBytes()
         self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
         self.passes = PassesUnderWay(len(units), profile.in_flight)
         self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
@@ -104,7 +104,7 @@ class Runner:
     def moved(self) -> dict[str, int]:
         """Bytes by lane."""
         every = self.stored.values()
-        return self._moved | {"read": sum(one.read for one in every), "write": sum(one.written for one in every)}
+        return self.counted.moved | {"read": sum(one.read for one in every), "write": sum(one.written for one in every)}
 
     def detach(self) -> None:
         """Give the units their own forward back."""
@@ -258,16 +258,17 @@ class Runner:
 
     def _slot_granted(self, use: _Use, before: _Use | None, urgency: Urgency, there: LaneEvent) -> None:
         index = use.unit
+        brought, cost = self.brought[index], self.costs[index]
         with self.engine.changed:
             self._uses[use] = None
             if before in self._uses:  # the use before, of the same weights, has not ended: they stay
                 self._uses[before] = there
+                self.counted.stay("read" if cost.filed else "up", cost.fetched)
                 return
-        brought, cost = self.brought[index], self.costs[index]
 
         def fetch() -> None:
             if not cost.filed:
-                self._moved["up"] += cost.fetched
+                self.counted.add("up", cost.fetched)
             self.submit("read" if cost.filed else "up", urgency, self.times[index].slot, brought.fill, there.fire)
 
         self.updated[index].then(fetch)
@@ -296,7 +297,7 @@ class Runner:
                 self.arena.free(cost.swap)
                 out.fire()
 
-            self._moved["down"] += swapped.nbytes
+            self.counted.add("down", swapped.nbytes)
             urgency = self._urgency(Half(number, "forward"), index)
             self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, gone)
         self.arena.free(cost.forward_end + cost.slot)
@@ -306,7 +307,7 @@ class Runner:
     def _swap_granted(self, key: tuple[int, int], urgency: Urgency, back: LaneEvent) -> None:
         def fetch() -> None:
             swapped = self._swapped[key]
-            self._moved["up"] += swapped.nbytes
+            self.counted.add("up", swapped.nbytes)
             work = partial(swapped.to_device, self.device)
             self.submit("up", urgency, self.times[key[1]].swap_up, work, back.fire)
 
@@ -355,7 +356,7 @@ class Runner:
             landed.fire()
 
         if not cost.filed:
-            self._moved["down"] += cost.sent
+            self.counted.add("down", cost.sent)
         urgency = self._urgency(Half(number, "backward"), index, gradients=True)
         self.submit("write" if cost.filed else "down", urgency, self.times[index].gradients, work, done)
 
@@ -366,7 +367,7 @@ class Runner:
 
     def refresh(self, index: int, urgency: Urgency) -> None:
         """Bring a unit's new weights to its copy on the device."""
-        self._moved["up"] += self.costs[index].refreshed
+        self.counted.add("up", self.costs[index].refreshed)
         seconds = self.times[index].refresh
         self.submit("up", urgency, seconds, self.brought[index].refresh, self.refreshed[index].fire)
 

@@ -1,13 +1,39 @@
-"""Serial lanes and events on a simulated clock."""
+"""Serial lanes and events on a simulated clock, and what a simulation tells of them."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
-LaneName = Literal["device", "up", "down", "host", "read", "write"]
-LANES: tuple[LaneName, ...] = ("device", "up", "down", "host", "read", "write")
+LaneName = Literal["device", "up", "down", "host", "read", "write", "peers"]
+LANES: tuple[LaneName, ...] = ("device", "up", "down", "host", "read", "write", "peers")
+
+
+class SimulatedSpan(NamedTuple):
+    """What a lane did: seconds since the beginning, seconds it took, and for whom."""
+
+    lane: LaneName
+    start: float
+    seconds: float
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneTimeline:
+    """step: seconds of one, in the long run. peak: bytes. busy: seconds of a step that each lane works. spans: of all
+    steps, where they were asked for.
+    """
+
+    step: float
+    peak: float
+    busy: dict[LaneName, float]
+    spans: list[SimulatedSpan] = field(default_factory=list)
+
+
+class Deadlock(RuntimeError):
+    """A plan that cannot go on within its budget."""
 
 
 class Clock(Protocol):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from isles.network.routing.orders import in_flight
 from isles.pipeline.boundaries.lengths import StreamCodec
 from isles.pipeline.boundaries.names import boundary_name
+
+Consistency = Literal["exact", "strict", "relaxed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +21,11 @@ class PipelineConfig:
     """Workers in a row that hold a replica's blocks, a part each; 1: every worker holds the whole model."""
     microbatches: int = 4
     """Into how many a replica's batch is cut; more keep the stages busier, on smaller products."""
-    routing: Literal["fixed", "random", "skippipe", "ravnest"] = "fixed"
+    routing: Literal["fixed", "random", "skippipe", "swarm", "ravnest"] = "fixed"
     """Which way they go: "fixed" through their own replica's stages; "random" at every boundary to a replica drawn for
     each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step;
-    "skippipe" by the paths of a plan, which leave out stages and exchange them; "ravnest" through clusters of stages
+    "skippipe" by the paths of a plan, which leave out stages and exchange them; "swarm" at every boundary to a peer of
+    the next stage chosen by its speed, where peers may be lost; "ravnest" through clusters of stages
     that update without waiting for each other, each microbatches times a step.
     """
     clusters: tuple[tuple[int, ...], ...] = ()
@@ -32,6 +36,29 @@ class PipelineConfig:
     """With routing = "ravnest": factor on the learning rate of an update by a gradient tau updates old."""
     average_optimizer: bool = False
     """With routing = "ravnest": clusters average the optimizer's state as well as the weights."""
+    peers: tuple[int, ...] = ()
+    """With routing = "swarm": workers of every stage at the start, such as [3, 2], the first of them of stage 0; empty:
+    shared out evenly.
+    """
+    consistency: Consistency = "exact"
+    """With routing = "swarm": what a step is worth where peers are lost: "exact", the gradient of the same microbatches
+    once each, mended from what neighbours have kept; "strict", the same by beginning the step again; "relaxed", what a
+    lost peer had counted is run again, and counts twice at other stages.
+    """
+    forward_deadline: float = 30.0
+    """With routing = "swarm": seconds after which a microbatch whose forward pass was not told to be done goes to
+    another peer.
+    """
+    backward_deadline: float = 75.0
+    """With routing = "swarm": the same from there until its gradient is back."""
+    rebalance: Literal["none", "queue", "throughput"] = "none"
+    """With routing = "swarm": who goes to another stage between two steps: nobody; whoever has the shortest queue, to
+    the stage with the longest ("queue"); whoever helps the slowest stage most ("throughput").
+    """
+    rebalance_every: float = 300.0
+    """Seconds from one look at that to the next."""
+    hysteresis: float = 0.25
+    """By how much a move must help, as a share of what there is."""
     plan: str = ""
     """With routing = "skippipe": the file that `isles pipeline plan` wrote."""
     gradients: Literal["global", "visits"] = "global"
@@ -107,6 +134,14 @@ class PipelineConfig:
             self._check_clusters()
         else:
             self._refuse_without("ravnest", "clusters", "stage_lr", "average_optimizer")
+        if self.routing == "swarm":
+            self._check_swarm()
+        else:
+            self._refuse_without("swarm", "peers", "consistency", "forward_deadline", "backward_deadline", "rebalance")
+        if self.rebalance == "none":
+            for key in ("rebalance_every", "hysteresis"):
+                if (value := getattr(self, key)) != getattr(type(self), key):
+                    raise ValueError(f'{key} = {value} acts with rebalance = "queue" or "throughput": set that')
         if self.stages == 1:
             self._refuse_idle_settings()
         if self.cut and len(self.cut) != self.stages - 1:
@@ -131,6 +166,25 @@ class PipelineConfig:
             if getattr(self, key) != getattr(type(self), key):
                 written = f'"{value}"' if isinstance(value := getattr(self, key), str) else value
                 raise ValueError(f'{key} = {written} acts with routing = "{routing}" only: set that, or leave it out')
+
+    def _check_swarm(self) -> None:
+        if self.peers:
+            if self.stages not in (1, len(self.peers)):
+                raise ValueError(f"stages = {self.stages}: peers = {list(self.peers)} is {len(self.peers)} stages")
+            object.__setattr__(self, "stages", len(self.peers))  # said, so that whoever asks sees stages
+        if self.stages == 1:
+            raise ValueError('stages = 1: with routing = "swarm" say stages, or peers = [3, 2]')
+        if self.peers and min(self.peers) < 1:
+            raise ValueError(f"peers = {list(self.peers)}: every stage needs at least 1 at the start")
+        if not self.hysteresis >= 0:
+            raise ValueError(f"hysteresis = {self.hysteresis}: choose 0 or more, such as 0.25")
+        for key in ("forward_deadline", "backward_deadline", "rebalance_every"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose seconds above 0")
+        for key in ("loss_at", "order", "recompute", "together", "stage_loss", "subspace_update"):
+            value = getattr(self, key)
+            if value != getattr(type(self), key) and value != "last":
+                raise ValueError(f'{key} = {value!r} does not go with routing = "swarm": leave it out')
 
     def _check_clusters(self) -> None:
         for key in ("loss_at", "boundary", "together"):
@@ -215,15 +269,17 @@ class PipelineConfig:
 
     @property
     def where_loss(self) -> Literal["auto", "last", "origin"]:
-        """`loss_at`, or the origin where only that will do."""
+        """`loss_at`, or the place where only that will do."""
+        if self.routing == "swarm":
+            return "last"
         return "origin" if self.routing == "skippipe" or self.stage_loss else self.loss_at
 
     @property
     def neighbours(self) -> int:
-        """Workers in a row that reach each other over world.inner_links: the stages of a replica; with a plan or
-        clusters none, for their nodes lie where links say.
+        """Workers in a row that reach each other over world.inner_links: the stages of a replica; with a plan, a
+        swarm or clusters none, for their nodes lie where links say.
         """
-        return self.stages if self.together and not self.clusters and self.routing != "skippipe" else 1
+        return self.stages if self.together and not self.clusters and self.routing not in ("skippipe", "swarm") else 1
 
     def _refuse_idle_settings(self) -> None:
         for field in fields(self):

@@ -1,8 +1,8 @@
-"""A stage that several workers hold alike, where other stages have more or fewer copies."""
+"""Stages that several workers hold alike, where other stages have more or fewer copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,18 @@ from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.replicas.replica import PeerQuestion, Plain, summed
+
+
+class ToldNorm(Plain):
+    """A stage of which somebody else knows the norm of the whole gradient: `told`, after each step's gradients."""
+
+    def __init__(self, model: nn.Module, inner: Optimizer, told: Callable[[], float]) -> None:
+        super().__init__(model, inner, charged=True)
+        self.told = told
+
+    @override
+    def norm(self, rows: Group | None = None) -> Tensor:
+        return torch.tensor(self.told(), device=self.parameters[0].device, dtype=self.parameters[0].dtype)
 
 
 class StageCopy(Plain):

@@ -15,7 +15,7 @@ from isles.memory.disk import disk_vectors
 from isles.models import choose_device
 from isles.replicas import method
 from isles.replicas.replica import Plain
-from isles.replicas.stage_copy import StageCopy
+from isles.replicas.stage_copy import StageCopy, ToldNorm
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_notices, inner_optimizer
 from isles.training.config.sections import Config
@@ -30,12 +30,13 @@ def wrapped(
     manage: Callable[[nn.Module, Optimizer], Optimizer] = lambda model, inner: inner,
     *,
     everyone: Group | None = None,
+    norm: Callable[[], float] | None = None,
 ) -> tuple[ReplicaSync, list[str]]:
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
     `group` is then across them. peers: the stages of its replica, where `model` is one of several. manage: what is put
     around the inner optimizer of a model. everyone: all workers, where a plan gives stages unequal numbers of them; the
-    `group` is then the holders of this worker's stage. ValueError, with the key, where the run cannot mean what they
-    say.
+    `group` is then the holders of this worker's stage. norm: of the whole gradient,
+    where somebody knows it. ValueError, with the key, where the run cannot mean what they say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     replicas = as_roster(group).founders
@@ -47,7 +48,10 @@ def wrapped(
         if island is None or island.size == 1:
             part = kind.local_part(model, replicas, config.replicas)
             inner = _stepped(config, part, kind, peers, manage)
-            if config.pipeline.routing == "skippipe":
+            if norm is not None:
+                assert isinstance(inner, Optimizer)
+                inner = ToldNorm(part, inner, norm)
+            elif config.pipeline.routing == "skippipe":
                 assert everyone is not None and isinstance(inner, Optimizer)
                 by_stage = config.pipeline.clip == "stage"
                 inner = (
@@ -113,7 +117,7 @@ def _stepped(
 ) -> Optimizer | Plain:
     """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
     inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
-    if peers is None or peers.size == 1 or config.pipeline.routing == "skippipe":
+    if peers is None or peers.size == 1 or config.pipeline.routing in ("skippipe", "swarm"):
         return inner
     over = "peers" if config.pipeline.clip == "model" else "own"
     return Plain(part, inner, peers=peers, clip_over=over, charged=True)

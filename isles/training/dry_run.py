@@ -118,6 +118,10 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
     what the run itself would refuse before it trains.
     """
+    if config.pipeline.routing == "swarm":
+        raise ValueError(
+            'pipeline.routing = "swarm": its microbatches find their way as they travel, so no plan is made'
+        )
     context = _refuse_files(config)
     world, run = config.world, config.run
     layout, plan = layout_of(config), plan_of(config.pipeline)
@@ -201,6 +205,8 @@ def refuse(config: Config) -> None:
     _refuse_files(config)
     if config.pipeline.routing == "ravnest":
         cluster_cuts(config)
+    elif config.pipeline.routing == "swarm":
+        planned_cut(config)
     elif config.model.factory is None and config.model.hf is None and config.method in METHODS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run says it again

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from isles.memory.activations import Remade, count_all
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
 from isles.memory.disk import check_folder
@@ -26,7 +27,8 @@ from isles.memory.meter import MemoryMeter
 from isles.memory.passes import PassWay
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
-from isles.memory.search import best
+from isles.memory.profiling.fully_sharded import fully_sharded
+from isles.memory.search import METHODS, best
 from isles.memory.sharing import portions_of
 from isles.memory.units import units_of
 from isles.models import choose_device, limits, sketch
@@ -35,13 +37,11 @@ from isles.network.named import links
 from isles.network.routing.routes import Task
 from isles.network.units import parse_bytes
 from isles.replicas import method
-from isles.replicas.gradient.bucketed import BucketedSync
-from isles.replicas.loop.outer import OuterSync
-from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.memory_stages import refuse_staged, stage_profile
+from isles.training.memory_refused import refusals, sharded_over
+from isles.training.memory_stages import stage_profile
 from isles.wrapping import SpreadShares, Wrapping
 
 _WAYS: dict[str, PassWay] = {"F": "forward", "B": "backward"}
@@ -77,13 +77,18 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
     model = sketch(config.model)
     context, _ = limits(config.model)
     sequences = config.data.batch_size_per_worker(config.world.workers)
+    state_bytes = adamw_bytes if adamw else lambda parameter: 0
     made = profile(
         model,
         torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
-        autocast="bf16" if config.model.autocast == "bf16" else "none",
-        state_bytes=adamw_bytes if adamw else lambda parameter: 0,
+        autocast="none" if config.model.autocast == "none" else "bf16",  # float16 takes the same bytes
+        state_bytes=state_bytes,
         name=name,
     )
+    if (sharded := sharded_over(config)) is not None:
+        size, keeps = sharded
+        batches = config.inner.accumulation
+        made = fully_sharded(made, model, size, keeps_gathered=keeps, batches=batches, state_bytes=state_bytes)
     sharing = sharers(config)
     rate = _peer_rate(config) if sharing > 1 else math.inf
     units = tuple(replace(unit, shared=sharing, peer_rate=rate) for unit in made.units)
@@ -110,7 +115,7 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
     memory = config.memory
     sharing = sharers(config)
     if memory.plan:
-        plan = _read(memory.plan, made, here, memory.disk)
+        plan = _read(memory, made, here)
         if plan.shared != sharing:
             raise ValueError(
                 f"memory.plan = {memory.plan!r} shares states among {plan.shared} workers, this run among {sharing}: "
@@ -159,76 +164,24 @@ def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float
     return asked
 
 
-def _read(path: str, made: Profile, here: Machine, disk: str) -> MemoryPlan:
+def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
+    path = memory.plan
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"memory.plan = {path!r}: cannot be read ({error}); name a plan's file") from None
     plan = from_json(text, f"memory.plan = {path!r}")
     plan.check(made, here)
-    if plan.disk_bytes and not disk:
+    if plan.disk_bytes and not memory.disk:
         raise ValueError(f"memory.plan = {path!r} puts units on disk: set memory.disk to a folder")
+    places, activations = METHODS["auto" if memory.method == "none" else memory.method]
+    for one in plan.placements:
+        if one.place not in places or one.activations not in activations:
+            raise ValueError(
+                f'memory.plan = {path!r} chooses {one.short}, which memory.method = "{memory.method}" leaves out: set '
+                f'it to "{plan.method}", or plan again'
+            )
     return plan
-
-
-def refusals(config: Config) -> None:
-    """ValueError, with the key, for what a plan of memory cannot be together with."""
-    memory, kind = config.memory, method(config.method)
-    if memory.vectors == "disk":
-        if not issubclass(kind, OuterSync):
-            raise ValueError(
-                f'memory.vectors = "disk": {config.method} keeps no vectors from round to round; leave it out, or take '
-                "an outer method, such as diloco"
-            )
-        check_folder(memory.disk, 0)
-    if memory.method == "none":
-        return
-    inside = method(config.world.inside) if config.world.inner > 1 else kind
-    for name, one in ((config.method, kind), (f'world.inside = "{config.world.inside}"', inside)):
-        if one.needs_whole:
-            raise ValueError(
-                f"memory.method: {name} changes or shards the parameters by itself, so a plan cannot place them: set "
-                'memory.method = "none", or choose another method'
-            )
-    if config.model.autocast == "fp16":
-        raise ValueError(
-            'memory.method: a gradient scaler may skip a step after its updates have begun: set model.autocast = "bf16"'
-        )
-    if config.pipeline.stages > 1:
-        refuse_staged(config)
-    if config.model.compile:
-        raise ValueError(
-            "memory.method: a compiled model runs its blocks as one, so none can be moved: leave out compile"
-        )
-    if memory.shard:
-        _refuse_sharing(config, inside)
-    if memory.update == "early":
-        if config.inner.max_norm:
-            raise ValueError(
-                'memory.update = "early" updates blocks before the norm of all gradients is known: set inner.max_norm '
-                '= 0, or memory.update = "exact"'
-            )
-        if kind.level == "optimizer":
-            raise ValueError(
-                f'memory.update = "early" would update blocks before {config.method} has exchanged their gradients: '
-                'set memory.update = "exact"'
-            )
-        if getattr(config.replicas, "error_feedback", "none") != "none" and issubclass(kind, BucketedSync):
-            raise ValueError(
-                'memory.update = "early": with error feedback all workers may skip a step when it has begun: set '
-                'replicas.error_feedback = "none", or memory.update = "exact"'
-            )
-
-
-def _refuse_sharing(config: Config, inside: type[ReplicaSync]) -> None:
-    """ValueError where no workers are kept alike after every step, or what is shared lies on disk."""
-    if not issubclass(inside, BucketedSync):
-        raise ValueError(
-            f"memory.shard: workers of {config.method} have weights of their own between exchanges, so none can update "
-            "for another: take ddp, or islands (world.inner) with it inside, or leave memory.shard out"
-        )
-    if config.memory.disk and config.memory.vectors != "disk":
-        raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")
 
 
 def _refuse_here(config: Config) -> None:
@@ -310,7 +263,7 @@ class PlannedMemory:
 
     def __init__(self, config: Config, stage: int = 0) -> None:
         self.config, self.stage = config, stage
-        self.managed: Managed | None = None
+        self.managed: Managed | Remade | None = None
         self.notices: list[str] = []
         """What a user should know, once it is managed."""
         self._meter = MemoryMeter()
@@ -321,6 +274,11 @@ class PlannedMemory:
         if self.config.memory.method == "none":
             return inner
         made, here, plan = prepared(self.config, self.stage)
+        if self.config.memory.method == "checkpoint" and not self.config.memory.emulate:
+            self.managed = Remade(plan, model)
+            if self._is_seen:
+                count_all(self._meter, model, inner)
+            return inner
         self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
         virtual = self.config.world.backend == "virtual"
         engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
@@ -338,7 +296,7 @@ class PlannedMemory:
 
     def announce(self, tasks: Sequence[Task]) -> None:
         """The order of a stage's tasks in the step that begins."""
-        if self.managed is not None:
+        if isinstance(self.managed, Managed):
             self.managed.announce([(_WAYS[task.kind], task[1:]) for task in tasks if task.kind in _WAYS])
 
     def device(self, model: nn.Module) -> torch.device:
@@ -349,19 +307,38 @@ class PlannedMemory:
         """Around the passes of each step: the first few are counted, storage by storage; counting all would cost a
         small model much of its speed.
         """
-        if self.managed is None or self.managed.device.type != "cpu" or self._metered == _METERED:
+        if self.managed is None or not self._is_seen or self._metered == _METERED:
             return nullcontext()
         self._metered += 1
         return self._meter
 
-    def _measured_peak(self) -> int:
-        device = self.device(self.managed.model) if self.managed is not None else torch.device("cpu")
-        return self._meter.peak if device.type == "cpu" else int(torch.cuda.max_memory_allocated(device))
+    @property
+    def _is_seen(self) -> bool:
+        """Whether every byte is made where the meter sees it: not by a GPU, and not by fsdp, whose weights come and go
+        in storages of torch's own.
+        """
+        return choose_device(self.config.model).type == "cpu" and sharded_over(self.config) is None
+
+    def _measured_peak(self) -> int | None:
+        if self._is_seen:
+            return self._meter.peak
+        on_gpu = choose_device(self.config.model).type == "cuda"
+        return int(torch.cuda.max_memory_allocated()) if on_gpu else None
 
     def close(self) -> None:
-        """End the plan's threads and give the model its own forward back."""
+        """Let updates land, end the plan's threads and give the model its own forward back."""
         if self.managed is not None:
             self.managed.close()
+
+    def __enter__(self) -> PlannedMemory:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """As `close`; after an error nothing is waited for."""
+        if error is not None and isinstance(self.managed, Managed):
+            self.managed.abandon()
+        else:
+            self.close()
 
     def told(self, seconds: float) -> dict[str, Any] | None:
         """For the summary. seconds: of a step, as it was."""

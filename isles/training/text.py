@@ -16,17 +16,19 @@ from isles.training.config.sections import Config
 
 
 class Text:
-    """This worker's. corpus: that of `config.data`, where it was loaded already. ValueError for text that the model or
-    the batch does not fit.
+    """This worker's. corpus: that of `config.data`, where it was loaded already. share: (which, of how many) of the
+    text; None: that of the worker's place. ValueError for text that the model or the batch does not fit.
     """
 
-    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
+    def __init__(
+        self, config: Config, world: Mesh, corpus: Corpus | None = None, share: tuple[int, int] | None = None
+    ) -> None:
         self.corpus = corpus or load_corpus(config.data)
         context, vocab = limits(config.model)
         check_vocabulary(vocab, self.corpus.tokenizer)
         if world.local_rank == 0:  # every machine has files of its own
             world.report({"corpus": self.corpus.sha256, "rank": world.rank})
-        reader, readers = world.reader
+        reader, readers = share or world.reader
         self.loader = Loader(
             self.corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed
         )

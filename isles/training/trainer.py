@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
@@ -33,17 +34,16 @@ from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import Recovery
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.sync import ReplicaSync
 from isles.schema import Metrics
 from isles.training.assemble import weighs_samples, wrapped
-from isles.training.clustered.node import train_clustered
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
-from isles.training.draws import draws_state, restore_draws, seed_draws
+from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
 from isles.training.expected import expectation
 from isles.training.memory import PlannedMemory
-from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import first_nan, not_finite
 from isles.training.records.saved import save_model, start_weights
@@ -71,18 +71,15 @@ class Trainer:
         self.config, self.world = config, world
         uneven = config.pipeline.routing == "skippipe"  # a node learns as much as its visits
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
-        self.text = Text(config, world, corpus) if world.place.stage == 0 else None
-        judges = told_by_first(world.stage, self.text is not None and self.text.judges)
-        self.judges = judges and (config.pipeline.routing != "skippipe" or world.place.replica == 0)
-        """Whether text was kept for validation, known to all stages; with a plan the first column judges for all."""
+        self.text = self._text(corpus) if world.place.stage == 0 else None
+        self.judges = self._judging()
+        """Whether text was kept for validation, known to all who judge."""
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
         self.memory = PlannedMemory(config, world.place.stage)
         manage = self.memory.manage
-        self.optimizer, notices = wrapped(  # or refuses
-            config, model, roster or world.outer, world.inner, world.stage, manage, everyone=world.world
-        )
+        self.optimizer, notices = self._wrapped(model, roster, manage)
         self.model = self.optimizer.model
         if weighs_samples(config):
             notices += self._weigh()
@@ -101,7 +98,7 @@ class Trainer:
         self.model_step: Step = (
             Whole(self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation)
             if cut is None or scheme is None
-            else Staged(config, world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
+            else self._staged(cut, scheme)
         )
         self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0
@@ -113,6 +110,28 @@ class Trainer:
         compared = world.outer.size > 1 and speaks and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
+
+    def _text(self, corpus: Corpus | None) -> Text:
+        """What a worker of the first stage reads."""
+        return Text(self.config, self.world, corpus)
+
+    def _judging(self) -> bool:
+        """With a plan the first column judges for all."""
+        judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
+        return judges and (self.config.pipeline.routing != "skippipe" or self.world.place.replica == 0)
+
+    def _wrapped(
+        self, model: nn.Module, roster: Roster | None, manage: Callable[[nn.Module, Optimizer], Optimizer]
+    ) -> tuple[ReplicaSync, list[str]]:
+        """The optimizer of the run, or a refusal; and what is to be said of it."""
+        world = self.world
+        return wrapped(
+            self.config, model, roster or world.outer, world.inner, world.stage, manage, everyone=world.world
+        )
+
+    def _staged(self, cut: Cut, scheme: Scheme) -> Step:
+        """How this worker runs its stage."""
+        return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
 
     def _weigh(self) -> list[str]:
         """Tell the others how much text this worker has."""
@@ -277,12 +296,15 @@ class Trainer:
     def report(self, val_loss: float | None) -> None:
         """Tell the launcher how far this worker is."""
         step, rank = self.optimizer.steps, self.world.rank
-        self.world.report(asdict(self.metrics(val_loss)) | self.optimizer.gauges())
+        self.world.report(asdict(self.metrics(val_loss)) | self._gauges())
         if self.sample is not None:
             self.optimizer.catch_up()
             sample = {"sample": self.sample.read(), "weights": self.sample.weights}
             self.world.report(sample | {"step": step, "worker": rank})
         self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
+
+    def _gauges(self) -> dict[str, float]:
+        return self.optimizer.gauges()
 
     def _report_spans(self, spans: list[dict[str, Any]]) -> None:
         if spans:
@@ -373,23 +395,3 @@ class Trainer:
         if self.text is None or not self.judges:
             return None
         return validation_loss(model, self.text.validation(), self.autocast())
-
-
-def train_worker(
-    world: Mesh, config: Config, out: Path | None = None, resume: int | None = None, corpus: Corpus | None = None
-) -> dict[str, Any] | None:
-    """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
-    from. corpus: see `Trainer`.
-    """
-    seed_draws(config.run.seed, world.rank)
-    world = world.arranged(layout_of(config))
-    if config.pipeline.routing == "ravnest":
-        return train_clustered(world, config, out, resume, corpus)
-    trainer = Trainer(config, world, corpus)
-    if resume is not None:
-        assert out is not None
-        trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
-    try:
-        return trainer.run(out)
-    finally:
-        trainer.memory.close()

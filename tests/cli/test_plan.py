@@ -162,7 +162,9 @@ def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
     assert str(tmp_path / "eager-table2.csv") in err
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "karma-hybrid" else name for name in presets()]
+)
 def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(eager_tables, "JOBS", {"1B": eager_tables.JOBS["1B"]})  # their size is tested in tests/network
     monkeypatch.setattr(noloco_sheets, "_TREES", 20)
@@ -171,6 +173,37 @@ def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyP
     made = sheet(name)
     assert made.name == name and made.table.rows and json.loads(json.dumps(made.data, allow_nan=False))["rows"]
     assert {len(row) for row in made.table.rows} == {len(made.table.heads)}
+
+
+PARALLEL = ["--params", "1.3B", "--layers", "24", "--workers", "8", "--machine", "RTX 3060", "--step-tokens", "16384"]
+
+
+def test_ways_out_of_core_and_cut(plan):
+    code, out, err = plan("--compare-parallel", *PARALLEL, "--bandwidth", "10Gbit/s", "--per-host", "2", "--json")
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    names = {row["way"] for row in rows}
+    assert names >= {"out of core, states shared", "fsdp", "pipeline x data", "tensor x pipeline x data"}
+    fits = [row for row in rows if row["step_seconds"] is not None]
+    assert fits == sorted(fits, key=lambda row: row["step_seconds"])
+    assert all(row["device_bytes"] <= 12e9 for row in fits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--compare-parallel", *PARALLEL], "--compare-parallel: missing: --links or --bandwidth"),
+        (["--compare-parallel", *PARALLEL, "--links", "lan", "--gpu", "A100"], "--compare-parallel: leave out --gpu"),
+        (["--compare-parallel", *PARALLEL, "--links", "lan", "--sequence", "1000"], "no whole number of sequences"),
+        (["--compare-parallel", *PARALLEL, "--links", "lan", "--per-host", "3"], "choose 2 or more that fill"),
+        ([*PARALLEL, "--links", "lan"], "--machine: of --compare-parallel; give that too"),
+        (["--preset", "karma-hybrid", "--compare-parallel"], "has its own numbers: leave out --compare-parallel"),
+    ],
+)
+def test_ways_that_cannot_be_compared_are_one_line(plan, arguments: list[str], told: str):
+    code, out, err = plan(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
 
 
 def test_list_of_presets(plan):

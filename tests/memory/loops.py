@@ -49,7 +49,7 @@ def vars_of(shape: Shape) -> dict[str, Any]:
 
 @dataclass
 class Left:
-    """What a run leaves. moved: bytes over each lane."""
+    """What a run leaves. moved: bytes over each lane. stayed: that did not come up again, for they were there."""
 
     losses: list[float]
     weights: list[Tensor]
@@ -57,6 +57,7 @@ class Left:
     peak: int = 0
     planned: int = 0
     moved: dict[str, int] | None = None
+    stayed: int = 0
 
     def same(self, other: Left) -> bool:
         return (
@@ -112,13 +113,13 @@ def train(
     autocast: str = "none",
     steps: int = 4,
     first: int = 0,
-    start: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None,
+    start: tuple[Any, ...] | None = None,
     ends_with: list[Any] | None = None,
     around: Callable[[Managed], None] | None = None,
     disk: str = "",
 ) -> Left:
-    """`steps` steps from number `first`. start: states of model, optimizer and schedule to go on from; ends_with gets
-    those that it leaves. around: is shown the managed optimizer before the first step.
+    """`steps` steps from number `first`. start: states of model, optimizer, schedule and random numbers to go on from;
+    ends_with gets those that it leaves. around: is shown the managed optimizer before the first step.
     """
     torch.manual_seed(0)
     model = task.make()
@@ -142,6 +143,8 @@ def train(
         optimizer.load_state_dict(start[1])
         schedule.load_state_dict(start[2])
     torch.manual_seed(5)  # of dropout
+    if start is not None:
+        torch.set_rng_state(start[3])
     losses = []
     with managed or nullcontext():
         for step in range(first, first + steps):
@@ -161,9 +164,10 @@ def train(
                 optimizer.zero_grad()
             schedule.step()
         if ends_with is not None:
-            ends_with.extend([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])
+            ends_with.extend([model.state_dict(), optimizer.state_dict(), schedule.state_dict(), torch.get_rng_state()])
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     state = [value.clone() for p in model.parameters() for value in inner.state[p].values()]
     if managed is None:
         return Left(losses, weights, state)
-    return Left(losses, weights, state, meter.peak, managed.plan.peak, managed.runner.moved)
+    runner = managed.runner
+    return Left(losses, weights, state, meter.peak, managed.plan.peak, runner.moved, runner.counted.stayed["up"])

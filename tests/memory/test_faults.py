@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import isles
+from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
-from isles.memory.engines.base import LaneFailed
+from isles.memory.engines.base import Engine, LaneFailed
 from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
@@ -20,6 +22,9 @@ from isles.memory.parameters import Brought
 from isles.memory.plan import PlanMismatch
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
+from isles.training.config.reading import read_config
+from isles.training.step import Whole
+from isles.training.worker import train_worker
 from tests.memory.loops import DECODER, SHAPE, UNITS, Task, adamw, plan_of, profiled, train
 from tests.memory.managing import HOST, OPTIMIZER, managed_decoder, one_step
 
@@ -28,9 +33,19 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("memory ")]
 
 
-@pytest.mark.parametrize("name", ["fill", "take_gradients", "refresh"])
-def test_an_error_on_a_lane_reaches_the_computation_within_a_second(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+_BREAKS = {
+    "up": (Brought, "fill", HOST),
+    "up, after an update": (Brought, "refresh", OPTIMIZER),
+    "up, activations": (Swapped, "to_device", HOST),
+    "down": (Swapped, "to_host", HOST),
+    "host": (torch.optim.AdamW, "step", HOST),
+}
+
+
+@pytest.mark.parametrize("lane", _BREAKS)
+def test_an_error_on_a_lane_reaches_the_computation_within_a_second(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, failed = MemoryError("the host is full"), [0.0]
+    kind, name, plan = _BREAKS[lane]
 
     def fail(*_: Any) -> None:
         failed[0] = time.perf_counter()
@@ -38,12 +53,9 @@ def test_an_error_on_a_lane_reaches_the_computation_within_a_second(name: str, m
 
     late = []
     for _ in range(3):  # on a loaded machine a thread may not be served for a second
-        model, managed = managed_decoder(OPTIMIZER if name == "refresh" else HOST, Paced())
+        model, managed = managed_decoder(plan, Paced())
         with monkeypatch.context() as patch:
-            if name == "take_gradients":
-                patch.setattr(torch.optim.AdamW, "step", fail)
-            else:
-                patch.setattr(Brought, name, fail)
+            patch.setattr(kind, name, fail)
             with pytest.raises((LaneFailed, MemoryError)) as caught, managed:
                 for number in range(2):
                     one_step(model, managed, number)
@@ -73,6 +85,7 @@ def test_no_thread_outlives_the_run(how: str) -> None:
                 loss.backward()
         assert not _threads()
         assert model(DECODER.batch(0)).loss.isfinite()  # the model has its own forward again
+        assert model.state_dict()  # and nobody who reads it waits for updates that will not come
 
 
 def _raise(_: Any) -> None:
@@ -82,6 +95,55 @@ def _raise(_: Any) -> None:
 def _interrupt(_: Any) -> None:
     signal.raise_signal(signal.SIGINT)  # as Ctrl-C
     time.sleep(0)
+
+
+@pytest.mark.parametrize("how", ["error", "interrupt"])
+def test_no_thread_outlives_a_run_of_the_trainer(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["world.workers=1", "model.d_model=64", "model.layers=4", "model.context=32", "data.batch_size=2"]
+    moved = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=2MB", "memory.emulate=true"]
+    config = read_config(None, {"replicas.method": "none", "world.backend": "distributed"}, [*small, *moved])
+    real, passes = Whole._backward, list[int]()
+
+    def breaks(self: Whole, tokens: torch.Tensor) -> torch.Tensor:
+        passes.append(1)
+        if len(passes) < 3:
+            return real(self, tokens)
+        assert _threads()
+        loss = self._model(tokens).loss
+        loss.register_hook(_raise if how == "error" else _interrupt)
+        loss.backward()
+        raise AssertionError("it does not come so far")
+
+    monkeypatch.setattr(Whole, "_backward", breaks)
+    with pytest.raises(RuntimeError if how == "error" else KeyboardInterrupt):
+        train_worker(isles.init(), config)
+    assert not _threads()
+
+
+def test_an_idle_lane_ends_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isles.memory.engines.paced.IDLE", 0.05)
+    engine, done = Paced(), [threading.Event(), threading.Event()]
+    for number, event in enumerate(done):
+        engine.submit("host", (number,), 0.0, lambda: None, event.set)
+        assert event.wait(30)
+        deadline = time.monotonic() + 30
+        while _threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not _threads()
+    engine.close()
+
+
+def test_every_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that never does what it should: the computation says so, and goes no further."""
+    monkeypatch.setattr("isles.memory.engines.base.DEADLINE", 0.2)
+    model, managed = managed_decoder(HOST, _Deaf())
+    with pytest.raises(TimeoutError, match=r"memory: memory for forward of blocks\.0 did not come within"), managed:
+        one_step(model, managed)
+
+
+class _Deaf(Engine):
+    def submit(self, *_: Any) -> None:
+        pass
 
 
 def test_threads_end_with_an_optimizer_that_nobody_closed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement, Profile, least_peak, unit_time
 from isles.memory.lanes import Deadlock, simulate
 from isles.network.machines import Machine
-from tests.memory.instances import NOTHING, instance, uniform
+from tests.memory.instances import NOTHING, instance, priority_gains, uniform
 
 MIB = 2**20
 
@@ -100,26 +100,6 @@ def test_less_than_a_plan_needs_is_said() -> None:
 
 @pytest.mark.parametrize(("update", "least"), [("exact", 1.08), ("early", 1.03)])
 def test_priority_is_never_slower_than_first_come(update: str, least: float) -> None:
-    rng, gains = random.Random(3), []
-    for _ in range(40):
-        made, machine = instance(rng, 12, equal=True)
-        unit = made.units[0]
-        device = 12 * 4 * unit.forward
-        moved = 12 * unit.moved
-        up, down = (moved / (device * rng.uniform(0.3, 1.0)) for _ in range(2))
-        machine = replace(
-            machine,
-            up=up,
-            down=down,
-            up_both=up,
-            down_both=down,
-            host_update=12 * unit.params / (device * rng.uniform(0.4, 1.1)),
-        )
-        plan = uniform(made, "optimizer", "recompute")
-        first, ours = (
-            simulate(made, plan, machine, budget=math.inf, update=update, first_come=come).step  # type: ignore[arg-type]
-            for come in (True, False)
-        )
-        gains.append(first / ours)
+    gains = priority_gains(update)
     assert min(gains) >= 0.999
     assert sum(gains) / len(gains) >= least

@@ -14,7 +14,7 @@ from isles.memory.units import units_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import SIZES, flops_per_token, parameters
 from tests.memory.loops import DECODER, profiled
-from tests.memory.test_exact import TASKS
+from tests.memory.models import TASKS
 
 FORMATS = {
     "float32": (torch.float32, "none"),
@@ -101,12 +101,22 @@ def test_under_autocast_matrices_travel_as_bfloat16() -> None:
 
 def test_operations_of_other_models_are_counted() -> None:
     pytest.importorskip("transformers")
-    made = profiled(TASKS["llama"], "none")
+    made = profiled(TASKS["llama", False], "none")
     width, inner, tokens, sequences = 64, 128, 33, 2
     matrices = 2 * width * width + 2 * width * (width // 2) + 3 * width * inner
     attention = 2 * tokens * width
     assert made.units[0].flops == pytest.approx(2 * sequences * tokens * (matrices + attention))
     assert made.ends.flops == pytest.approx(2 * sequences * tokens * width * 256)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_other_models_look_at_their_positions(name: str, drops: bool) -> None:
+    """Without knowing them transformers builds masks that its real run does not."""
+    pytest.importorskip("transformers")
+    task = TASKS[name, drops]
+    real = trace_step(model := task.make().train(), units_of(model), task.batch(0), loss=task.loss)
+    assert [one.resident.saved for one in profiled(task, "none").units] == [one.saved for one in real.units]
 
 
 def test_seconds_can_be_measured() -> None:

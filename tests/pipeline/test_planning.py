@@ -15,7 +15,7 @@ from isles.network.planner.job import Job
 from isles.pipeline.planning import StagesJob, WorkerSplit, plan_splits, planned, splits
 from isles.training.config.reading import read_config
 from isles.training.running.virtual import VirtualWorkers
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 from tests.training.runs import write_text
 
 CONTEXT, SEQUENCES, STEP = 32, 4, 0.1  # a worker's share of a step

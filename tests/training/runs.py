@@ -15,7 +15,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 
 CONTEXT, BATCH = 16, 2
 TINY = [

@@ -32,7 +32,8 @@ from isles.training.records.regroup import _cut_notes, prepare
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
-from isles.training.trainer import Trainer, train_worker
+from isles.training.trainer import Trainer
+from isles.training.worker import train_worker
 from tests.training.runs import Told, run, tiny, write_text
 
 MORE = ["model.layers=4", "model.tie_embeddings=false", "data.batch_size=4", "pipeline.stages=2"]

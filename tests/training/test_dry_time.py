@@ -16,7 +16,7 @@ from isles.network.planner.ways import WAYS, Way
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 from tests.network.ways import H, job_of, named, settings_of
 from tests.training.runs import ON_VIRTUAL, write_text
 

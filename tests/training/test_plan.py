@@ -23,7 +23,8 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import DryRun, counted_flops, dry_run
-from isles.training.trainer import Trainer, train_worker
+from isles.training.trainer import Trainer
+from isles.training.worker import train_worker
 from tests.cli.command import Command
 from tests.training.own_models import Bigram
 from tests.training.runs import ON_VIRTUAL, TINY, run, tiny, write_text

@@ -24,7 +24,8 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.trainer import Trainer, train_worker
+from isles.training.trainer import Trainer
+from isles.training.worker import train_worker
 from tests.training.runs import (
     APART,
     BATCH,

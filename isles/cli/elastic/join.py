@@ -38,39 +38,44 @@ def join(
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
     """
+    end_in_order()
+    parsed = given_token(token)
+    if workers < 1:
+        raise ValueError(f"--workers {workers}: choose 1 or more")
+    there = places(listen, workers)
+    if workers > 1:
+        raise typer.Exit(_several(address, parsed, there, data, device))
+    _join(address, parsed, there[0], data, device)
+
+
+def given_token(token: str | None) -> Token:
+    """What --token says, or ISLES_TOKEN. ValueError where there is none."""
     from isles.comm.credentials import parse_token
 
-    end_in_order()
     text = token if token is not None else os.environ.get("ISLES_TOKEN")
     if not text:
         raise ValueError("--token is missing: give the one that the lighthouse shows, or ISLES_TOKEN, or --token @FILE")
-    if workers < 1:
-        raise ValueError(f"--workers {workers}: choose 1 or more")
-    parsed = parse_token(text)
-    places = _places(listen, workers)
-    if workers > 1:
-        raise typer.Exit(_several(address, parsed, places, data, device))
-    _join(address, parsed, places[0], data, device)
+    return parse_token(text)
 
 
 def _join(address: str, token: Token, listen: str | None, data: str | None, device: str | None) -> None:
     from isles.training.elastic.entering import Here, take_part
 
-    place = None if listen is None else _place(listen)
-    announced = listen.rpartition(":")[0].strip("[]") if listen else ""
-    here = Here(data=data, device=device, listen=place, announced=announced)
+    listening, announced = (None, "") if listen is None else place(listen)
+    here = Here(data=data, device=device, listen=listening, announced=announced)
     print(take_part(address, token, here, tell=_tell), flush=True)
 
 
-def _place(listen: str) -> tuple[str, int]:
-    """The address of this machine and the port; port 0: any."""
+def place(listen: str) -> tuple[tuple[str, int], str]:
+    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it)."""
     from isles.launch.addresses import outward_address
 
     host, _, port = listen.rpartition(":")
-    return host.strip("[]") or outward_address(), int(port)
+    host = host.strip("[]")
+    return (host or outward_address(), int(port)), host
 
 
-def _places(listen: str | None, workers: int) -> list[str | None]:
+def places(listen: str | None, workers: int) -> list[str | None]:
     """What --listen is for each worker of this machine: one port behind the other."""
     if listen is None:
         return [None] * workers
@@ -84,7 +89,7 @@ def _tell(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)
 
 
-def _several(address: str, token: Token, places: list[str | None], data: str | None, device: str | None) -> int:
+def _several(address: str, token: Token, listening: list[str | None], data: str | None, device: str | None) -> int:
     """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
     asks each of them once to leave: a second signal would end them within the round.
     """
@@ -101,8 +106,8 @@ def _several(address: str, token: Token, places: list[str | None], data: str | N
 
     try:
         with first_interrupt(leave):
-            for place in places:
-                words = command if place is None else [*command, "--listen", place]
+            for one in listening:
+                words = command if one is None else [*command, "--listen", one]
                 started.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0))
             codes = [process.wait() for process in started]
     except BaseException:

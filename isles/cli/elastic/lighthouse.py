@@ -30,6 +30,9 @@ def lighthouse(
     founders: Annotated[
         int | None, typer.Option(help="Workers that the first round waits for. Default: world.workers.")
     ] = None,
+    max_members: Annotated[
+        int | None, typer.Option(help="Workers that may be there at once. Default: world.max_members.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
@@ -44,7 +47,8 @@ def lighthouse(
         raise ValueError(f"--port {port}: choose 1 to 65535")
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
-    resolved, there = _resolved(config, founders, set_ or [], out)
+    ours = {"world.workers": founders, "world.max_members": max_members}
+    resolved, there = _resolved(config, ours, set_ or [], out)
     _keep(resolved, there or _new_directory(resolved.method), Stand(host=host, port=port, workers=workers))
 
 
@@ -55,7 +59,7 @@ def light_again(run: Path, workers: int | None) -> None:
     from isles.training.elastic.stand import read_stand
 
     stand = read_stand(run)
-    resolved, _ = _resolved(str(run), None, [], None)
+    resolved, _ = _resolved(str(run), {}, [], None)
     _keep(resolved, run, stand if workers is None else replace(stand, workers=workers))
 
 
@@ -89,7 +93,7 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
 
 
 def _resolved(
-    config: str | None, founders: int | None, assignments: list[str], out: Path | None
+    config: str | None, ours: dict[str, int | None], assignments: list[str], out: Path | None
 ) -> tuple[Config, Path | None]:
     """The configuration, and the run directory where it is that of a run that goes on."""
     from isles.training.config.reading import gather
@@ -97,13 +101,13 @@ def _resolved(
 
     goes_on = config is not None and Path(config).is_dir()
     if goes_on:
-        if out is not None or assignments or founders is not None:
-            raise ValueError(f"{config}: goes on as it was; leave --out, --set and --founders out")
+        if out is not None or assignments or any(value is not None for value in ours.values()):
+            raise ValueError(f"{config}: goes on as it was; leave --out, --set, --founders and --max-members out")
         out = Path(str(config))
         config = str(out / "config.toml")
         if not Path(config).exists():
             raise ValueError(f"{out}: holds no run of a lighthouse; name one, or a CONFIG.toml")
-    return elastic(gather(config, {"world.workers": founders}, assignments)), out
+    return elastic(gather(config, ours, assignments)), out
 
 
 def _keeper(config: Config, out: Path, address: str, told: Any, progress: Any) -> Keeper:

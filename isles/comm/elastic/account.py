@@ -92,6 +92,10 @@ class Account:
         """The last view that was opened."""
         return self.views[max(self.views)] if self.views else None
 
+    def view_of(self, round: int) -> View | None:
+        """The newest of those that are kept and had begun by `round`."""
+        return max((v for v in self.views.values() if v.since <= round), key=lambda v: v.number, default=None)
+
     def begun(self, seat: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
         """`seat` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with others,
         `seen` = the newest of their rounds, by seat.

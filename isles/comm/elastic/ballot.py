@@ -10,11 +10,19 @@ Nobody lands on its own judgement, for it cannot know who got the last message o
 has landed is a word too: others may ask it when the lighthouse is away. A restarted lighthouse keeps its journal and
 forgets who was done; members say it again. `tests/comm/elastic/test_ballot.py` walks every interleaving.
 
+Where a quorum is enough nobody exchanges as attempt 0, for it is not known yet among whom:
+
+    member          delivered, and trains on  -> told "again 1 among these" -> as above
+                                              -> told "land", not among them: late; it fetches the mean
+    lighthouse      all living members have delivered, or the quorum has and its grace is over -> journal, then tell
+                    "again 1" among those who have
+
 Everything here is immutable: a call returns what is next.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -32,6 +40,7 @@ class Word:
 
     verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among them.
     view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
+    steps: where those are taken who have delivered, the inner steps in the work of each of `seats`.
     """
 
     round: int
@@ -39,6 +48,7 @@ class Word:
     attempt: int
     seats: tuple[int, ...]
     view: int = -1
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class Ballot:
     newest one then.
     done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
     out: seats that the next attempt leaves out although they live: late, or refused.
+    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (seat, inner steps) of those
+    who have. is_closing: the grace for the others is over. taken: (seat, inner steps) of the first attempt of them.
     """
 
     round: int
@@ -57,6 +69,15 @@ class Ballot:
     view: int = -1
     done: frozenset[tuple[int, int, int]] = frozenset()
     out: frozenset[int] = frozenset()
+    quorum: float = 0.0
+    delivered: frozenset[tuple[int, int]] = frozenset()
+    is_closing: bool = False
+    taken: tuple[tuple[int, int], ...] = ()
+
+    def has(self, seat: int, steps: int) -> Ballot:
+        """`seat` has delivered the work of so many inner steps. Where the ballot is closed that comes too late."""
+        known = any(seat == other for other, _ in self.delivered)
+        return self if known or len(self.attempts) > 1 else replace(self, delivered=self.delivered | {(seat, steps)})
 
     def told(self, attempt: int, seat: int, digest: int) -> Ballot:
         """`seat` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
@@ -79,7 +100,7 @@ class Ballot:
         seats = self.attempts[attempt]
         if seat is not None and seat not in seats and self.landed is None:
             return None
-        return Word(self.round, "again" if self.landed is None else "land", attempt, seats, self.view)
+        return self._word("again" if self.landed is None else "land", attempt, seats, self.view)
 
     def decide(self, living: Collection[int]) -> Word | None:
         """The word that is due now, to be journalled and then given to `decided`. None: wait."""
@@ -90,21 +111,37 @@ class Ballot:
         left = tuple(seat for seat in members if seat in living and seat not in self.out)
         if not left:
             return None
+        if self.quorum and attempt == 0:
+            return self._gathered(left)
         answers = {seat: digest for a, seat, digest in self.done if a == attempt}
         if all(seat in answers for seat in left):
             alike = Counter(answers[seat] for seat in left if answers[seat] != NOTHING).most_common(1)
             if alike and alike[0][1] == len(left):
-                return Word(self.round, "land", attempt, members)
+                return self._word("land", attempt, members)
             if alike and self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most
                 left = tuple(seat for seat in left if answers[seat] == alike[0][0])
-            return Word(self.round, "again", attempt + 1, left)  # answers that differ are nobody's answer
-        return Word(self.round, "again", attempt + 1, left) if left != members else None
+            return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
+        return self._word("again", attempt + 1, left) if left != members else None
+
+    def _gathered(self, here: tuple[int, ...]) -> Word | None:
+        """The first exchange among those of `here` who have delivered, once they are enough."""
+        steps = dict(self.delivered)
+        there = tuple(seat for seat in here if seat in steps)
+        enough = self.is_closing and len(there) >= max(math.ceil(self.quorum * len(here)), 1)
+        if there != here and not enough:
+            return None
+        return Word(self.round, "again", 1, there, steps=tuple(steps[seat] for seat in there))
+
+    def _word(self, verdict: Literal["land", "again"], attempt: int, seats: tuple[int, ...], view: int = -1) -> Word:
+        steps = dict(self.taken)
+        return Word(self.round, verdict, attempt, seats, view, tuple(steps[seat] for seat in seats if seat in steps))
 
     def decided(self, word: Word) -> Ballot:
         """The ballot after a journalled word."""
         if word.verdict == "land":
             return replace(self, landed=word.attempt, view=word.view)
-        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset(), view=word.view)
+        taken = self.taken or tuple(zip(word.seats, word.steps, strict=False))
+        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset(), view=word.view, taken=taken)
 
 
 @dataclass(frozen=True)

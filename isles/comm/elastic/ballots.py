@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from isles.comm.elastic.ballot import Ballot, Word
-from isles.comm.elastic.messages import Accusation, Done
+from isles.comm.elastic.messages import Accusation, Delivered, Done
+from isles.comm.elastic.quorum.grace import Graces
 from isles.comm.view import View
 
 _KEPT = 64  # rounds for which a member that slept still hears what became of them
@@ -21,12 +22,20 @@ class Ballots:
         self._accused: dict[tuple[int, int, int], set[int]] = {}  # who says so, by round, attempt and accused
         self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
         self._view = -1
+        self.graces = Graces()
 
     def done(self, seat: int, done: Done, members: tuple[int, ...]) -> None:
         """A member has an answer. members: of the first attempt of its round."""
         ballot = self._of(done.round, members)
         if ballot is not None:
             self._open[done.round] = ballot.told(done.attempt, seat, done.digest)
+
+    def delivered(self, now: float, seat: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
+        """A member has a share of a round for which `quorum` is enough."""
+        ballot = self._of(delivered.round, members)
+        if ballot is not None:
+            self._open[delivered.round] = replace(ballot, quorum=quorum).has(seat, delivered.steps)
+            self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
         """`seat` accuses another one. Refused once, or late for most of the others, and the next attempt is without."""
@@ -42,11 +51,17 @@ class Ballots:
         if others and seat in others and (accusation.charge == "refused" or late):
             self._open[accusation.round] = ballot.without(accused)
 
-    def due(self, living: Collection[int]) -> Iterator[Word]:
-        """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken."""
+    def due(self, now: float, living: Mapping[int, float]) -> Iterator[Word]:
+        """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.
+
+        living: by seat, the first round that waits for it.
+        """
+        for round in self.graces.over(now) & self._open.keys():
+            self._open[round] = replace(self._open[round], is_closing=True)
         for round in sorted(self._open):
-            word = self._open[round].decide(living)
+            word = self._open[round].decide({seat for seat, entered in living.items() if entered <= round})
             if word is not None:
+                (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, round)
                 yield replace(word, view=self._view)
 
     def apply(self, word: Word, members: tuple[int, ...]) -> list[int]:
@@ -59,7 +74,8 @@ class Ballots:
         self._open.pop(word.round, None)
         self._landed = {**{r: b for r, b in self._landed.items() if r > word.round - _KEPT}, word.round: ballot}
         self._accused = {key: who for key, who in self._accused.items() if key[0] != word.round}
-        left = sorted({seat for seats in ballot.attempts for seat in seats} - set(word.seats))
+        tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # who was only late fetches the mean
+        left = sorted({seat for seats in tried for seat in seats} - set(word.seats))
         self._out |= dict.fromkeys(left, word.view)
         return left
 
@@ -67,8 +83,8 @@ class Ballots:
         """Whether that was decided, and is still known."""
         return round in self._landed
 
-    def word(self, round: int, seat: int) -> Word | None:
-        """What `seat` is to know of `round`."""
+    def word(self, round: int, seat: int | None = None) -> Word | None:
+        """What `seat` is to know of `round`; None: whoever asks."""
         ballot = self._landed.get(round) or self._open.get(round)
         return None if ballot is None else ballot.word(seat)
 

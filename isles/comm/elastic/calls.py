@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.comm.elastic.membership import Membership
-from isles.comm.elastic.messages import MARGIN, Accusation, Ack, Beat, Done, Leave, Reload
+from isles.comm.elastic.messages import MARGIN, Accusation, Ack, Beat, Delivered, Done, Leave, Reload
 from isles.comm.elastic.orders import Order
 
 
@@ -33,6 +33,8 @@ def call(membership: Membership, now: float, seat: int, message: Any) -> list[Or
             return membership.ack(now, seat, message)
         case Done():
             return membership.done(now, seat, message)
+        case Delivered():
+            return membership.deliver(now, seat, message)
         case Accusation():
             return membership.accuse(now, seat, message)
         case Leave():

@@ -24,7 +24,6 @@ from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
 from isles.comm.elastic.line import Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
-    Ack,
     BeatReply,
     Entry,
     Examine,
@@ -87,6 +86,12 @@ class Company:
 
     def _may_begin(self, round: int) -> bool:
         return self.member.is_known(round) or self.member.call != self.member.ready or self.ended is not None
+
+    def skip(self, round: int) -> None:
+        """This worker does no step of `round`, see `Member.skip`."""
+        with self._changed:
+            self.member.skip(round)
+            self._poke()
 
     def standing(self, round: int) -> Standing:
         """Who takes part in the exchange of `round`."""
@@ -289,14 +294,27 @@ class Company:
                     self.ended = Over(reason)
             self._poke()
         if ack is not None:
-            self._acknowledge(ack)
+            self.say(ack)
 
-    def _acknowledge(self, ack: Ack) -> None:
+    def say(self, message: Any) -> None:
+        """To the lighthouse, without waiting for its answer; a word on a round is heard."""
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            try:
+                word = decode(reply, limit=_LONGEST_ANSWER) if reply else None
+            except ValueError as error:
+                _LOG.warning("the lighthouse: %s", error)
+                return
+            if isinstance(word, Word):
+                with self._changed:
+                    self.words.hear(word)
+                    self._changed.notify_all()
+
         try:
             self._session.ask(
                 ASKED,
-                encode(ack),
-                lambda reply, refusal: None,
+                encode(message),
+                answered,
                 attachment=self._signature,
                 seconds=_PATIENCE,
                 urgent=True,

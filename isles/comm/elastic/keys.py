@@ -1,6 +1,7 @@
 """Where the lighthouse and the workers find each other in a session, and how a seat's word is known to be its own.
 
     CONFIG, HELLO            anybody with the token: the run's configuration; a seat
+    ABOUT, ECHO, REACH       anybody with the token: how it stands; how fast the line is; whether an address is reached
     ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
     TOLD / seat              to a seat: orders
     GIFT / seat              of a seat (of the lighthouse: `LIGHTHOUSE`): files
@@ -20,9 +21,10 @@ from pathlib import Path
 
 from isles.comm.credentials import write_private
 
-CONFIG, HELLO, ASKED, REPORTED, TOLD, GIFT = (
-    f"isles/{name}" for name in ("config", "hello", "asked", "reported", "told", "gift")
+CONFIG, HELLO, ABOUT, ECHO, REACH, ASKED, REPORTED, TOLD, GIFT = (
+    f"isles/{name}" for name in ("config", "hello", "about", "echo", "reach", "asked", "reported", "told", "gift")
 )
+PIECE = 1 << 20  # bytes that ECHO sends at most
 LIGHTHOUSE = "lighthouse"
 LIT = "isles/lit"
 _FILE = "seats"

@@ -18,11 +18,25 @@ from isles.comm.elastic.calls import call, unfit
 from isles.comm.elastic.guards.presence import Presence
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIT, REPORTED, TOLD, SeatKeys, signature
+from isles.comm.elastic.keys import (
+    ABOUT,
+    ASKED,
+    CONFIG,
+    ECHO,
+    HELLO,
+    LIT,
+    PIECE,
+    REACH,
+    REPORTED,
+    TOLD,
+    SeatKeys,
+    signature,
+)
 from isles.comm.elastic.links.relayed import RelayCounter
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
+    About,
     Accusation,
     Admitted,
     Entry,
@@ -86,6 +100,9 @@ class Lighthouse:
         self._lock = threading.Condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
+        session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
+        session.serve(ECHO, lambda query: query.reply(bytes(min(int.from_bytes(query.payload[:4], "big"), PIECE))))
+        session.serve(REACH, self._reach)
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
         session.watch("isles/seat/*", self._presence)
@@ -149,6 +166,20 @@ class Lighthouse:
             return
         self.corpus = hello.corpus
         self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus)), query)
+
+    def _about(self) -> About:
+        members, rules = self.membership.members(), self.membership.rules
+        return About(self._version, time.time(), len(members), self.membership.newest_round, rules.last or 0)
+
+    def _reach(self, query: IncomingQuery) -> None:
+        try:
+            said = decode(query.payload)
+            if not isinstance(said, Listening):
+                raise ValueError("not an address")
+        except ValueError as error:
+            self._refuse(query, -1, str(error))
+            return
+        self._listening(-1, said, query)
 
     def _asked(self, query: IncomingQuery) -> None:
         seat = self._keys.seat(query.attachment)

@@ -76,6 +76,12 @@ class Member:
             self.round = max(self.round, round)
         return self._cells[round]
 
+    def skip(self, round: int) -> None:
+        """This worker does no step of `round`: what it did before counts in the mean of that one."""
+        self._cells[round] = None
+        self._skipped.add(round)
+        self.round = max(self.round, round)
+
     def group(self, round: int) -> Standing:
         """Who takes part in the exchange of `round`; final once it is decided."""
         if round in self._groups:

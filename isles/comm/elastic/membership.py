@@ -11,13 +11,13 @@ the present view promises, or says that it is there already; then the view is re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median
 from typing import Any
 
 from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.ballots import Ballots
 from isles.comm.elastic.cells import debt, fresh_before, last_round
+from isles.comm.elastic.guards.strikes import Strikes
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -25,6 +25,7 @@ from isles.comm.elastic.messages import (
     Admitted,
     Beat,
     BeatReply,
+    Delivered,
     Done,
     Load,
     Message,
@@ -35,10 +36,10 @@ from isles.comm.elastic.messages import (
     plain,
 )
 from isles.comm.elastic.orders import Order, Record, Reply, Rules, Tell, Worker
+from isles.comm.elastic.pace import steps_by_pace
 from isles.comm.view import Lot, View
 
 _BEHIND = 4  # rounds behind the newest from which a member is better off with another's state
-_STRIKES, _ACCUSERS = 3, 2
 
 
 class Membership:
@@ -55,7 +56,7 @@ class Membership:
         self.newest_round = 0
         self._issued = -1
         self._acks: set[int] = set()
-        self._strikes: dict[int, set[tuple[int, int]]] = {}  # by accused: (accuser, round)
+        self._strikes = Strikes()
         self._out: list[Order] = []
         for entry in entries:
             self._apply(entry)
@@ -70,9 +71,8 @@ class Membership:
     @property
     def last(self) -> int | None:
         """The run's last round, as far as it is known; None for a run without an end, and before the first view."""
-        if self.rules.batches is None or self.view is None:
-            return self.rules.last
-        return last_round(self.view, self.rules.batches)
+        view, batches = self.view, self.rules.batches
+        return self.rules.last if view is None or batches is None else last_round(view, batches)
 
     def members(self) -> list[int]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
@@ -84,10 +84,9 @@ class Membership:
 
     def read(self, until: int) -> int:
         """Inner steps of the rounds before `until` that were read for good; the debts of now are not."""
-        views = [view for view in self.account.views.values() if view.since <= until]
-        if not views:
+        view = self.account.view_of(until)
+        if view is None:
             return 0
-        view = max(views, key=lambda view: view.number)
         return view.start + fresh_before(view, until) - debt(self.account.outstanding(until, self.members()))
 
     # Calls
@@ -95,7 +94,7 @@ class Membership:
     def join(self, now: float, description: str) -> list[Order]:
         """A worker asks for a seat."""
         if sum(worker.here for worker in self.workers.values()) >= self.rules.most:
-            return [Reply(Refusal(f"the run has its most workers, {self.rules.most}; see --max-members"))]
+            return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         seat = len(self.workers)
         self._record("join", seat=seat, description=description)
         self._out.append(Reply(Admitted(seat)))
@@ -105,7 +104,7 @@ class Membership:
         """A worker's sign of life."""
         refusal = self._hear(now, seat, beat)
         if refusal is None:
-            self._step()  # what follows from it is in the answer already
+            self._step(now)  # what follows from it is in the answer already
             self._out.append(Reply(self._answer(seat, beat)))
         return refusal or self._orders(now)
 
@@ -147,11 +146,13 @@ class Membership:
         return self._orders(now)
 
     def reload(self, now: float, seat: int) -> list[Order]:
-        """The state that a worker was to load did not come: another donor."""
+        """The state that a worker was to load did not come, or is not the others': another one."""
         worker = self.workers.get(seat)
         if worker is not None and worker.load is not None:
             worker.tried.add(worker.load.donor)
             worker.load = None
+        elif worker is not None and worker.state == "in":
+            self._record("call", seat=seat)
         return self._orders(now)
 
     def done(self, now: float, seat: int, done: Done) -> list[Order]:
@@ -164,16 +165,23 @@ class Membership:
         word = self.ballots.word(done.round, seat)
         return orders if word is None else [*orders, Reply(word)]
 
+    def deliver(self, now: float, seat: int, delivered: Delivered) -> list[Order]:
+        """A member has its share of a round for which a quorum is enough, and trains on."""
+        if self.rules.quorum and self._here(seat):
+            quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
+            self.ballots.delivered(now, seat, delivered, self._voters(delivered.round), quorum)
+        orders = self._orders(now)
+        word = self.ballots.word(delivered.round)
+        return orders if word is None else [*orders, Reply(word)]
+
     def accuse(self, now: float, seat: int, accusation: Accusation) -> list[Order]:
         """A member says that another's share of an attempt was late or refused."""
         if self._here(seat) and accusation.seat != seat and accusation.seat in self.workers:
             if self.rules.agrees:
                 self.ballots.accused(seat, accusation, self._voters(accusation.round), self.members())
             if accusation.charge == "refused":
-                strikes = self._strikes.setdefault(accusation.seat, set())
-                strikes.add((seat, accusation.round))
-                rounds, accusers = {round for _, round in strikes}, {accuser for accuser, _ in strikes}
-                if len(rounds) >= _STRIKES and len(accusers) >= _ACCUSERS and self.workers[accusation.seat].here:
+                is_enough = self._strikes.are_enough(accusation.seat, seat, accusation.round)
+                if is_enough and self.workers[accusation.seat].here:
                     self._record("shut", seat=accusation.seat)
                     self._tell(accusation.seat, Refusal(f"shut out: {accusation.reason or 'its shares were refused'}"))
         return self._orders(now)
@@ -200,17 +208,17 @@ class Membership:
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
     def _orders(self, now: float) -> list[Order]:
-        self._step()
+        self._step(now)
         orders, self._out = self._out, []
         return orders
 
-    def _step(self) -> None:
+    def _step(self, now: float) -> None:
         """Everything that is due now, except while it is not clear who survived a restart."""
         if self._awaited:
             return
         self._propose()
         if self.rules.agrees:
-            for word in self.ballots.due(set(self.members())):
+            for word in self.ballots.due(now, {seat: self._awaited_from(seat) for seat in self.members()}):
                 self._record("word", word=plain(word))
                 for seat in word.seats:
                     self._tell(seat, word)
@@ -251,7 +259,8 @@ class Membership:
     def _commit(self, proposal: Proposal) -> None:
         going_on = self.members()
         start, owed = self.account.next(proposal.since, going_on)
-        view = View(proposal.number, proposal.since, proposal.seats, self._steps(proposal.seats), start, owed)
+        steps = steps_by_pace([self.workers[seat].seconds for seat in proposal.seats], self.rules.sync_every)
+        view = View(proposal.number, proposal.since, proposal.seats, steps, start, owed)
         self.proposal = None
         told = {*self._voters_of_view(), *proposal.seats}
         self._record("view", view=plain(view))
@@ -268,8 +277,7 @@ class Membership:
             if load is not None and (load.donor in donors or (load.donor < 0 and not donors)):
                 continue
             loads = [w.load.donor for w in self.workers.values() if w.load is not None and w.state == "outside"]
-            tried = worker.tried
-            donor = min(donors, key=lambda seat: (seat in tried, loads.count(seat), seat), default=-1)
+            donor = min(donors, key=lambda seat: (seat in worker.tried, loads.count(seat), seat), default=-1)
             pace = self.workers[donor].seconds if donor >= 0 else 0.0
             worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3))
             self._tell(worker.seat, worker.load)
@@ -283,13 +291,10 @@ class Membership:
             self._tell(seat, worker.load)
         return BeatReply(beat.round, self._issued, newest, self.newest_round, views, proposal, worker.call)
 
-    def _steps(self, seats: tuple[int, ...]) -> tuple[int, ...]:
-        """Inner steps a round, so that rounds take all of them about as long; at least an eighth of the most."""
-        most = self.rules.sync_every
-        known = [self.workers[seat].seconds for seat in seats if self.workers[seat].seconds > 0]
-        usual = median(known) if known else 0.0
-        paces = (usual / self.workers[seat].seconds if self.workers[seat].seconds > 0 else 1.0 for seat in seats)
-        return tuple(most if pace > 0.8 else max(int(most * pace), -(-most // 8)) for pace in paces)
+    def _awaited_from(self, seat: int) -> float:
+        """The first round that waits for `seat`. Where a quorum is enough none does before it is in one."""
+        worker = self.workers[seat]
+        return worker.entered if not self.rules.quorum or worker.round >= worker.entered else float("inf")
 
     def _voters_of_view(self) -> list[int]:
         view = self.view
@@ -298,7 +303,7 @@ class Membership:
 
     def _voters(self, round: int) -> tuple[int, ...]:
         """Who exchanges in the first attempt of `round`."""
-        view = max((v for v in self.account.views.values() if v.since <= round), key=lambda v: v.number, default=None)
+        view = self.account.view_of(round)
         return () if view is None else tuple(seat for seat in view.seats if seat not in self.ballots.left_out(view))
 
     def _here(self, seat: int) -> bool:
@@ -375,9 +380,7 @@ class Membership:
             if seat not in view.seats and self.workers[seat].state == "in":
                 self._call_again(self.workers[seat])
         for seat in view.seats:
-            self.workers[seat].state = "in"
-            self.workers[seat].load = None
-            self.workers[seat].tried = set()
+            self.workers[seat].enter(view.since)
         self.ballots.opened(view)
         if not veterans:  # nobody would be in that round before the newcomers are
             self.newest_round = max(self.newest_round, view.since)
@@ -392,6 +395,5 @@ class Membership:
     def _call_again(self, worker: Worker) -> None:
         """Its state is not that of the others any more, or no view waits for it."""
         self.account.forgo(worker.seat)
-        worker.state = "outside"
-        worker.call += 1
+        worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()

@@ -115,6 +115,17 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Delivered:
+    """A worker has a share of a round for whose mean a quorum is enough, the work of `steps` inner steps, and is at its
+    next exchange in so many `seconds`; 0 where that is unknown.
+    """
+
+    round: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Accusation:
     """In this attempt the share of `seat` was late, or was refused: `reason` says why."""
 
@@ -142,6 +153,19 @@ class Later:
 
     seconds: float
     reason: str
+
+
+@dataclass(frozen=True)
+class About:
+    """How a run stands. clock: the lighthouse's, seconds since 1970. members: who train; round: the newest that anybody
+    has begun, of `last` (0: it has no end).
+    """
+
+    version: str
+    clock: float
+    members: int
+    round: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -228,8 +252,8 @@ class Refusal:
 
 
 Message = (
-    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Accusation | Refusal | Word
-    | Hello | Later | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Refusal | Word
+    | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

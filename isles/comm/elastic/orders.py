@@ -13,6 +13,7 @@ class Rules:
     """founders: workers that the first view waits for. sync_every: inner steps a round. agrees: an all-reduce method,
     whose rounds land on the lighthouse's word. most: workers at once. last: the run's last round; None for a run
     without an end, or for one that ends with the round in which `batches` (of one worker and inner step) are taken.
+    quorum: share of the members whose work is enough for the mean of a round that is not the last; 0: that of all.
     """
 
     founders: int
@@ -21,6 +22,7 @@ class Rules:
     most: int = 1024
     last: int | None = None
     batches: int | None = None
+    quorum: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,26 @@ Order = Record | Reply | Tell
 
 @dataclass
 class Worker:
-    """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state."""
+    """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state; entered: the
+    first round with the one that it has.
+    """
 
     seat: int
     description: str
     state: Literal["outside", "ready", "in", "leaving", "left", "shut"] = "outside"
     connected: bool = True
     call: int = 0
+    entered: int = 0
     round: int = 0
     seconds: float = 0.0
     load: Load | None = None
     tried: set[int] = field(default_factory=set)  # donors whose state did not come
+
+    def enter(self, since: int) -> None:
+        """A view that begins with that round has it."""
+        if self.state != "in":
+            self.state, self.entered = "in", since
+        self.load, self.tried = None, set()
 
     @property
     def here(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 EXCHANGES = "exchanges.jsonl"
-WHOLE, ALONE = "whole", "alone"
+WHOLE, LATE, ALONE = "whole", "late", "alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class RoundLine:
 
     view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
     which took `seconds` of computing. seats: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
-    that ended it. at: its end, in seconds of that worker's clock.
+    that ended it; where a quorum is enough `LATE`: its work is in the mean of the next one. at: its end, in seconds of
+    that worker's clock.
     """
 
     seat: int
@@ -128,7 +129,7 @@ class RoundAccount:
     @property
     def alone(self) -> float:
         """Share of the rounds in which a worker used nobody else's work."""
-        return 1.0 - self.outcomes[WHOLE] / self.rounds if self.rounds else 0.0
+        return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
 
 
 def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:

@@ -10,6 +10,7 @@ from typing import Any
 
 from isles.comm.elastic.ballot import Part
 from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.ruling import accuse, decided, ruled
 from isles.comm.errors import CommError, Malformed, Refused
@@ -35,6 +36,7 @@ class ElasticRoster:
 
     def __init__(self, company: LighthouseLine, alone: Group) -> None:
         self.company, self.founders = company, alone
+        self.deliveries = Deliveries(company, alone)
         self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given
         self._took: deque[float] = deque(maxlen=_SAMPLES)
         self._part: Part | None = None  # the newest round that lands on the lighthouse's word

@@ -9,7 +9,7 @@ from __future__ import annotations
 from isles.comm.elastic.ballot import NOTHING, Word
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.member import Standing
-from isles.comm.elastic.messages import Accusation, Done
+from isles.comm.elastic.messages import Accusation, Done, Reload
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Refused
 
 _SOON = 0.3  # seconds until an answer is told again
@@ -55,6 +55,6 @@ def accuse(line: LighthouseLine, round: int, attempt: int, error: CommError) -> 
         line.ask(Accusation(round, attempt, peer, "refused", reason[:_LONGEST_REASON]))
 
 
-def stray(line: LighthouseLine, landed: int) -> None:
-    """This worker has not what the others have since they landed that round: it is to begin with a state anew."""
-    line.ask(Done(landed, 0, NOTHING))
+def stray(line: LighthouseLine) -> None:
+    """This worker has not what the others have: it is to begin with a state anew."""
+    line.ask(Reload())

@@ -260,6 +260,8 @@ def open_session(
         said = " ".join(str(error).split())[:200]
         if listen is not None and "in use" in said:
             raise ValueError(f"{listen}: the port is taken; choose another one") from None
+        if listen is not None and "assign requested address" in said:
+            raise ValueError(f"{listen}: is no address of this machine; name one that is (--host, --listen)") from None
         raise OSError(f"no session with {connect or listen}: {said}") from None
 
 

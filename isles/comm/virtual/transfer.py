@@ -115,6 +115,11 @@ class VirtualTransfer:
         self._deadline: Event | None = None
         self._result: Any = None
 
+    @property
+    def listens(self) -> bool:
+        """Whether it waits for what may never come."""
+        return self._seconds == math.inf
+
     def start(self) -> None:
         """Step to the first wait, in the caller's thread and turn."""
         self._advance(None)

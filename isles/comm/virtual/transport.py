@@ -125,14 +125,15 @@ class VirtualTransport:
             self._traffic.paused(leaves, back)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way.
+        """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way (those without a
+        deadline listen only).
 
         A run that continues from the states of all workers computes the same bits, if the lines were idle: each
         worker's own sends gone, and for shared uplinks and narrow downlinks all workers at one virtual time (behind a
         barrier). Else only times differ, by what was on those lines.
         """
         with self._worker:
-            if any(not transfer.finished for transfer in self._transfers):
+            if any(not transfer.finished and not transfer.listens for transfer in self._transfers):
                 raise RuntimeError(f"worker {self.rank} has transfers under way: settle them before a checkpoint")
             latest = self._wire.latest[self.rank]
             return {

@@ -14,6 +14,8 @@ import torch
 
 from isles.memory.engines.base import DEADLINE, LANES, Engine, EngineLane, Urgency
 
+IDLE = 60.0  # seconds without work, after which a lane's thread ends
+
 
 class _Job(NamedTuple):
     urgency: Urgency
@@ -47,9 +49,9 @@ class Paced(Engine):
         self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
     ) -> None:
         """Queue it. LaneFailed where a lane has failed."""
-        if threading.current_thread() not in self._threads.values():
-            self.check()
         with self.changed:
+            if threading.current_thread() not in self._threads.values():
+                self.check()
             if self._closing:
                 return
             self._number += 1
@@ -74,7 +76,7 @@ class Paced(Engine):
         with self.changed:
             self._closing = True
             self.changed.notify_all()
-        for lane, thread in self._threads.items():
+        for lane, thread in list(self._threads.items()):
             thread.join(DEADLINE)
             if thread.is_alive():
                 raise TimeoutError(f"memory: the {lane} lane did not end within {DEADLINE:.0f} s")
@@ -85,7 +87,9 @@ class Paced(Engine):
         try:
             while True:
                 with self.changed:
-                    self.changed.wait_for(lambda: queue or self._closing)
+                    if not self.changed.wait_for(lambda: queue or self._closing, IDLE):
+                        del self._threads[lane]  # `submit` starts another one
+                        return
                     if self._closing:
                         return
                     job = heapq.heappop(queue)

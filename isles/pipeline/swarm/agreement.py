@@ -35,10 +35,10 @@ class Agreement:
     known to be lost, after which DeadlinePassed names it: a fixed world has nobody who could say what became of it.
     """
 
-    def __init__(self, post: Post, patience: float) -> None:
+    def __init__(self, post: Post, patience: float, members: Sequence[int]) -> None:
         self.post, self.patience = post, patience
         self.me = post.mail.group.rank
-        self.members = tuple(range(post.mail.group.size))
+        self.members = tuple(members)
         """Positions of those who are left, as of the last agreement: the same at all of them."""
 
     @property
@@ -121,6 +121,7 @@ class Agreement:
         return None
 
     def _settle_members(self, known: Mapping[int, Sequence[int]]) -> None:
+        before = self.members
         accusers: dict[int, set[int]] = {position: set() for position in known}
         for accuser, said in known.items():
             for position in known:
@@ -132,7 +133,7 @@ class Agreement:
             if any(not (position in accusers[other] and other > position) for other in by)
         }
         self.members = tuple(sorted(known.keys() - out))
-        for position in set(range(self.post.mail.group.size)) - set(self.members) - {self.me}:
+        for position in set(before) - set(self.members) - {self.me}:
             rank = self.post.mail.group.ranks[position]
             self.post.mail.give_up(position, PeerLost(rank, "as the others say"))
         if self.me not in self.members:

@@ -54,14 +54,14 @@ class _Under:
 
 @dataclass(slots=True)
 class SwarmCounts:
-    """Of a run so far. again: microbatches sent to another peer; repaired: run by the books; undone: taken back;
-    repeated: steps begun again; counted: microbatches added to gradients. By the names of gauges.
+    """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the books; taken_back: doubles;
+    begun_again: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
     """
 
-    again: int = 0
+    sent_again: int = 0
     repaired: int = 0
-    undone: int = 0
-    repeated: int = 0
+    taken_back: int = 0
+    begun_again: int = 0
     counted: int = 0
     seconds: float = 0.0
 
@@ -151,7 +151,7 @@ class SwarmPeer:
             if peer == self.me:
                 self.work.take_back(microbatch, self.books.pop(microbatch))
                 self.counted.remove(microbatch)
-                self.counts.undone += 1
+                self.counts.taken_back += 1
         self._routes = {route.microbatch * len(self.stages) + route.first: route for route in fixes.runs}
         own = [route for route in fixes.runs if self.me in route.visits]
         answers = {route.microbatch for route in fixes.runs if route.sink == self.me}
@@ -308,11 +308,11 @@ class SwarmPeer:
             if under.receiver is None:
                 continue
             if under.receiver in lost:
-                self.counts.again += 1
+                self.counts.sent_again += 1
                 self._send_on(number)
             elif self.now() >= self._until(under):
                 self._balancer.late(under.receiver, self.now() - under.since, 1)
-                self.counts.again += 1
+                self.counts.sent_again += 1
                 self._send_on(number)
 
     def _until(self, under: _Under) -> float:

@@ -7,21 +7,25 @@ and one of a later turn waits until this peer gets there.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from isles.comm.collectives.mail import Mail, MailLetter
 from isles.network.routing.routes import Task
 from isles.pipeline.wire import StageForm
 
-FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN = range(1, 8)
+FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE, WANT, GIFT, ASK, WELCOME = range(1, 15)
 """Kinds: a microbatch; that its forward pass is done; its gradient; an origin has all of its gradients; of an
-agreement; a share of the stage's sum to add up; the sum.
+agreement; a share of the stage's sum to add up; the sum; a batch to judge; its loss; a stage's weights; a wish for
+a stage's state; that state; a wish to come; where to begin.
 """
+_COPIES, _SPARE = 8, 1 << 20
+"""How many times a stage's weights its state may be, and bytes beside."""
 _FIGURES = 16
 """Numbers of a word at the most, beside a book."""
 
 
-def letter_lengths(form: StageForm, gradient: int, peers: int, microbatches: int) -> dict[int, range]:
-    """The bytes that letters of each kind may have. gradient: bytes of the largest stage's."""
+def letter_lengths(form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int) -> dict[int, range]:
+    """The bytes that letters of each kind may have. gradient, state: bytes of the largest stage's."""
     forward, back = form.nbytes(Task("F", 0, 1)), form.nbytes(Task("B", 0, 0))
     words = 8 * peers * (_FIGURES + -(-microbatches // 63))
     return {
@@ -32,14 +36,24 @@ def letter_lengths(form: StageForm, gradient: int, peers: int, microbatches: int
         WORD: range(0, words + 1, 8),
         SHARD: range(gradient + 1),
         MEAN: range(gradient + 1),
+        LOOK: range(1, forward + 1),
+        LOSS: range(8, 9),
+        STATE: range(state + 1),
+        WANT: range(1),
+        GIFT: range(_COPIES * state + _SPARE),
+        ASK: range(1),
+        WELCOME: range(0, 8 * (2 * peers + _FIGURES) + 1, 8),
     }
 
 
 class Post:
-    """Over `mail`. turn: number of the agreements that began."""
+    """Over `mail`. turn: number of the agreements that began. answers: what is done with letters of some kinds as soon
+    as this peer looks, whatever it waits for and whichever turn they are of.
+    """
 
     def __init__(self, mail: Mail) -> None:
         self.mail, self.turn = mail, 0
+        self.answers: dict[int, Callable[[MailLetter], object]] = {}
         self._words: deque[MailLetter] = deque()
         self._work: deque[MailLetter] = deque()
 
@@ -50,7 +64,9 @@ class Post:
     def sort(self) -> None:
         """Take in what has come."""
         while (letter := self.mail.take()) is not None:
-            if letter.note.attempt >= self.turn:
+            if (answer := self.answers.get(letter.note.kind)) is not None:
+                answer(letter)
+            elif letter.note.attempt >= self.turn:
                 (self._words if letter.note.kind == WORD else self._work).append(letter)
 
     def words(self) -> list[MailLetter]:

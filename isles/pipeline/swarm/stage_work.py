@@ -60,9 +60,13 @@ class StageWork:
         shares: StageShares | None,
         autocast: Context,
     ) -> None:
-        self.stage, self.group, self.form, self.scale = stage, group, form, scale
-        self.shares, self.autocast = shares, autocast
+        self.group, self.scale, self.autocast = group, scale, autocast
         self.text: Callable[[int], Tensor] | None = None
+        self.serve(stage, form, shares)
+
+    def serve(self, stage: Stage, form: StageForm, shares: StageShares | None) -> None:
+        """This stage from now on."""
+        self.stage, self.form, self.shares = stage, form, shares
         self.device = next(stage.parameters()).device
 
     @property
@@ -96,7 +100,7 @@ class StageWork:
             if sender is not None:
                 accept(self.group, _BACKWARD, sender, given)
             done.out.backward(given)
-            self._charge(0.0 if self.shares is None else 2 * self.shares.forward)
+            self._charge(0.0 if self.shares is None else self.shares.backward)
         back = None
         if done.leaf is not None:
             assert done.leaf.grad is not None

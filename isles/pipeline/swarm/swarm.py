@@ -23,18 +23,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isles.comm.errors import CommError, DeadlinePassed
+from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
+from isles.pipeline.swarm.post import ASK
 from isles.pipeline.swarm.reduction import stage_sum
-
-Consistency = Literal["exact", "strict", "relaxed"]
 
 
 class StageLost(CommError):
@@ -56,32 +57,27 @@ class _Word(NamedTuple):
     counted: int
     nanoseconds: int
     queue: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTold:
-    """Of one peer in a step: the seconds that it computed for a microbatch, 0 where it had none, and its mean queue."""
-
-    seconds: float
-    queue: float
-    counted: int
+    clock: int
+    asking: int
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmStep:
-    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient."""
+    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient;
+    stage_norm: of this stage's.
+    """
 
     loss: float
     norm: float
+    stage_norm: float
     members: tuple[int, ...]
     told: Mapping[int, PeerTold]
 
 
 class Swarm:
-    """The steps of one peer. stages: by position, which stage it serves; the same at all of them.
+    """The steps of one peer. arrangement: the same at all of them.
 
-    parameters: of this peer's stage, whose `.grad` a step leaves as the mean over the step's microbatches: of the stage
-    with `sums`, else of those that this peer has counted (None where it has none).
+    parameters: of this peer's stage, whose `.grad` a step leaves as the mean over the step's microbatches.
     """
 
     def __init__(
@@ -89,25 +85,52 @@ class Swarm:
         peer: SwarmPeer,
         agreement: Agreement,
         parameters: Sequence[nn.Parameter],
-        stages: Sequence[int],
+        arrangement: Arrangement,
         microbatches: int,
         *,
         consistency: Consistency = "exact",
-        sums: bool = True,
     ) -> None:
         self.peer, self.agreement, self.parameters = peer, agreement, list(parameters)
-        self.stages, self.count = list(stages), max(stages) + 1
-        self.microbatches, self.consistency, self.sums = microbatches, consistency, sums
-        self.told: Mapping[int, PeerTold] = {}
-        self._place()
+        self.arrangement, self.count = arrangement, len(arrangement.costs)
+        self.microbatches, self.consistency = microbatches, consistency
+        self.changes: list[StageChange] = []
+        """Of the last `arrange`."""
+        self._next: list[StageChange] = []
+        self._asking: set[int] = set()
+        agreement.post.answers[ASK] = lambda letter: self._asking.add(letter.sender)
+        if self.stages[self.me] != NOWHERE:
+            self.place()
 
     @property
     def me(self) -> int:
         return self.agreement.me
 
+    @property
+    def stages(self) -> list[int]:
+        """By position, which stage it serves."""
+        return self.arrangement.stages
+
     def peers(self, stage: int) -> list[int]:
         """Positions of those of `stage` that are left."""
         return [position for position in self.agreement.members if self.stages[position] == stage]
+
+    def arrange(self) -> list[StageChange]:
+        """Before a step: who comes or goes to another stage does so now. All know of the same ones."""
+        changes, self._next = self._next, []
+        self.changes = [
+            change for change in changes if change.before == NOWHERE or change.peer in self.agreement.members
+        ]
+        self.arrangement.apply(self.changes)
+        comers = [change.peer for change in self.changes if change.before == NOWHERE]
+        self.agreement.members = tuple(sorted({*self.agreement.members, *comers}))
+        self._asking -= set(comers)
+        return self.changes
+
+    @property
+    def donors(self) -> list[int]:
+        """Those of this peer's stage that have its state."""
+        fresh = {change.peer for change in self.changes}
+        return [peer for peer in self.peers(self.stages[self.me]) if peer not in fresh]
 
     def step(self) -> SwarmStep:
         """One step. StageLost where a stage has no peer any more; PeerLost where the others do not count this one any
@@ -120,15 +143,16 @@ class Swarm:
             done = self._strict(whole) if self.consistency == "strict" else self._settle()
             if done is not None:
                 return done
-            self.peer.counts.repeated += 1
+            self.peer.counts.begun_again += 1
 
     def _begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
         self.peer.forget()
-        self._place()
+        self.place()
 
-    def _place(self) -> None:
+    def place(self) -> None:
+        """Take note of who is left. StageLost where a stage has no peer any more."""
         stages = [self.peers(stage) for stage in range(self.count)]
         for stage, peers in enumerate(stages):
             if not peers:
@@ -139,20 +163,14 @@ class Swarm:
         """The microbatches that begin here, by the origins' speeds."""
         if self.stages[self.me]:
             return []
-        return origins(todo, {peer: self._seconds(peer) for peer in self.peers(0)})[self.me]
-
-    def _seconds(self, peer: int) -> float:
-        known = {
-            position: told.seconds for position, told in self.told.items() if told.seconds and position in self.peers(0)
-        }
-        return known.get(peer, sum(known.values()) / len(known) if known else 1.0)
+        return origins(todo, {peer: self.arrangement.cost(peer) for peer in self.peers(0)})[self.me]
 
     # Settling
 
     def _strict(self, whole: bool) -> SwarmStep | None:
         before = self.agreement.members
         said = self.agreement.agree([*self._counted(), int(whole)])
-        self._place()
+        self.place()
         if self.agreement.members != before or not all(word[2] for word in said.values()):
             return None
         return self._conclude(said)
@@ -161,7 +179,7 @@ class Swarm:
         while True:
             book = as_words(set(self.peer.counted), self.microbatches)
             said = self.agreement.agree([*self._counted(), *book])
-            self._place()
+            self.place()
             books = {position: from_words(word[2:], self.microbatches) for position, word in said.items()}
             stages = self.peer.stages
             if self.consistency == "exact":
@@ -187,33 +205,36 @@ class Swarm:
             [settled[position] for position in self.peers(at)] for at in (-1 % self.count, self.stages[self.me])
         )
         loss = sum(_number(word[1]) for word in last) / sum(word[0] for word in last)
-        total: Tensor | None = None
-        if self.sums:
-            total = self._sum()
-            holds, factor = total is not None, self.microbatches / sum(word[0] for word in here)
-            if total is not None and factor != 1.0:
-                total *= factor
-        else:
-            holds, factor = True, self.microbatches / own if own else 1.0
-        square = self._square(total, factor)
+        total, factor = self._sum(), self.microbatches / sum(word[0] for word in here)
+        if total is not None and factor != 1.0:
+            total *= factor
+        square = 0.0 if total is None else float(total.double().square().sum())
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
-        word = _Word(int(holds), _bits(square), own, seconds, self.peer.mean_queue())
+        asking = sum(1 << position for position in self._asking - set(self.agreement.members))
+        clock = _bits(self.peer.now())
+        word = _Word(int(total is not None), _bits(square), own, seconds, self.peer.mean_queue(), clock, asking)
         said = {position: _Word(*told) for position, told in self.agreement.agree(word).items()}
-        self._place()
-        if not all(told.holds for told in said.values()):
+        self.place()
+        if total is None or not all(told.holds for told in said.values()):
             return None
-        self._take_over(total, factor, own)
+        self._take_over(total)
         return self._told(said, loss)
 
     def _told(self, said: Mapping[int, _Word], loss: float) -> SwarmStep:
         squares = [[_number(said[position].square) for position in self.peers(stage)] for stage in range(self.count)]
-        norm = sum(sum(known) / len(known) for known in squares) ** 0.5
-        self.told = {
+        means = [sum(known) / len(known) for known in squares]
+        told = {
             position: PeerTold(word.nanoseconds / 1e9, word.queue / 1000, word.counted)
             for position, word in said.items()
         }
         self.peer.counts.seconds = 0.0
-        return SwarmStep(loss, norm, self.agreement.members, self.told)
+        self.arrangement.measured(told)
+        members = self.agreement.members
+        asked = {place for word in said.values() for place in range(len(self.stages)) if word.asking >> place & 1}
+        clock = _number(said[members[0]].clock)
+        self._next = self.arrangement.change(clock, members, told, sorted(asked - set(members)))
+        own = means[self.stages[self.me]]
+        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, told)
 
     def _sum(self) -> Tensor | None:
         flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
@@ -228,19 +249,8 @@ class Swarm:
         if not mail.letters and now() - began >= self.agreement.patience:
             raise DeadlinePassed(mail.group.ranks[min(missing)], "pipeline", self.agreement.patience)
 
-    def _square(self, total: Tensor | None, factor: float) -> float:
-        """Of the 2-norm of this stage's gradient."""
-        if self.sums:
-            return 0.0 if total is None else float(total.double().square().sum())
-        known = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return factor**2 * float(torch.stack([own.double().square().sum() for own in known]).sum()) if known else 0.0
-
     @torch.no_grad()
-    def _take_over(self, total: Tensor | None, factor: float, own: int) -> None:
-        if total is None:
-            if own and factor != 1.0:
-                torch._foreach_mul_([each.grad for each in self.parameters if each.grad is not None], factor)
-            return
+    def _take_over(self, total: Tensor) -> None:
         begin = 0
         for parameter in self.parameters:
             part = total[begin : begin + parameter.numel()].view(parameter.shape)

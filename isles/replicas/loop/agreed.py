@@ -71,10 +71,6 @@ class AgreedCourier(Courier):
         super().__init__(roster, parts)
         self._waiting: _Waiting | None = None
         self._sent = 0  # inner step of the last round that landed
-        self.keep_until = 0
-        """The means of rounds up to this one are kept, one at a time, for somebody else."""
-        self.kept: Tensor | None = None
-        """That of the round which landed last: a landing uses up the answer's own buffer."""
 
     @override
     def is_alone(self, fragment: Fragment) -> bool:
@@ -166,7 +162,6 @@ class AgreedCourier(Courier):
         """The copy that was not sent is spare; those of attempts that failed may still be on their way to somebody."""
         flight.fragment.release(flight)
         flight.payload = flight.fragment.latest = answer
-        self.kept = answer.buffer.clone() if flight.fragment.rounds <= self.keep_until else None
         self._sent = flight.lands
         self._balance(flight.fragment, answer)
 

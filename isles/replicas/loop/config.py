@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from isles.comm.codecs import form
 from isles.replicas.checks import one_of
@@ -11,6 +11,8 @@ from isles.replicas.loop.weights import Weights
 from isles.replicas.parts.feedback import Feedback, check_feedback
 from isles.replicas.parts.interfaces import OnBroken
 from isles.replicas.sync import MethodConfig
+
+OnLate = Literal["wait", "quorum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +29,20 @@ class WeightedConfig(OuterConfig):
 
     weights: Weights = "equal"
     """How much each worker counts in the mean: "equal", or by the "samples" of its share of the text."""
+    on_late: OnLate = "wait"
+    """Where workers come and go: wait for all; or take the mean of those who have delivered once they are a "quorum",
+    by inner steps, while all train on; who is late delivers into the next round.
+    """
+    quorum: float = 0.75
+    """Share of the workers that is one, above 0."""
 
     def __post_init__(self) -> None:
         one_of("weights", self.weights, get_args(Weights))
+        one_of("on_late", self.on_late, get_args(OnLate))
+        if not 0 < self.quorum <= 1:
+            raise ValueError(f"quorum = {self.quorum}: choose a share of the workers, above 0 and at most 1")
+        if self.on_late == "quorum" and self.weights == "samples":
+            raise ValueError('on_late = "quorum" counts workers by inner steps: choose weights = "equal"')
 
 
 @dataclass(frozen=True, kw_only=True)

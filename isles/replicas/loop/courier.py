@@ -43,10 +43,16 @@ class Courier:
         self.leeway = 1.0
         """How much payloads may differ in size because workers count for more and less."""
 
-    def stepped(self, step: int) -> None:
-        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here."""
+    def stepped(self, step: int, *, sends: bool) -> None:
+        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here. sends:
+        whether a round is sent now.
+        """
         if self._began is None:
             self._began = step, self.transport.now()
+        self.progress(blocks=sends)
+
+    def progress(self, *, blocks: bool) -> None:
+        """Go on with what is under way behind the inner steps. blocks: until that is over, or cannot be now."""
 
     def members(self, round: int) -> tuple[int, ...]:
         """Positions in the roster's group of `round` (1, 2, ...) that take part in this worker's exchange."""

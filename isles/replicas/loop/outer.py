@@ -31,9 +31,9 @@ from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, not_finite, rounds_for_momentum, rounds_to_leave_behind
 from isles.replicas.flat import FlatNames
-from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
+from isles.replicas.loop.couriers import courier_of
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.look import Look, NoLook
 from isles.replicas.loop.recut import recut_states
@@ -82,13 +82,14 @@ class OuterSync(ReplicaSync):
 
     def new_courier(self) -> Courier:
         """One that has nothing under way."""
-        return (AgreedCourier if self.roster.grows and self.agrees else Courier)(self.roster, self.parts)
+        return courier_of(self.roster, self.parts, self.config, self.land, agrees=self.agrees)
 
     @torch.no_grad()
     @override
     def after_inner_step(self) -> None:
-        self.courier.stepped(self.steps)
-        self._exchange(self.cadence.sends(self.steps))
+        sending = self.cadence.sends(self.steps)
+        self.courier.stepped(self.steps, sends=bool(sending))
+        self._exchange(sending)
 
     def adapt(self) -> None:
         """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
@@ -96,8 +97,8 @@ class OuterSync(ReplicaSync):
     @torch.no_grad()
     @override
     def finish(self) -> None:
-        """A last, shorter round where inner steps were taken since the last one, and everything
-        in flight lands; the live weights are then the anchors.
+        """A last, shorter round where inner steps were taken since the last one, and all in flight lands; the live
+        weights are then the anchors.
         """
         self.catch_up()
         late = self.parts.cadence.rounds_late
@@ -167,8 +168,7 @@ class OuterSync(ReplicaSync):
     def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
         """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
         landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
-        fragments = [(moment, self.fragments[index].places) for moment, index in landed]
-        return [*fragments, (steps + 1, self.everything)]
+        return [*((at, self.fragments[index].places) for at, index in landed), (steps + 1, self.everything)]
 
     @override
     def rhythm(self, steps: int) -> Rhythm:
@@ -185,8 +185,8 @@ class OuterSync(ReplicaSync):
     @override
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
-        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed}
-        told["refused"] = self.group.ledger.trust.refused
+        refused = self.group.ledger.trust.refused
+        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
         ratios = (fragment.left_ratio for fragment in self.fragments)
         return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
 
@@ -230,8 +230,8 @@ class OuterSync(ReplicaSync):
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
-            resting = tuple(saved.get("at_rest", ()))
-            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, resting))
+            at_rest = tuple(saved.get("at_rest", ()))
+            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = self.new_courier()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
@@ -363,6 +363,7 @@ class OuterSync(ReplicaSync):
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
+        fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
         if not flight.payload.whole:
             self._skipped(fragment, flight.payload.broken)
             if not self.parts.reading.needs_own:

@@ -23,6 +23,10 @@ _PRESETS: dict[str, tuple[str, str]] = {
         "stages on home lines, a hundredth of the bytes",
     ),
     "dilocox-speedup": ("isles.report.sheets.stages:speedup", "DiLoCoX against AllReduce over 1 Gbit/s, and its parts"),
+    "karma-hybrid": (
+        "isles.report.sheets.parallel:karma_hybrid",
+        "data parallel out of core against models that are cut",
+    ),
     "ist-quadratic": ("isles.report.sheets.ist:quadratic", "where independent subnets settle, off the optimum"),
     "noloco-quadratic": ("isles.report.sheets.noloco:quadratic", "NoLoCo's theory: mean, variance, stability region"),
 }

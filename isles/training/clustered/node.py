@@ -344,7 +344,7 @@ class ClusterWorker:
 def train_clustered(
     world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
 ) -> dict[str, Any] | None:
-    """What each worker of such a run does; see `isles.training.trainer.train_worker`."""
+    """What each worker of such a run does; see `isles.training.worker.train_worker`."""
     node = ClusterWorker(config, world, corpus)
     if resume is None:
         node.average.begin()

@@ -25,6 +25,7 @@ from isles.schema import BACKENDS, known_backend
 from isles.training.config.clustered import check_workers, refuse_clustered
 from isles.training.config.inner import InnerConfig
 from isles.training.config.planned import check_plan, plan_of
+from isles.training.config.swarmed import refuse_swarm
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
@@ -96,6 +97,8 @@ class WorldConfig:
     """Where workers join a lighthouse: seconds of silence after which one counts as gone, for it stands still or is cut
     off; one that is killed is missed at once. Raise it for lines that stand still longer.
     """
+    max_members: int = 1024
+    """Where workers join a lighthouse: how many may be there at once; whoever comes then is refused a seat."""
     join_state: JoinState = "full"
     """Where workers join a lighthouse: what a joiner is given, "full": all that its donor trains with; "anchors": the
     anchors and outer momenta alone, about a third of that for AdamW: its inner rate rises over two rounds.
@@ -114,7 +117,7 @@ class WorldConfig:
         known_backend(self.backend)
         if not self.trust_ratio > 1:
             raise ValueError(f"trust_ratio = {self.trust_ratio}: choose more than 1, such as 10")
-        for key in ("workers", "inner", "threads"):
+        for key in ("workers", "inner", "threads", "max_members"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
         if self.workers % self.inner:
@@ -274,13 +277,15 @@ class Config:
     @property
     def survives(self) -> bool:
         """Whether the workers that are left go on when others fail."""
-        return self.replicas.survives or self.pipeline.routing == "ravnest"
+        return self.replicas.survives or self.pipeline.routing in ("ravnest", "swarm")
 
     @property
     def replicas_in_all(self) -> int:
         """Copies of the model that the workers make up."""
         if self.pipeline.clusters:
             return len(self.pipeline.clusters)
+        if self.pipeline.routing == "swarm":
+            return 1
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
     def _check_plan(self, plan: PipelinePlan) -> None:
@@ -324,12 +329,23 @@ class Config:
         }
         refuse_clustered(self.method, self.replicas_in_all, self.pipeline, self.inner, self.model, unset)
 
+    def _check_swarm(self) -> None:
+        unset = {
+            "world.inner": (self.world.inner, 1),
+            "memory.method": (self.memory.method, "none"),
+            "run.start": (self.run.start, ""),
+            "data.split": (self.data.split, "iid"),
+        }
+        refuse_swarm(self.method, self.pipeline, self.model, self.world.workers, unset)
+
     def _check_pipeline(self) -> None:
         stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
         if plan is not None:
             self._check_plan(plan)
         elif self.pipeline.clusters:
             check_workers(self.pipeline.clusters, world.workers)
+        elif self.pipeline.routing == "swarm":
+            self._check_swarm()
         elif world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(

@@ -33,7 +33,6 @@ from isles.training.elastic.states import WARM_UP, States, giver_of
 from isles.training.elastic.terms import lands_together, sync_every
 from isles.training.trainer import Trainer
 
-_SLOW = 60.0  # seconds without a piece of a mean until it counts as lost
 _TRIES = 5
 
 
@@ -69,6 +68,8 @@ class Acts:
         self.means = Means(self.optimizer, gifts, folder)
         self.states = States(self.optimizer, gifts, folder, config.world.join_state, last, place=place)
         self._gifts, self._places = gifts, places
+        self.paced: Callable[[float], None] = lambda seconds: None
+        """Called with the seconds of an inner step, before the last one of `train` exchanges."""
         self._began_at: int | None = None  # inner steps, where this worker began without moments
 
     def take(self, donor: int, seconds: float) -> tuple[int, dict[int, int]]:
@@ -86,12 +87,14 @@ class Acts:
                 return round, left_out
         raise NotGiven("the workers of this island got states of different rounds")
 
-    def follow(self, donor: int, first: int, until: int) -> None:
-        """Land the means of rounds `first` to `until - 1` as `donor` has. NotGiven for all where one could not."""
+    def follow(self, donor: int, first: int, until: int, seconds: float) -> None:
+        """Land the means of rounds `first` to `until - 1` as `donor` has. NotGiven for all where one could not, or none
+        came within `seconds`.
+        """
         giver = giver_of(donor, self.reader[0])
         path, why = self.folder / "taken.safetensors", ""
         try:
-            shadow(self.optimizer, self._gifts, giver, range(first, until), path, _SLOW)
+            shadow(self.optimizer, self._gifts, giver, range(first, until), path, seconds)
         except NotGiven as reason:
             why = str(reason)
         if not all(told[0] for told in self._places.gather(int(not why))):
@@ -123,17 +126,25 @@ class Acts:
         self._text.take_from(positions(self._config, self.seat, map(Batch._make, batches), spare, self.reader))
         self.optimizer.steps = done
         self.schedule_at(done)
-        for _ in range(count):
+        transport = self._alone.transport
+        began, away = transport.now(), transport.away_seconds
+        for left in reversed(range(count)):
             self.trainer.step()
+            if left == 1:  # the last one exchanges, too, and waits for others
+                self.paced((transport.now() - began - transport.away_seconds + away) / (count - 1))
 
     def look(self) -> float | None:
         """Validation loss."""
         return self.trainer.validate()
 
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
-        """Right after `round`: copies for whoever has asked, see `Means` and `States`."""
+        """Right after `round`: its mean and copies for whoever has asked, see `Means` and `States`."""
         if lands_together(self._config):
             self.means.landed(round)
+        self.copy(round, left_out)
+
+    def copy(self, round: int, left_out: Mapping[Any, int]) -> None:
+        """See `States.landed`."""
         told = self._places.gather(*map(int, self.states.wanted()))
         wanted = [any(each) for each in zip(*told, strict=True)]
         if self.states.landed(round, {int(seat): number for seat, number in left_out.items()}, wanted):

@@ -35,7 +35,7 @@ from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures
 from isles.training.elastic.joining import MODEL, Participant
 from isles.training.elastic.lighthouse import MODEL_FILE
-from isles.training.elastic.terms import last_round, rules
+from isles.training.elastic.terms import lands_together, last_round, rules
 from isles.training.memory import step_seconds
 from isles.training.records.rundir import METRICS, SUMMARY, claim, held
 from isles.training.records.writer import as_json, write_config
@@ -165,7 +165,7 @@ class ChurnedRun:
         """Write the one model; whose mean it is."""
         seats = sorted(seat for seat in self.meeting.finished if seat in self.results)
         models = [folder / str(seat) / f"{MODEL}.safetensors" for seat in seats]
-        write_mean(models, self.out / MODEL_FILE)
+        write_mean(models[:1] if lands_together(self.config) else models, self.out / MODEL_FILE)  # all are equal
         self.spread = spread(models, self.out / MODEL_FILE)
         return seats
 

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from isles.comm.call import Ledger
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
 from isles.comm.elastic.places import LeadingRoster, Places
-from isles.comm.elastic.record import ALONE, RoundLine, StartLine, as_line
+from isles.comm.elastic.quorum.delivery import Missed
+from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
@@ -31,8 +34,9 @@ from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.training.config.sections import Config
 from isles.training.elastic.acts import Acts
+from isles.training.elastic.means import missed
 from isles.training.elastic.states import FRESH
-from isles.training.elastic.terms import lands_together, last_round, sync_every
+from isles.training.elastic.terms import is_quorum, lands_together, last_round, sync_every
 from isles.training.records.saved import load_weights
 from isles.training.running.starting import deadlines
 
@@ -71,10 +75,13 @@ class Participant:
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose cell was read
         self._put_off = 0  # rounds in succession
+        self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         self._places = places or Places()
         self.roster = LeadingRoster(company, alone, self._places)
+        self._is_quorum = is_quorum(config)
+        self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed
         self._acts = Acts(
             config,
             alone,
@@ -86,6 +93,7 @@ class Participant:
             report=self._report,
             last=lambda: self._last,
         )
+        self._acts.paced = company.pace
         self.trainer, self.optimizer = self._acts.trainer, self._acts.optimizer
 
     def _do(self, act: str, **facts: Any) -> Any:
@@ -131,9 +139,11 @@ class Participant:
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
+                self.optimizer.courier.progress(blocks=True)
                 return "left"
             round += self._round(round, every)
-        return "finished"
+        self.optimizer.courier.progress(blocks=True)
+        return "again" if company.is_called else "finished"
 
     @property
     def _last(self) -> int:
@@ -152,8 +162,10 @@ class Participant:
         self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
         self._do("enter", round=round, steps=steps, began_at=steps if self._acts.states.lacks_moments else None)
 
-    def _round(self, round: int, every: int) -> bool:
-        """One round: its steps, of which the last one exchanges. False where it is put off: then more steps come."""
+    def _round(self, round: int, every: int) -> int:
+        """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
+        then more steps come.
+        """
         company, view = self.company, self.company.begin(round)
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
@@ -166,9 +178,12 @@ class Participant:
         if cell is None:
             self._spare += every
         took = self.transport.now() - began
-        company.pace(took / steps)
-        is_put_off = self._is_put_off(round)
+        if steps == 1:
+            company.pace(max(took - (self._waited() - waited), 0.0))
+        is_put_off, late = self._is_put_off(round), self.roster.deliveries.late
         seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
+        if self._is_quorum and not is_put_off:
+            outcome, self._late = WHOLE if late == self._late else LATE, late
         line = RoundLine(
             seat=company.seat,
             round=round,
@@ -182,13 +197,34 @@ class Participant:
         )
         company.report({"round": as_line(line)})
         if is_put_off:
-            return False
+            return 0
         loss = self._judged(round, first=place == 0)
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
             self._tell()
+        if self._is_quorum:
+            return self._skipped(round)
         self._do("landed", round=round, left_out=company.left_out())
-        return True
+        return 1
+
+    def _skipped(self, round: int) -> int:
+        """How many rounds are over: those too into which was delivered what came too late for the one before."""
+        over = self.optimizer.fragments[0].rounds - round + 1
+        for other in range(round + 1, round + over):
+            self.company.skip(other)
+        return over
+
+    def _landed(self, round: int) -> None:
+        """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
+        self._acts.means.landed(round)
+        shown = self.optimizer.evaluation_weights() if any(self._acts.states.wanted()) else nullcontext()
+        with shown:  # the anchors, for what was learned since is this worker's own
+            self._acts.copy(round, self.company.left_out())
+
+    def _missed(self, word: Word) -> Missed | None:
+        """The mean of a round for which this worker was late."""
+        path, seconds = self.folder / "missed.safetensors", _SLOW + 4 * self.company.member.seconds
+        return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
@@ -266,14 +302,14 @@ class Participant:
         donor = load.donor
         try:
             if self._agrees:
-                self._do("follow", donor=donor, first=self._has + 1, until=round)
+                self._do("follow", donor=donor, first=self._has + 1, until=round, seconds=_SLOW + 2 * load.seconds)
                 self._has = round - 1
             elif round - self._has > FRESH:
                 self._has, _ = self._do("take", donor=load.donor, seconds=_SLOW + 2 * load.seconds)
         except NotGiven as why:
             if self._agrees:
                 self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-                stray(self.company, round - 1)
+                stray(self.company)
                 return False
             self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
         return True

@@ -7,13 +7,16 @@ joiner    has the state after round r: fetches the means of r + 1, r + 2, ... an
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.gifts import Gifts, NotGiven
-from isles.replicas.loop.agreed import AgreedCourier
+from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
 from isles.training.records.tensors import write_tensors
@@ -31,20 +34,19 @@ class Means:
         self._offered: list[int] = []
 
     def copied(self, round: int) -> None:
-        """This worker's state after `round` has been given to somebody."""
-        if isinstance(courier := self._optimizer.courier, AgreedCourier):
-            courier.keep_until = round + KEPT
+        """This worker's state after `round` has been given to somebody: the means of the next ones are kept for it."""
+        (fragment,) = self._optimizer.fragments
+        fragment.keep_until = round + KEPT
 
     def landed(self, round: int) -> None:
-        """Right after the landing of `round`."""
-        courier, (fragment,) = self._optimizer.courier, self._optimizer.fragments
-        if isinstance(courier, AgreedCourier) and courier.kept is not None:
-            answer = fragment.latest
-            assert answer is not None, "it has just landed"
+        """Right after the landing of `round`: its mean, where it was kept."""
+        (fragment,) = self._optimizer.fragments
+        answer = fragment.latest
+        if fragment.kept is not None and answer is not None:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
-            kept = {_MEAN: courier.kept}
             facts |= {"digest": fragment.digest}
+            kept = {_MEAN: fragment.kept}
             self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         for old in [old for old in self._offered if old <= round - KEPT]:
@@ -57,24 +59,41 @@ def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: 
 
     NotGiven where one does not come within `seconds`, or leads elsewhere.
     """
-    (fragment,) = optimizer.fragments
     for round in rounds:
-        try:
-            facts = gifts.take(donor, _name(round), path, most=fragment.anchor.nbytes + _SPARE, seconds=seconds)
-            mean = load_file(str(path))[_MEAN]
-            if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
-                raise NotGiven("it is of another model")
-            if not mean.isfinite().all():
-                raise NotGiven("it holds numbers that are none")
-            participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
-            if not (isinstance(participants, int) and isinstance(whole, bool) and isinstance(digest, int)):
-                raise NotGiven("what is said of it makes no sense")
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
-        finally:
-            path.unlink(missing_ok=True)
-        if follow(optimizer, round, mean, participants, whole=whole) != digest:
+        mean = _taken(optimizer, gifts, donor, round, path, seconds)
+        if follow(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
             raise NotGiven(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
+
+
+def missed(
+    optimizer: OuterSync, gifts: Gifts, word: Word, path: Path, seconds: float, is_lost: Callable[[int], bool]
+) -> Missed | None:
+    """The mean of a round that others have landed on that word; None where none of its keepers gives it."""
+    for seat in word.seats[:KEEPERS]:
+        if not is_lost(seat):
+            with contextlib.suppress(NotGiven):
+                return _taken(optimizer, gifts, str(seat), word.round, path, seconds)
+    return None
+
+
+def _taken(optimizer: OuterSync, gifts: Gifts, donor: str, round: int, path: Path, seconds: float) -> Missed:
+    """The mean of `round`, as `donor` has it. NotGiven."""
+    (fragment,) = optimizer.fragments
+    try:
+        facts = gifts.take(donor, _name(round), path, most=fragment.anchor.nbytes + _SPARE, seconds=seconds)
+        mean = load_file(str(path))[_MEAN]
+        if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
+            raise NotGiven("it is of another model")
+        if not mean.isfinite().all():
+            raise NotGiven("it holds numbers that are none")
+        participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
+        if not (isinstance(participants, int) and isinstance(whole, bool) and isinstance(digest, int)):
+            raise NotGiven("what is said of it makes no sense")
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
+    finally:
+        path.unlink(missing_ok=True)
+    return Missed(mean, participants, whole, digest)
 
 
 def _name(round: int) -> str:

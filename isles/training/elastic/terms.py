@@ -9,6 +9,7 @@ from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.replicas import method
+from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import SILENCE, Config
 from isles.training.config.tokens import ending, tokens_a_step
@@ -85,10 +86,10 @@ def check(config: Config, *, simulated: bool = False) -> None:
             "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
             "--nodes"
         )
-    if config.world.inner > 1 and (simulated or not lands_together(config)):
+    if config.world.inner > 1 and (simulated or is_quorum(config) or not lands_together(config)):
         raise ValueError(
             f"world.inner = {config.world.inner}: islands come and go with methods of one mean for all, such as "
-            "diloco, and not on the virtual clock: take it out"
+            'diloco, with on_late = "wait", and not on the virtual clock: take it out'
         )
     if config.world.silence != SILENCE:
         raise ValueError(
@@ -123,6 +124,11 @@ def lands_together(config: Config) -> bool:
     return hasattr(config.replicas, "mixing") or not hasattr(config.replicas, "group_size")
 
 
+def is_quorum(config: Config) -> bool:
+    """Whether a mean is that of those who have delivered in time."""
+    return isinstance(config.replicas, WeightedConfig) and config.replicas.on_late == "quorum"
+
+
 def sync_every(config: Config) -> int:
     """Inner steps a round."""
     return cast(Any, config.replicas).sync_every
@@ -147,5 +153,7 @@ def rules(config: Config) -> Rules:
         sync_every=sync_every(config),
         agrees=lands_together(config),
         last=None if config.run.tokens else last_round(config, None),
+        most=config.world.max_members,
         batches=batches_in_all(config) if config.run.tokens else None,
+        quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
     )

@@ -87,7 +87,7 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
-    if config.pipeline.stage_loss or config.pipeline.routing in ("skippipe", "ravnest"):
+    if config.pipeline.stage_loss or config.pipeline.routing in ("skippipe", "swarm", "ravnest"):
         key = "stage_loss" if config.pipeline.stage_loss else f'routing = "{config.pipeline.routing}"'
         raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
     world, data, inner, pipeline = config.world, config.data, config.inner, config.pipeline

@@ -95,10 +95,10 @@ def prepare(
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
     if seats == list(range(after)) and not anew:
         return Resumption(config, step, _changed(checkpoints.manifest(step), config, run))
-    if config.pipeline.routing == "ravnest":
+    if config.pipeline.routing in ("ravnest", "swarm"):
         raise ValueError(
-            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters resume with all workers of "
-            "before, from a checkpoint that all wrote: name an earlier one with --step, if there is one"
+            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
+            "all workers of before, from a checkpoint that all wrote: name an earlier one with --step, if there is one"
         )
     if elsewhere := checkpoints.absent(step):
         raise ValueError(

@@ -126,7 +126,7 @@ def _sampling(config: Config) -> dict[int, int]:
     """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it.
     Clusters may be cut differently, and send none.
     """
-    if config.pipeline.routing == "ravnest":
+    if config.pipeline.routing in ("swarm", "ravnest"):
         return {}
     stages = {rank: at.stage for rank, at in enumerate(layout_of(config).coordinates) if at.inner == 0}
     replicas = Counter(stages.values())

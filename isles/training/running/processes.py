@@ -15,7 +15,7 @@ from isles.training.records.events import Schema
 from isles.training.records.rundir import LOGS
 from isles.training.running.server import start_server
 from isles.training.running.starting import deadlines, warnings_told
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 
 
 def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:

@@ -16,7 +16,7 @@ from isles.launch.nodes import NodeGroup
 from isles.training.config.sections import Config
 from isles.training.memory import step_seconds
 from isles.training.running.starting import deadlines, warnings_told
-from isles.training.trainer import train_worker
+from isles.training.worker import train_worker
 
 
 class VirtualWorkers:

@@ -1,4 +1,5 @@
-"""Every way in which one round of a two-shot mean can go: messages in any order, deaths and crashes at any point.
+"""Every way in which one round of a two-shot mean can go: messages in any order, deaths, crashes and exchanges that
+fail at any point; also where a quorum is enough.
 
 What is walked is the code of `isles.comm.elastic.ballot`; only the mean's messages and the network are made up here. A
 state is immutable, so all of them can be kept and none is looked at twice.
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from isles.comm.elastic.ballot import Ballot, Part
+from isles.comm.elastic.ballot import NOTHING, Ballot, Part
 
 Message = tuple[str, int, int, int]  # ("scatter" or "gather", attempt, from, to)
 
@@ -25,32 +26,54 @@ class State:
     arrived: frozenset[Message]
     deaths: int
     crashes: int
+    failures: int = 0
+    failed: frozenset[tuple[int, int]] = frozenset()  # (attempt, seat): whose exchange has
+    quorum: float = 0.0
     up: bool = True
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What was found. wrong: states in which two have landed different sets, or somebody living waits for ever."""
+    """What was found. wrong: states in which two have landed different sets, or somebody living waits for ever. late:
+    states in which somebody living knows that the others landed without it.
+    """
 
     states: int
     ends: int
     wrong: tuple[State, ...]
+    late: int = 0
 
 
-def start(members: int, deaths: int, crashes: int) -> State:
+def start(members: int, deaths: int, crashes: int, failures: int = 0, quorum: float = 0.0) -> State:
     seats = tuple(range(members))
+    if quorum:
+        waiting = tuple(Part(seat, 1, 0, (seat,)) for seat in seats)
+        ballot = Ballot(1, (seats,), quorum=quorum)
+        none = frozenset[Message]()
+        return State(
+            ballot, waiting, frozenset(seats), frozenset(), none, none, deaths, crashes, failures, quorum=quorum
+        )
     parts = tuple(Part(seat, 1, 0, seats) for seat in seats)
     flying = frozenset(message for seat in seats for message in _sends("scatter", parts[seat]))
-    return State(Ballot(1, (seats,)), parts, frozenset(seats), frozenset(), flying, frozenset(), deaths, crashes)
+    none = frozenset[Message]()
+    return State(Ballot(1, (seats,)), parts, frozenset(seats), frozenset(), flying, none, deaths, crashes, failures)
 
 
-def walk(first: State, *, answered: Callable[[Part, int], Part] = Part.answered, stop_at_first: bool = False) -> Walk:
-    """All states that can follow `first`. answered: what a member does with an answer; a mutant may replace it."""
+def walk(
+    first: State,
+    *,
+    answered: Callable[[Part, int], Part] = Part.answered,
+    stop_at_first: bool = False,
+    most: int = 1 << 60,
+) -> Walk:
+    """All states that can follow `first`, `most` of them. answered: what a member does with an answer; a mutant may
+    replace it.
+    """
     seen: set[State] = set()
     stack = [first]
     wrong: list[State] = []
-    ends = 0
-    while stack:
+    ends = late = 0
+    while stack and len(seen) < most:
         state = stack.pop()
         if state in seen:
             continue
@@ -59,12 +82,15 @@ def walk(first: State, *, answered: Callable[[Part, int], Part] = Part.answered,
         following = list(_following(state, answered))
         over = not any(faults_left(state) == faults_left(after) for after in following)
         ends += over
-        if len(landed) > 1 or (over and any(state.parts[seat].phase != "landed" for seat in state.living)):
+        phases = {state.parts[seat].phase for seat in state.living}
+        late += "left out" in phases
+        settled = {"landed", "left out"} if state.quorum else {"landed"}
+        if len(landed) > 1 or (over and not phases <= settled):
             wrong.append(state)
             if stop_at_first:
                 break
         stack += [after for after in following if after not in seen]
-    return Walk(len(seen), ends, tuple(wrong))
+    return Walk(len(seen), ends, tuple(wrong), late)
 
 
 def wander(state: State, random: Random) -> State:
@@ -96,8 +122,8 @@ def _restart(state: State) -> Iterator[State]:
     yield replace(state, up=True)
 
 
-def faults_left(state: State) -> tuple[int, int]:
-    return state.deaths, state.crashes
+def faults_left(state: State) -> tuple[int, int, int]:
+    return state.deaths, state.crashes, state.failures
 
 
 def _following(state: State, answered: Callable[[Part, int], Part]) -> Iterator[State]:
@@ -116,7 +142,16 @@ def _network(state: State) -> Iterator[State]:
 
 def _member(state: State, seat: int, answered: Callable[[Part, int], Part]) -> Iterator[State]:
     part = state.parts[seat]
-    if part.phase == "exchanging":
+    if part.phase == "exchanging" and state.quorum and part.attempt == 0:
+        if state.up and state.ballot.has(seat, 1) != state.ballot:
+            yield replace(state, ballot=state.ballot.has(seat, 1))
+    elif (part.attempt, seat) in state.failed:
+        told = state.ballot.told(part.attempt, seat, NOTHING)
+        if state.up and told != state.ballot and state.ballot.landed is None:
+            yield replace(state, ballot=told)
+    elif part.phase == "exchanging":
+        if any((part.attempt, other) in state.failed for other in part.seats):  # it waits in vain, up to its deadline
+            yield replace(state, failed=state.failed | {(part.attempt, seat)})
         gathering = (part.attempt, seat) in state.gathering
         kind = "gather" if gathering else "scatter"
         if all((kind, part.attempt, other, seat) in state.arrived for other in part.seats if other != seat):
@@ -144,6 +179,8 @@ def _member(state: State, seat: int, answered: Callable[[Part, int], Part]) -> I
 def _lighthouse(state: State) -> Iterator[State]:
     if state.up and (word := state.ballot.decide(state.living)) is not None:
         yield replace(state, ballot=state.ballot.decided(word))
+    if state.up and state.quorum and not state.ballot.is_closing and len(state.ballot.attempts) == 1:
+        yield replace(state, ballot=replace(state.ballot, is_closing=True))
 
 
 def _faults(state: State) -> Iterator[State]:
@@ -152,10 +189,16 @@ def _faults(state: State) -> Iterator[State]:
             dead = replace(state, living=state.living - {seat}, deaths=state.deaths - 1)
             yield dead
             yield replace(dead, flying=frozenset(message for message in state.flying if message[2] != seat))
+    if state.failures:
+        for part in state.parts:
+            mark = (part.attempt, part.seat)
+            tries = part.phase == "exchanging" and not (state.quorum and part.attempt == 0)
+            if part.seat in state.living and tries and mark not in state.failed:
+                yield replace(state, failed=state.failed | {mark}, failures=state.failures - 1)
     if not state.up:
         yield replace(state, up=True)
     elif state.crashes:  # its journal stays, what it heard is gone
-        forgetful = replace(state.ballot, done=frozenset())
+        forgetful = replace(state.ballot, done=frozenset(), delivered=frozenset(), is_closing=False)
         yield replace(state, ballot=forgetful, crashes=state.crashes - 1, up=False)
 
 

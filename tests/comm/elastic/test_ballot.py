@@ -24,11 +24,27 @@ def test_three_members_one_death_land_the_same() -> None:
     assert found.states > 100_000
 
 
+def test_two_members_whose_exchanges_fail_land_the_same() -> None:
+    """One says NOTHING, whatever else happens to it or the others."""
+    found = walk(start(2, deaths=1, crashes=0, failures=1))
+    assert found.wrong == () and found.states > 1_000
+
+
+@pytest.mark.long
+def test_three_members_whose_exchanges_fail_land_the_same() -> None:
+    found = walk(start(2, deaths=1, crashes=1, failures=1))
+    assert found.wrong == () and found.states > 100_000
+    found = walk(start(3, deaths=1, crashes=0, failures=1), most=1_000_000)
+    assert found.wrong == ()
+
+
 def schedules(seeds: range) -> set[int]:
-    """How many attempts the landed rounds of five members took, over schedules with 3 deaths and 2 crashes at most."""
+    """How many attempts the landed rounds of five members took, over schedules with at most 3 deaths, 2 crashes and 2
+    exchanges that fail.
+    """
     attempts = set()
     for seed in seeds:
-        end = wander(start(5, deaths=3, crashes=2), Random(seed))
+        end = wander(start(5, deaths=3, crashes=2, failures=2), Random(seed))
         landed = {(end.parts[seat].attempt, end.parts[seat].seats) for seat in end.living}
         assert len(landed) <= 1, f"seed {seed}"
         assert all(end.parts[seat].phase == "landed" for seat in end.living), f"seed {seed}"

@@ -17,12 +17,14 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.config import Consistency
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.arrangement import Arrangement
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
 from isles.pipeline.swarm.post import Post, letter_lengths
 from isles.pipeline.swarm.stage_work import StageWork
-from isles.pipeline.swarm.swarm import Consistency, Swarm
+from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
 SEQUENCES = 2
@@ -72,12 +74,14 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
         boundary=FullStream(shape.d_model),
     )
     costs = PieceCosts(blocks=(1.0,) * shape.layers, head=0.0)
-    shares = stage_shares(piece, costs, 1) if setting.charged else None
+    shares = stage_shares(piece, costs, 1, recompute=False) if setting.charged else None
     group = world.world.among(range(world.size), "pipeline")
     longest = sum(parameter.nbytes for parameter in stage.parameters())
-    post = Post(Mail(group, run=9, lengths=letter_lengths(form, longest, world.size, setting.microbatches)))
+    lengths = letter_lengths(form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches)
+    post = Post(Mail(group, run=9, lengths=lengths))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
-    agreement = Agreement(post, setting.patience)
+    agreement = Agreement(post, setting.patience, range(world.size))
+    arrangement = Arrangement(stages, [1.0] * len(setting.peers))
     forward, backward = setting.deadlines
     ways = SwarmWays(
         room=setting.room,
@@ -89,7 +93,7 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     )
     peer = SwarmPeer(work, post, agreement, ways, seed=1000 * setting.seed + world.rank)
     trained = list(stage.parameters())
-    return Swarm(peer, agreement, trained, stages, setting.microbatches, consistency=setting.consistency)
+    return Swarm(peer, agreement, trained, arrangement, setting.microbatches, consistency=setting.consistency)
 
 
 def train(world: Mesh, setting: Setting) -> Any:

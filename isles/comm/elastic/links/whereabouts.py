@@ -43,8 +43,8 @@ class Whereabouts:
         self._known.pop(seat, None)
 
     def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:
-        """Try the address of `seat`; answer(what came of it), in another thread. ValueError for what is no address, and
-        where one of this seat's is being tried.
+        """Try the address of `seat` (-1: of somebody without one); answer(what came of it), in another thread.
+        ValueError for what is no address, and where one of this seat's is being tried.
         """
         host = said.host or self._seen(said.session)
         if not host or not 0 < said.port < 65536:
@@ -60,7 +60,7 @@ class Whereabouts:
         def work() -> None:
             with self._trying:
                 why = unreachable(host, said.port, der)
-            if not why:
+            if not why and seat >= 0:
                 self._known[seat] = Listening(host, said.port, "", said.certificate)
             self._busy.discard(seat)
             answer(Reached(host, said.port, why))

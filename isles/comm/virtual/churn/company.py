@@ -79,6 +79,12 @@ class VirtualCompany:
     def _may_begin(self, round: int) -> bool:
         return self.member.is_known(round) or self.member.call != self.member.ready or self.ended is not None
 
+    def skip(self, round: int) -> None:
+        """See `Company.skip`."""
+        with self._worker:
+            self.member.skip(round)
+            self.poke()
+
     def standing(self, round: int) -> Standing:
         """See `Company.standing`."""
         with self._worker:
@@ -194,6 +200,17 @@ class VirtualCompany:
             self._line.ask(self.seat, message, answered)
         self.wait(lambda: bool(answers), seconds)
         return answers[0] if answers else None
+
+    def say(self, message: Any) -> None:
+        """See `Company.say`."""
+
+        def answered(reply: Any) -> None:
+            if isinstance(reply, Word):
+                self.words.hear(reply)
+                self.changed()
+
+        with self._worker:
+            self._line.ask(self.seat, message, answered)
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """See `Company.wait`."""

@@ -51,6 +51,7 @@ class VirtualMeeting:
         self.finished: set[int] = set()
         self._cut: set[int] = set()
         self.is_over = False
+        self._ticks_at = -1.0
 
     def open(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
         """Before the workers' threads begin: have everything happen at its time."""
@@ -198,6 +199,7 @@ class VirtualMeeting:
     def carry_out(self, orders: Iterable[Order]) -> list[Any]:
         """Journal and send; the replies are given back."""
         replies: list[Any] = []
+        self._mind_graces()
         for order in orders:
             if isinstance(order, Record):
                 self.journal.append({**order.entry, "at": round(self.timeline.now, 3)})
@@ -206,6 +208,14 @@ class VirtualMeeting:
             elif isinstance(order, Tell):
                 self._to(order.seat, partial(self.companies[order.seat].told, order.message))
         return replies
+
+    def _mind_graces(self) -> None:
+        """Tick when the next one ends."""
+        now = self.timeline.now
+        end = None if self.membership is None else self.membership.ballots.graces.next
+        if end is not None and end > now and end != self._ticks_at:
+            self._ticks_at = end
+            self._at(end, self._tick)
 
     def _to(self, seat: int, act: Callable[[], None], seconds: float = _WAY) -> None:
         """Have a worker hear something; a paused one hears it when it is back, a dead one never."""

@@ -1,0 +1,178 @@
+"""`isles doctor --join`: the way of a worker to its lighthouse, step by step, up to the first that leads nowhere.
+
+name -> route -> TLS -> token -> session -> version -> clock -> both rates -> whether others reach this machine
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from isles.cli.checks import Check
+from isles.comm import credentials
+from isles.comm.credentials import Token
+from isles.comm.elastic.keys import ABOUT, ECHO, PIECE, REACH
+from isles.comm.elastic.links.direct import OpenDoor
+from isles.comm.elastic.messages import About, Listening, Reached, decode, encode
+from isles.comm.elastic.session import Session, address, open_session
+from isles.version import __version__
+
+_PATIENCE = 5.0  # seconds for a connection
+_ANSWER = 10.0  # seconds
+_TRIED = 20.0  # seconds that the lighthouse may try an address for
+_ENOUGH = 1.0  # seconds, and the rate is known
+_SKEW = 12 * 3600.0  # seconds that clocks may differ: certificates are valid from a day before they were made
+_SIZES = (1 << 16, 1 << 18, PIECE)  # bytes
+_LEASE = 3.0  # seconds
+
+
+def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, announced: str) -> Iterator[Check]:
+    """The checks until the first that is not good. listen: (host, port) of this machine at which others are to reach
+    it; announced: the address that they are told, "" for that under which the lighthouse sees this machine.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
+        found = _to_the_door(host, port, token, folder)
+        for check in found:
+            yield check
+            if not check.good:
+                return
+        try:
+            mine = credentials.read(folder / "credentials")
+            session = open_session("client", mine, connect=address(host, port), lease=_LEASE, patience=_PATIENCE)
+        except ValueError as error:
+            yield Check("engine", False, str(error))
+            return
+        except OSError:
+            why = "the lighthouse does not take this token's secret; copy the whole token once more"
+            yield Check("session", False, f"{why}, or it is busy with strangers: try again in a minute")
+            return
+        stack.callback(session.close)
+        yield Check("session", True, "the lighthouse lets this machine in")
+        about = decode(_ask(session, ABOUT, b"") or b"")
+        if not isinstance(about, About):
+            yield Check("version", False, f"the lighthouse does not say: install isles {__version__} there too")
+            return
+        yield from _run(about)
+        if about.version == __version__:
+            yield _rates(session)
+            yield _direct(session, token, listen, announced, folder)
+
+
+def _to_the_door(host: str, port: int, token: Token, folder: Path) -> Iterator[Check]:
+    """Without saying the secret to anybody."""
+    try:
+        places = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        why = f"{host} is no name that this machine knows ({error.strerror})"
+        yield Check("name", False, f"{why}: look at its spelling, or write its address")
+        return
+    yield Check("name", True, f"{host} is {', '.join(places)}")
+    began = time.monotonic()
+    try:
+        socket.create_connection((host, port), _PATIENCE).close()
+    except TimeoutError:
+        mend = f"open or forward TCP port {port} there, and look at the firewalls in between"
+        yield Check("route", False, f"no answer from {address(host, port)} within {_PATIENCE:g} s: {mend}")
+        return
+    except OSError as error:
+        mend = "is the lighthouse running, with this --host and --port?"
+        yield Check("route", False, f"nobody listens at {address(host, port)} ({error.strerror}): {mend}")
+        return
+    yield Check("route", True, f"{address(host, port)} answers within {1000 * (time.monotonic() - began):.0f} ms")
+    try:
+        credentials.fetch(host, port, token, folder / "credentials", seconds=_PATIENCE)
+    except ValueError as error:
+        yield Check("tls", True, "whoever answers speaks it")
+        yield Check("token", False, str(error))
+        return
+    except (ssl.SSLError, OSError):
+        yield Check("tls", False, f"whoever answers at {address(host, port)} is no lighthouse: look at the port")
+        return
+    yield Check("tls", True, "1.3, with a certificate")
+    yield Check("token", True, "the certificate is that of this token")
+
+
+def _run(about: About) -> Iterator[Check]:
+    same = about.version == __version__
+    there = f"isles {about.version} there, {__version__} here"
+    yield Check("version", same, there if same else f"{there}: install {about.version} here")
+    ahead = time.time() - about.clock
+    close = "" if abs(ahead) <= _SKEW else ": set this machine's clock, or certificates are not valid"
+    yield Check(
+        "clock", not close, f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the lighthouse's{close}"
+    )
+    yield Check("run", True, f"{about.members} workers, round {about.round} of {about.last}")
+
+
+def _rates(session: Session) -> Check:
+    from isles.report.units import format_bytes
+
+    rates = [_rate(session, size_of) for size_of in (lambda size: (bytes(size), 0), lambda size: (b"", size))]
+    if not all(rates):
+        return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
+    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in rates)
+    return Check("rate", True, f"{up} to the lighthouse, {down} from it ({format_bytes(PIECE)} at a time)")
+
+
+def _rate(session: Session, size_of: Any) -> float:
+    """Bytes a second of pieces that grow until they take a while; 0 where an answer did not come."""
+    rate = 0.0
+    for size in (*_SIZES, PIECE, PIECE, PIECE):
+        said, wanted = size_of(size)
+        began = time.monotonic()
+        answer = _ask(session, ECHO, wanted.to_bytes(4, "big") + said)
+        took = time.monotonic() - began
+        if answer is None or len(answer) != wanted:
+            return 0.0
+        rate = max(rate, size / took)
+        if took > _ENOUGH:
+            return size / took
+    return rate
+
+
+def _direct(session: Session, token: Token, listen: tuple[str, int] | None, announced: str, folder: Path) -> Check:
+    if listen is None:
+        return Check("direct", True, "not asked for: all goes over the lighthouse (--listen PORT tries the other way)")
+    try:
+        door = OpenDoor(token.secret, folder / "own", *listen, lease=_LEASE, refused=session.refused)
+    except ValueError as error:
+        return Check("direct", False, str(error))
+    try:
+        certificate = base64.b64encode(door.certificate).decode("ascii")
+        said = Listening(announced, door.port, session.name(), certificate)
+        answer = decode(_ask(session, REACH, encode(said), _TRIED) or b"")
+    except ValueError:
+        answer = None
+    finally:
+        door.close()
+    if isinstance(answer, Reached) and not answer.refusal:
+        return Check("direct", True, f"yes: others reach this machine at {address(answer.host, answer.port)}")
+    where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""
+    return Check("direct", True, f"no, relayed: nobody is let in{where}; fine, and a forwarded port is faster")
+
+
+def _ask(session: Session, key: str, said: bytes, seconds: float = _ANSWER) -> bytes | None:
+    """The answer; asked again for a moment, while a fresh session does not know who serves what."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        done, answers = threading.Event(), list[tuple[bytes | None, bytes | None]]()
+
+        def answered(reply: bytes | None, refusal: bytes | None, answers: Any = answers, done: Any = done) -> None:
+            answers.append((reply, refusal))
+            done.set()
+
+        session.ask(key, said, answered, seconds=seconds)
+        if not done.wait(seconds + 1.0):
+            return None
+        if answers[0] != (None, None) or time.monotonic() > until:
+            return answers[0][0]
+        time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""Rounds for whose mean a quorum is enough."""

@@ -1,0 +1,155 @@
+"""Judging weights that a swarm holds: the forward pass alone, on the way of microbatches, whoever is lost meanwhile.
+
+origin   the first peer of stage 0: batches -> LOOK -> a peer of stage 1 -> ... -> LOSS from the last stage
+others   serve until the origin has all losses
+all      agree on the sum; where the origin is lost they begin again with the next one
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.mail import MailLetter, MailNote
+from isles.comm.errors import DeadlinePassed, Malformed, Refused
+from isles.network.routing.routes import Task
+from isles.pipeline.swarm.post import HOME, LOOK, LOSS
+from isles.pipeline.swarm.swarm import Swarm
+from isles.pipeline.wire import StageForm
+
+_UNDER_WAY = 8  # letters of the origin, for each peer of stage 1
+
+
+class SwarmJudge:
+    """Of `swarm`, whose peers all ask together."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm, self.work = swarm, swarm.peer.work
+        self.post, self.agreement = swarm.agreement.post, swarm.agreement
+
+    def loss(self, batches: Callable[[], Iterable[Tensor]]) -> float:
+        """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
+        peers. NaN without rows.
+        """
+        stage = self.work.stage
+        was_training = stage.training
+        stage.eval()
+        try:
+            while True:
+                self.agreement.agree([])
+                self.swarm.place()
+                origin = self.swarm.peers(0)[0]
+                if origin == self.swarm.me:
+                    own = self._ask(batches())
+                else:
+                    self._serve(origin)
+                    own = (0.0, -1)
+                said = self.agreement.agree([struct.unpack("<q", struct.pack("<d", own[0]))[0], own[1]])
+                self.swarm.place()
+                if origin in said and said[origin][1] >= 0:
+                    total, rows = struct.unpack("<d", struct.pack("<q", said[origin][0]))[0], said[origin][1]
+                    return total / rows if rows else float("nan")
+        finally:
+            stage.train(was_training)
+
+    def _ask(self, batches: Iterable[Tensor]) -> tuple[float, int]:
+        """The sum of the losses over rows, and how many rows; (0, -1) where a stage was lost meanwhile."""
+        parts = [part for batch in batches for part in batch.split(self.work.form.sequences)]
+        losses: dict[int, float] = {}
+        waiting, under_way, lost = deque(range(len(parts))), dict[int, int](), set[int]()
+        turns = cycle(self.swarm.peer.stages[1])
+        while len(losses) < len(parts):
+            for letter in self._letters():
+                if letter.note.kind == LOSS and letter.body.numel() == 8:
+                    losses[letter.note.number] = float(letter.body.view(torch.float64))
+                    under_way.pop(letter.note.number, None)
+            if self.agreement.lost != lost:  # any of them may have been on its way
+                lost = set(self.agreement.lost)
+                waiting.extendleft(under_way)
+                under_way.clear()
+            if any(set(peers) <= lost for peers in self.swarm.peer.stages):
+                return 0.0, -1
+            if waiting and len(under_way) < _UNDER_WAY * len(self.swarm.peer.stages[1]):
+                number = waiting.popleft()
+                receiver = next(peer for peer in turns if peer not in lost)
+                tokens = parts[number]
+                self._send(receiver, number, self.swarm.me, self._through(tokens[:, :-1], tokens), tokens)
+                under_way[number] = receiver
+            elif len(losses) < len(parts):
+                self._wait()
+        for position in self.agreement.members:
+            if position != self.swarm.me:
+                self.post.mail.send(position, MailNote(HOME, 0, self.post.turn))
+        return sum(losses[number] * len(part) for number, part in enumerate(parts)), sum(map(len, parts))
+
+    def _serve(self, origin: int) -> None:
+        while True:
+            letters = self._letters()
+            for letter in letters:
+                if letter.note.kind == HOME and letter.sender == origin:
+                    return
+                if letter.note.kind == LOOK:
+                    self._pass_on(letter)
+            if origin in self.agreement.lost or any(
+                set(peers) <= self.agreement.lost for peers in self.swarm.peer.stages
+            ):
+                return
+            if not letters:
+                self._wait()
+
+    def _pass_on(self, letter: MailLetter) -> None:
+        form = self._form(letter.note.extra)
+        if form is None or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
+            rank = self.post.mail.group.ranks[letter.sender]
+            self.post.mail.refuse(letter.sender, Malformed(rank, "a batch of another length"))
+            return
+        try:
+            payload, side, tokens = form.unpack(letter.body, self.work.device)
+            assert tokens is not None
+            out = self._through(form.boundary.decode(payload, side, tokens), tokens)
+        except Refused as error:
+            self.post.mail.refuse(letter.sender, error)
+            return
+        origin, number = letter.note.queue, letter.note.number
+        if not self.work.ends:
+            lost = self.agreement.lost
+            following = [peer for peer in self.swarm.peer.stages[self.swarm.peer.stage + 1] if peer not in lost]
+            if following:
+                self._send(following[number % len(following)], number, origin, out, tokens)
+        elif origin in self.agreement.members and origin != self.swarm.me:
+            body = out.detach().to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
+            self.post.mail.send(origin, MailNote(LOSS, 0, self.post.turn, number), body)
+
+    @torch.no_grad()
+    def _through(self, x: Tensor, tokens: Tensor) -> Tensor:
+        work = self.work
+        targets = work.form.targets(tokens.to(work.device)) if work.ends else None
+        with work.autocast():
+            return work.stage(x.to(work.device), targets, enter=self.swarm.peer.stage == 0, leave=work.ends)
+
+    def _send(self, receiver: int, number: int, origin: int, out: Tensor, tokens: Tensor) -> None:
+        form = self._form(len(tokens))
+        assert form is not None
+        payload, side = form.boundary.encode(out, tokens)
+        note = MailNote(LOOK, 0, self.post.turn, number, queue=origin, extra=len(tokens))
+        self.post.mail.send(receiver, note, form.pack(payload, side, tokens))
+
+    def _form(self, rows: int) -> StageForm | None:
+        return replace(self.work.form, sequences=rows) if 1 <= rows <= self.work.form.sequences else None
+
+    def _letters(self) -> Sequence[MailLetter]:
+        self.post.sort()
+        return self.post.work()
+
+    def _wait(self) -> None:
+        mail, now = self.post.mail, self.swarm.peer.now
+        began = now()
+        mail.wait(self.agreement.patience)
+        if not mail.letters and now() - began >= self.agreement.patience:
+            raise DeadlinePassed(-1, "pipeline", self.agreement.patience)

@@ -1,0 +1,182 @@
+"""Rounds whose mean is that of those who delivered in time, weighted by their inner steps, while all train on: where
+workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
+
+    end of a round   snapshot; it is delivered (`isles.comm.elastic.quorum.delivery`), and the next inner steps begin
+    between steps    told among whom: the exchange begins, behind the computation; it is done: its hash is told;
+                     told to land: land, and what was learned meanwhile is added again
+    next snapshot    the round before has landed, or it is waited for
+    late             the mean was taken without this worker: fetch it, land it, keep what was learned, deliver that into
+                     the next round at once
+
+A share holds all that was learned since the last one that got into a mean. Anchors stay equal to the bit, for all land
+the same means in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from isles.comm.collectives.headers import Stamp
+from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
+from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
+from isles.comm.roster import Roster
+from isles.network.planner.memory import Held
+from isles.replicas.loop.courier import PAYLOAD, Courier
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment
+from isles.replicas.parts.interfaces import Composition
+
+_POSITIVE = (1 << 61) - 1
+_STEPS = 4.0  # inner steps that others may be behind when an exchange begins
+
+
+class QuorumCourier(Courier):
+    """Of one fragment. land: what lands a flight. Beyond the buffer a delivery takes two more vectors, and one while it
+    is exchanged.
+    """
+
+    def __init__(
+        self, roster: Roster, parts: Composition, deliveries: Deliveries, land: Callable[[Flight, None], None]
+    ) -> None:
+        super().__init__(roster, parts)
+        self._deliveries, self._land = deliveries, land
+        self._delivery: Delivery | None = None
+        self._flight: Flight | None = None
+        self._live: Tensor | None = None  # the weights when it was delivered
+        self._answer: Exchange | None = None
+        self._attempt = 0  # that the answer is of
+        self._work = self._since = 0  # inner steps that are in no mean yet; since the last delivery
+        self._pace = self._before = 0.0  # seconds: of an inner step; when the last one ended
+
+    @override
+    def stepped(self, step: int, *, sends: bool) -> None:
+        now = self.transport.now()
+        if self._before:
+            self._pace = now - self._before
+        self._work, self._since, self._before = self._work + 1, self._since + 1, now
+        super().stepped(step, sends=sends)
+
+    @override
+    def is_alone(self, fragment: Fragment) -> bool:
+        """Never: who takes part is said by others."""
+        return False
+
+    @override
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+        return [Held("delivered shares", 3 * sum(fragment.anchor.nbytes for fragment in fragments), "exchange")]
+
+    @override
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
+        """The snapshot, kept as it is: each attempt sends a copy."""
+        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
+
+    @override
+    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+        """Deliver; nothing lands now."""
+        fragment = flight.fragment
+        flight.payload.put_off = True
+        if self._delivery is not None:  # nobody can say what became of the one before
+            fragment.release(flight)
+            fragment.rounds -= 1
+            return
+        while True:
+            delivery = self._deliveries.new(fragment.rounds, self._work, self._pace * self._since)
+            if delivery.look(self.transport.now()) != "late":
+                break
+            self._deliveries.late += 1
+            fragment.rounds -= 1
+            if not self._catch_up(fragment, delivery):
+                fragment.release(flight)
+                return
+            fragment.rounds += 1
+            flight.payload.buffer = snapshot(fragment, flight.payload.buffer)
+        self._delivery, self._flight = delivery, flight
+        self._live, self._since = fragment.flat.read(fragment.flat.new()), 0
+
+    @override
+    def progress(self, *, blocks: bool) -> None:
+        """Between two inner steps: whatever can be done now. blocks: until the delivery has landed, or nobody can say
+        whether it does.
+        """
+        while self._delivery is not None and self._flight is not None and self._live is not None:
+            match self._delivery.look(self.transport.now()):
+                case "exchanging" if self._answer is None or self._attempt != self._delivery.attempt:
+                    self._exchange(self._delivery, self._flight)
+                case "exchanging" if blocks or self._is_here():
+                    self._answered(self._delivery)
+                case "landed":
+                    self._landed(self._delivery, self._flight, self._live)
+                case "late" if blocks:
+                    self._deliveries.late += 1
+                    delivery, fragment = self._delivery, self._flight.fragment
+                    self._drop()
+                    fragment.rounds -= 1
+                    self._catch_up(fragment, delivery)
+                case "over":
+                    self._drop()
+                case _ if blocks and self._deliveries.line.has_answers:
+                    self._delivery.wait()
+                case _:
+                    return
+
+    def _is_here(self) -> bool:
+        answer = self._answer
+        return answer is not None and (answer.transfer is None or answer.transfer.done())
+
+    def _exchange(self, delivery: Delivery, flight: Flight) -> None:
+        """An attempt, begun."""
+        fragment, word = flight.fragment, delivery.word
+        assert word is not None
+        buffer = fragment.flat.new().copy_(flight.payload.buffer).mul_(delivery.factor)
+        usable = not flight.payload.is_own_broken
+        if not usable:
+            buffer.zero_()
+        stamp = Stamp(delivery.round, fragment.digest, broken=not usable)
+        group = self._deliveries.group(word, _STEPS * self._pace)
+        self._attempt = delivery.attempt
+        self._answer = self._start_in(
+            group, fragment, delivery.round, buffer, fragment.averaging, stamp, PAYLOAD, None, None, None, self._attempt
+        )
+        self._answer.spares, self._answer.is_own_broken = self.parts.on_broken == "leave out", not usable
+
+    def _answered(self, delivery: Delivery) -> None:
+        assert self._answer is not None and self._flight is not None
+        try:
+            self._answer.wait()
+        except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
+            self._deliveries.fail(delivery, error)
+            return
+        digest = self._flight.fragment.flat.digest(self._answer.buffer) & _POSITIVE
+        delivery.answered(digest, self.transport.now())
+
+    def _landed(self, delivery: Delivery, flight: Flight, live: Tensor) -> None:
+        """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
+        fragment, answer, word = flight.fragment, self._answer, delivery.word
+        assert answer is not None and word is not None
+        answer.since = fragment.flat.read(fragment.flat.new()).sub_(live)
+        fragment.release(flight)
+        flight.payload = fragment.latest = answer
+        self._work -= delivery.steps
+        self._drop()
+        if self._deliveries.is_missed(word):
+            fragment.keep_until = max(fragment.keep_until, delivery.round)
+        self._land(flight, None)
+        self._deliveries.landed(delivery.round)
+
+    def _catch_up(self, fragment: Fragment, delivery: Delivery) -> bool:
+        """Land what the others landed without this worker, whose work stays its own. False where it cannot be had."""
+        missed = self._deliveries.missed(delivery)
+        if missed is None:
+            return False
+        learned = fragment.flat.read(fragment.flat.new()).sub_(fragment.anchor)
+        answer = Exchange(missed.mean, None, participants=missed.participants, whole=missed.whole, since=learned)
+        fragment.rounds += 1
+        fragment.latest = answer
+        self._land(Flight(fragment, 0, answer, None), None)
+        self._deliveries.landed(delivery.round)
+        return True
+
+    def _drop(self) -> None:
+        self._delivery = self._flight = self._live = self._answer = None

@@ -1,0 +1,197 @@
+"""The sheets of `isles plan --compare-parallel` and of its preset `karma-hybrid`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from isles.memory.parallel.cut import fastest_hybrid
+from isles.memory.parallel.decoder import HalfDecoder
+from isles.memory.parallel.job import ParallelJob, ParallelWay
+from isles.memory.parallel.uncut import fully_sharded, out_of_core, planned, played
+from isles.memory.parallel.ways import compared, turning
+from isles.network.machines import MACHINES, Machine
+from isles.report.panels import Chart, Panel, Polyline, Table
+from isles.report.sheet import Sheet
+
+_COUNTED = (
+    "Half precision: 2 bytes a parameter for weights and gradients, 12 of state; updates as soon as gradients are "
+    "there, no clipping; blocks without fused attention. Nothing is measured."
+)
+
+
+def parallel_sheet(job: ParallelJob, network: str) -> Sheet:
+    """All ways on `job`, the fastest first. network: its name in words."""
+    found, shape = compared(job), job.shape
+    fits = [way for way in found if way.step is not None]
+    heads = ["way", "how", "step s", "device GB", "host GB", "works most", "largest, B parameters"]
+    return Sheet(
+        name="plan-parallel",
+        title=f"{shape.params / 1e9:.3g}B parameters on {job.devices} x {job.machine.name}, {network}",
+        subtitle=f"{job.sequences} sequences of {shape.sequence} a step; {job.per_host} to a host",
+        what="Each way at its fastest. Largest: the deepest model of this width that it can train.",
+        table=Table(heads=heads, rows=[_row(way) for way in found], names=2),
+        data={
+            "network": network,
+            "rows": [
+                {
+                    "way": way.name,
+                    "how": way.how,
+                    "step_seconds": way.step,
+                    "device_bytes": way.device_bytes,
+                    "host_bytes": way.host_bytes,
+                    "largest_parameters": way.largest,
+                }
+                for way in found
+            ],
+        },
+        notes=[
+            f"First is {fits[0].name}: {fits[0].how}." if fits else "None of them fits: more devices, or more memory.",
+            _COUNTED,
+            "Out of core: a plan of memory on every device, gradients averaged block by block between the hosts. "
+            "Pipelines: one sequence a microbatch, replayed with their messages; at most 16 stages.",
+        ],
+    )
+
+
+def _row(way: ParallelWay) -> list[str]:
+    if way.step is None or way.device_bytes is None:
+        return [way.name, "does not fit", "", "", "", "", f"{way.largest / 1e9:.3g}"]
+    sizes = [f"{nbytes / 1e9:.3g}" for nbytes in (way.device_bytes, way.host_bytes)]
+    return [way.name, way.how, f"{way.step:.4g}", *sizes, way.bound_by, f"{way.largest / 1e9:.3g}"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KARMA's claim
+
+_MODELS = {
+    "Megatron-LM 2.5B": HalfDecoder(layers=54, width=1920, heads=20),
+    "Megatron-LM 8.3B": HalfDecoder(layers=72, width=3072, heads=32),
+    "Turing-NLG 17B": HalfDecoder(layers=78, width=4256, heads=28),
+}
+_DEVICES, _PER_HOST, _EACH = 256, 4, (2, 8)
+_GB, _GBIT = 1e9, 1e9 / 8
+_USABLE = 0.93  # of the device's memory: the rest is lost between pieces
+_LINKS = (6.25, 12.5, 25, 50, 100, 200, 400)  # Gbit/s of a host
+_BUSES = (3, 6, 12, 24, 48, 96)  # GB/s of a device's link to its host
+
+
+def _node() -> Machine:
+    """A quarter of a host with four V100: the memory and the optimizer of 384 GB and two processors are shared."""
+    whole = MACHINES["V100-16"]
+    return replace(
+        whole,
+        device_bytes=_USABLE * whole.device_bytes,
+        host_bytes=whole.host_bytes / _PER_HOST,
+        host_update=whole.host_update / _PER_HOST,
+    )
+
+
+def _job(shape: HalfDecoder, each: int) -> ParallelJob:
+    return ParallelJob(
+        shape=shape,
+        devices=_DEVICES,
+        per_host=_PER_HOST,
+        machine=_node(),
+        sequences=each * _DEVICES,
+        link=200 * _GBIT,
+        near=40 * _GB,
+    )
+
+
+def karma_hybrid() -> Sheet:
+    """KARMA's out-of-core data parallelism against hybrids that cut the model, and the links at which it turns."""
+    rows, data, lines = [], [], []
+    for name, shape in _MODELS.items():
+        for each in _EACH:
+            job = _job(shape, each)
+            plain, shared = (out_of_core(job, shared=one) for one in (False, True))
+            cut, sharded = fastest_hybrid(job, tensor=True), fully_sharded(job)
+            curves = _curves(job)
+            link = turning(curves["out of core"], curves["hybrid"], _LINKS)
+            bus = turning(_over_bus(job), lambda _, step=cut.step: step, _BUSES)
+            ways = (plain, shared, cut, sharded)
+            rows.append([name, str(each), *map(_seconds, ways), cut.how.partition(",")[0], _rate(link), _rate(bus)])
+            data.append(
+                {
+                    "model": name,
+                    "sequences_a_device": each,
+                    "step_seconds": {way.name: way.step for way in ways},
+                    "turns_at_gbit_s_of_a_host": _number(link),
+                    "turns_at_gb_s_of_a_bus": _number(bus),
+                }
+            )
+            if each == _EACH[0] and name != "Megatron-LM 2.5B":
+                lines += [
+                    Polyline(
+                        points=[(rate, seconds) for rate in _LINKS if (seconds := curve(rate)) is not None],
+                        css=f"series{len(lines) + number}",
+                        name=f"{name}, {way}",
+                    )
+                    for number, (way, curve) in enumerate(curves.items())
+                ]
+    heads = ["model", "sequences a GPU", "out of core s", "states shared s", "hybrid s", "fsdp s"]
+    heads += ["hybrid is", "turns at Gbit/s", "turns at GB/s"]
+    chart = Chart(title="Step", x_label="Gbit/s of a host", lines=lines, log_x=True, log_y=True)
+    return Sheet(
+        name="karma-hybrid",
+        title="Out of core and data parallel, or cut",
+        subtitle="After KARMA (arXiv 2008.11421): 64 hosts of four V100 with 16 GB, 200 Gbit/s a host, 12 GB/s a bus",
+        what="Seconds of a step. Turns: the rates from which out of core with shared states is faster than the hybrid.",
+        table=Table(heads=heads, rows=rows),
+        data={"rows": data},
+        panels=[
+            Panel(
+                heading="A step by the links between hosts", picture=chart, keys=[(one.css, one.name) for one in lines]
+            )
+        ],
+        notes=[
+            _COUNTED,
+            "Hybrid: tensor x pipeline x data parallel, the fastest split of the 256; between GPUs of a host 40 GB/s. "
+            "KARMA compares itself with Megatron-LM's own hybrid and with ZeRO; its figures have no digits to check.",
+            "Where it turns, the plan is that of 200 Gbit/s and 12 GB/s; the hybrid is chosen again for every link.",
+            "Out of core: states and updates once a host, weights and gradients once a GPU. Shared: states over all.",
+        ],
+    )
+
+
+def _curves(job: ParallelJob) -> dict[str, Callable[[float], float | None]]:
+    """Seconds of a step by Gbit/s of a host."""
+    found = planned(job, shared=True)
+
+    def at(rate: float) -> ParallelJob:
+        return replace(job, link=rate * _GBIT)
+
+    return {
+        "out of core": cache(lambda rate: None if found is None else played(at(rate), found, shared=True).step),
+        "hybrid": cache(lambda rate: fastest_hybrid(at(rate), tensor=True).step),
+    }
+
+
+def _over_bus(job: ParallelJob) -> Callable[[float], float | None]:
+    """Seconds of a step out of core by GB/s of a device's link to its host."""
+    found = planned(job, shared=True)
+
+    def at(rate: float) -> float | None:
+        link = rate * _GB
+        both = link * job.machine.up_both / job.machine.up
+        here = replace(job.machine, up=link, down=link, up_both=both, down_both=both)
+        return None if found is None else played(replace(job, machine=here), found, shared=True).step
+
+    return at
+
+
+def _seconds(way: ParallelWay) -> str:
+    return "does not fit" if way.step is None else f"{way.step:.3g}"
+
+
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return ""
+    return "never" if math.isinf(rate) else f"{rate:.0f}"
+
+
+def _number(rate: float | None) -> float | None:
+    return None if rate is None or math.isinf(rate) else rate

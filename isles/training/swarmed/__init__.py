@@ -1,0 +1,1 @@
+"""Runs whose stages are served by a swarm of peers."""

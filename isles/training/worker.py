@@ -1,0 +1,34 @@
+"""What each worker of a run does, whatever the run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isles.comm.mesh import Mesh
+from isles.data import Corpus
+from isles.training.clustered.node import train_clustered
+from isles.training.config.sections import Config
+from isles.training.draws import seed_draws
+from isles.training.placement import layout_of
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.swarmed.trainer import SwarmTrainer
+from isles.training.trainer import Trainer
+
+
+def train_worker(
+    world: Mesh, config: Config, out: Path | None = None, resume: int | None = None, corpus: Corpus | None = None
+) -> dict[str, Any] | None:
+    """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
+    from. corpus: see `Trainer`.
+    """
+    seed_draws(config.run.seed, world.rank)
+    world = world.arranged(layout_of(config))
+    if config.pipeline.routing == "ravnest":
+        return train_clustered(world, config, out, resume, corpus)
+    trainer = (SwarmTrainer if config.pipeline.routing == "swarm" else Trainer)(config, world, corpus)
+    with trainer.memory:
+        if resume is not None:
+            assert out is not None
+            trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
+        return trainer.run(out)

@@ -1,0 +1,162 @@
+"""A mistake with `isles lighthouse` or `isles join`: one line that says what to do, exit code 2, nothing left."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from isles import cli
+from isles.cli.elastic import join, lighthouse
+from isles.comm.elastic.messages import Refusal
+from isles.training.elastic import entering
+from tests.comm.elastic.sessions import free_port
+from tests.training.elastic.runs import Run
+from tests.training.elastic.test_runs import small
+from tests.training.runs import TINY, write_text
+
+pytest.importorskip("zenoh")
+Answer = Callable[..., tuple[int, str]]
+METHOD = ["--set", "replicas.method=noloco", "--set", "replicas.sync_every=5"]
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answer:
+    """isles(*words) in a folder with a text: (exit code, what it said)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ISLES_TOKEN", raising=False)
+    for command in (join, lighthouse):
+        monkeypatch.setattr(command, "end_in_order", lambda: None)  # pytest keeps its own handlers
+    write_text(tmp_path / "text.txt")
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+def settings(*more: str) -> list[str]:
+    plain = [one for one in TINY if not one.startswith("world.backend")]
+    return [word for one in (*plain, "data.path=text.txt", *more) for word in ("--set", one)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Run]:
+    """A lighthouse that waits for its first worker."""
+    made = Run(small(tmp_path, 60, 2), tmp_path / "run")
+    yield made
+    made.stop()
+
+
+def one_line(found: tuple[int, str], *words: str) -> None:
+    code, error = found
+    assert code == 2 and error.startswith("isles: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["join", "127.0.0.1:29400"], ["--token is missing", "@FILE"]),
+        (["join", "127.0.0.1:29400", "--token", "abc"], ["64 hex digits"]),
+        (["join", "127.0.0.1:29400", "--token", "@nothing"], ["nothing cannot be read"]),
+        (["join", "127.0.0.1", "--token", "0" * 64], ["HOST:PORT"]),
+        (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "0"], ["--workers 0: choose 1"]),
+        (["join", "127.0.0.1:1", "--token", "0" * 64, "--listen", "no"], ["--listen no: choose a port"]),
+        (["lighthouse", "--port", "0"], ["--port 0: choose 1 to 65535"]),
+        (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
+        (["lighthouse", "--max-members", "0", *settings()], ["world.max_members = 0", "choose 1 or more"]),
+        (["lighthouse", *settings("replicas.method=ddp")], ["replicas.method = 'ddp'", "isles train --nodes"]),
+        (["lighthouse", *settings("world.inner=2", "replicas.method=diloco")], ["world.inner"]),
+        (["lighthouse", *settings("replicas.method=eager")], ["replicas.outer_delay = 1"]),
+        (["doctor", "--join", "127.0.0.1:29400"], ["--token is missing"]),
+        (["doctor", "--join", "127.0.0.1", "--token", "0" * 64], ["--join 127.0.0.1: write HOST:PORT"]),
+        (["doctor", "--join", "a:1", "--peer", "a:1"], ["--join: goes with --token and --listen"]),
+        (["doctor", "--token", "0" * 64], ["--token: goes with --join"]),
+    ],
+    ids=lambda value: " ".join(value)[:60],
+)
+def test_what_can_be_seen_at_once(answer: Answer, tmp_path: Path, words: list[str], told: list[str]) -> None:
+    one_line(answer(*words), *told)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["lighthouse", "join", "doctor"])
+def test_the_extra_is_not_installed(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "zenoh", None)
+    words = {
+        "lighthouse": [*settings(), *METHOD],
+        "join": ["127.0.0.1:29400", "--token", "0" * 64],
+        "doctor": ["--join", "127.0.0.1:29400", "--token", "0" * 64],
+    }
+    one_line(answer(command, *words[command]), "pip install 'isles[elastic]'")
+    assert not list(tmp_path.glob("runs/*/config.toml"))
+
+
+def test_the_token_of_another_run(answer: Answer, world: Run) -> None:
+    told = answer("join", world.address, "--token", "0" * 64)
+    one_line(told, "is not the machine of this token", "look at address and token")
+
+
+def test_the_port_is_taken(answer: Answer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = answer("lighthouse", "--port", port, "--out", "run", *settings(), *METHOD)
+    one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
+
+
+def test_the_address_is_not_this_machines(answer: Answer) -> None:
+    told = answer("lighthouse", "--host", "192.0.2.1", "--port", str(free_port()), *settings(), *METHOD, "--out", "run")
+    one_line(told, "192.0.2.1", "--host")
+
+
+def test_the_port_to_listen_at_is_taken(answer: Answer, world: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = answer("join", world.address, "--token", world._token, "--listen", f"127.0.0.1:{port}")
+    one_line(told, f"127.0.0.1:{port}: the port is taken")
+
+
+def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entering, "__version__", "0.0.1")
+    one_line(answer("join", world.address, "--token", world._token), "not 0.0.1: install that version")
+
+
+def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
+    world.keeper.lighthouse.corpus = "0" * 64  # of the first one that joined
+    told = answer("join", world.address, "--token", world._token)
+    one_line(told, "data.path", "another one", "put the same files there")
+
+
+def test_a_text_that_is_not_there(answer: Answer, world: Run) -> None:
+    one_line(answer("join", world.address, "--token", world._token, "--data", "nowhere.txt"), "nowhere.txt")
+
+
+def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
+    made = Run(small(tmp_path, 60, 2, "world.max_members=1"), tmp_path / "run")
+    made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
+    told = answer("join", made.address, "--token", made._token)
+    made.stop()
+    one_line(told, "the run has its most workers, 1", "--max-members")
+    assert isinstance(made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))[0].message, Refusal)  # type: ignore[union-attr]
+
+
+def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on over the lighthouse."""
+    from isles.comm.elastic.links import whereabouts
+
+    monkeypatch.setattr(whereabouts, "unreachable", lambda *_: "no answer within 5 s")
+    made = Run(small(tmp_path, 20, 2), tmp_path / "run")
+    for _ in range(2):
+        made.join(listens=True)
+    assert made.end()["links"]["direct"] == 0
+    warned = [line for line in made.notices if line.startswith("warning: relayed: the lighthouse does not reach port")]
+    assert len(warned) == 2 and all("no answer within 5 s" in line and "forward it" in line for line in warned)

@@ -1,0 +1,85 @@
+"""Peers that go to another stage in the middle of a run: what they take over, and what it does to the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm.mesh import Mesh
+from isles.data import Corpus, load_corpus
+from isles.training.config.sections import Config
+from isles.training.placement import layout_of
+from isles.training.swarmed.trainer import SwarmTrainer
+from tests.pipeline.swarm import killing
+from tests.training.swarmed.test_swarmed import alone, config, furthest
+
+__all__ = ["alone"]
+
+
+def trained(world: Mesh, read: Config, corpus: Corpus) -> dict[str, Any]:
+    """A whole run, and what this worker has in the end."""
+    trainer = SwarmTrainer(read, world.arranged(layout_of(read)), corpus)
+    trainer.run(None)
+    step = trainer.model_step
+    state = trainer.optimizer.inner_state()["state"]
+    moments = {f"{number}.{name}": value for number, own in state.items() for name, value in own.items()}
+    return {
+        "stage": step.swarm.stages[world.rank],
+        "stages": list(step.swarm.stages),
+        "moves": step.moves,
+        "weights": {name: tensor.clone() for name, tensor in trainer.optimizer.weights().items()},
+        "moments": moments,
+        "rate": trainer.schedule.get_last_lr(),
+        "counted": step.swarm.peer.counts.counted,
+        "clock": world.transport.now(),
+    }
+
+
+def run(deaths: dict[int, int], *more: str, **virtual: Any) -> list[dict[str, Any] | None]:
+    read = config(*more)
+    virtual = {"links": "lan", "step_seconds": 1.0} | virtual
+    done = killing.run(trained, read.world.workers, (read, load_corpus(read.data)), deaths, **virtual)
+    return [None if each is None else each[0] for each in done]
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+MOVES = (
+    "pipeline.rebalance=throughput",
+    "pipeline.rebalance_every=0.5",
+    "pipeline.hysteresis=0.05",
+    "run.validate_every=3",
+)
+
+
+def check_alike(done: list[dict[str, Any] | None]) -> None:
+    """Peers of a stage hold the same bits: weights, moments, rate."""
+    for one in done:
+        for other in done:
+            if one is not None and other is not None and one["stage"] == other["stage"]:
+                assert same(one["weights"], other["weights"]) and same(one["moments"], other["moments"])
+                assert one["rate"] == other["rate"]
+
+
+def test_who_moves_has_the_bits_of_the_others(alone: Any) -> None:
+    """Six peers of which four serve the first stage, and one the last, whose work is 2.5 times as much."""
+    done = run({}, *MOVES, "pipeline.peers=[4,1,1]", "world.workers=6")
+    assert sum(each["moves"] for each in done if each is not None) >= 2
+    assert all(each is not None and each["stages"].count(stage) >= 1 for each in done for stage in range(3))
+    check_alike(done)
+    weights = {name: tensor for each in done if each is not None for name, tensor in each["weights"].items()}
+    assert furthest(weights, alone[1]) < 1e-12
+
+
+def test_a_donor_that_is_lost_is_replaced_by_the_next(alone: Any) -> None:
+    """The first peer of the stage that others come to dies, at moments around the first step with a move."""
+    for victim, message in ((5, 170), (5, 180), (5, 200)):
+        done = run({victim: message}, *MOVES, "pipeline.peers=[4,1,2]", "world.workers=7")
+        assert done[victim] is None
+        check_alike(done)
+        weights = {name: tensor for each in done if each is not None for name, tensor in each["weights"].items()}
+        assert furthest(weights, alone[1]) < 1e-12
