@@ -1,6 +1,6 @@
 """What the workers of a member do together: one worker by itself, or all those of an island.
 
-leader      decides, says what is next (`isles.comm.elastic.places`), and does it too
+leader      decides, says what is next (`isles.comm.elastic.island`), and does it too
 follower    hears what is next, and does it
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from isles.comm.elastic.cells import Batch
 from isles.comm.elastic.gifts import Gifts, NotGiven
-from isles.comm.elastic.places import FollowingRoster, LeadingRoster, Places
+from isles.comm.elastic.island import FollowingRoster, IslandGroup, LeadingRoster
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
@@ -46,7 +46,7 @@ class Acts:
         config: Config,
         alone: Group,
         roster: LeadingRoster | FollowingRoster,
-        places: Places,
+        places: IslandGroup,
         gifts: Gifts,
         corpus: Corpus,
         folder: Path,
@@ -161,7 +161,7 @@ class Acts:
         self.trainer.memory.close()
 
 
-def follow_leader(acts: Acts, places: Places) -> None:
+def follow_leader(acts: Acts, places: IslandGroup) -> None:
     """Do what the leader says, until it says that this is the end."""
     while (said := places.hear())["act"] != "end":
         act = said.pop("act")

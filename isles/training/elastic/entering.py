@@ -18,24 +18,22 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import CONFIG, HELLO
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
-from isles.comm.elastic.places import Places
 from isles.comm.elastic.session import Session, open_session, zenoh
 from isles.comm.elastic.transport import ElasticTransport
-from isles.comm.errors import CommError, RendezvousFailed
+from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
 from isles.errors import printable
 from isles.launch.addresses import parse_address
-from isles.launch.workers import LocalWorkers, raise_first
 from isles.training.config.reading import resolve
 from isles.training.config.sections import LEASE, Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.states import giver_of
 from isles.training.elastic.terms import in_rounds
-from isles.training.running.starting import deadlines, first_interrupt
 from isles.version import __version__
 
 _PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
@@ -57,21 +55,6 @@ class Here:
     announced: str = ""
 
 
-def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
-    """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
-    Where the run is one of islands this starts the workers of one, in processes of their own.
-
-    Arguments and errors as `in_run`; OSError also where the run goes on without this worker.
-    """
-    with ExitStack() as stack:
-        entrance = admitted(stack, address, token, here, tell=tell)
-        if entrance.config.world.inner == 1:
-            with seated(entrance, Places(), tell=tell) as worker, first_interrupt(worker.leaving.set):
-                return train(worker, address, tell)
-        config = entrance.config
-    return _as_island(config, (address, token, here))
-
-
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
     """Until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
     tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
@@ -91,7 +74,7 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
     """
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=tell)
-        yield stack.enter_context(seated(entrance, Places(), tell=tell))
+        yield stack.enter_context(seated(entrance, IslandGroup(), tell=tell))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +104,7 @@ def admitted(stack: ExitStack, address: str, token: Token, here: Here, *, tell: 
 
 
 @contextmanager
-def seated(entrance: Entrance, places: Places, *, tell: Callable[[str], None]) -> Iterator[Participant]:
+def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
     """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
     session, config, here, folder = entrance.session, entrance.config, entrance.here, entrance.folder
     with ExitStack() as stack:
@@ -156,23 +139,6 @@ def seated(entrance: Entrance, places: Places, *, tell: Callable[[str], None]) -
         worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells, places)
         stack.callback(worker.close)
         yield worker
-
-
-def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
-    """All workers of an island, in processes of their own; how it ended. OSError where one of them is lost: the island
-    leaves the run then.
-    """
-    from isles.training.elastic.island import island_worker  # which takes part by what stands here
-
-    world = config.world
-    pool = LocalWorkers(island_worker, world.inner, args=where, threads=world.threads, deadlines=deadlines(config))
-    try:
-        with first_interrupt(pool.stop):
-            results = pool.join()
-        raise_first(results, pool.failures)
-    except CommError as error:
-        raise OSError(f"this island has left the run, for it lost a worker: {printable(str(error), 300)}") from None
-    return results[0]
 
 
 @contextmanager

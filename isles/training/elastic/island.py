@@ -11,9 +11,9 @@ from isles.comm.call import Ledger
 from isles.comm.credentials import Token
 from isles.comm.elastic.company import ask
 from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.island import FollowingRoster, IslandGroup
 from isles.comm.elastic.keys import introduction, signature
 from isles.comm.elastic.messages import Find, Found
-from isles.comm.elastic.places import FollowingRoster, Places
 from isles.comm.elastic.session import Session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
@@ -32,7 +32,7 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
     """What each process of an island does; the leader's result says how it ended."""
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=_tell)
-        places = Places(world, entrance.config.world.outer_deadline)
+        places = IslandGroup(world, entrance.config.world.outer_deadline)
         if places.place == 0:
             with seated(entrance, places, tell=_tell) as worker:
                 return train(worker, address, _tell)

@@ -21,10 +21,10 @@ from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.island import IslandGroup, LeadingRoster
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
-from isles.comm.elastic.places import LeadingRoster, Places
 from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
 from isles.comm.elastic.ruling import stray
@@ -64,7 +64,7 @@ class Participant:
         folder: Path,
         notice: Callable[[str], None],
         tells: Callable[[], Mapping[str, Any]] = dict,
-        places: Places | None = None,
+        places: IslandGroup | None = None,
     ) -> None:
         self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
@@ -78,7 +78,7 @@ class Participant:
         self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
-        self._places = places or Places()
+        self._places = places or IslandGroup()
         self.roster = LeadingRoster(company, alone, self._places)
         self._is_quorum = is_quorum(config)
         self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed

@@ -30,7 +30,7 @@ _MIX = 0x9E3779B97F4A7C1
 _POSITIVE = (1 << 61) - 1
 
 
-class Places:
+class IslandGroup:
     """mesh: this island's workers, in their order; None: a worker by itself. waits: seconds that others may take."""
 
     def __init__(self, mesh: Mesh | None = None, waits: float = 0.0) -> None:
@@ -97,7 +97,7 @@ def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None
 class LeadingRoster(ElasticRoster):
     """The leader's: what the lighthouse says is said to the others."""
 
-    def __init__(self, company: LighthouseLine, alone: Group, places: Places) -> None:
+    def __init__(self, company: LighthouseLine, alone: Group, places: IslandGroup) -> None:
         super().__init__(company, alone)
         self._places = places
 
@@ -127,7 +127,7 @@ class FollowingRoster:
 
     grows = True
 
-    def __init__(self, alone: Group, places: Places) -> None:
+    def __init__(self, alone: Group, places: IslandGroup) -> None:
         self.founders, self._places = alone, places
 
     def group(self, round: int) -> Group:
