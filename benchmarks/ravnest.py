@@ -41,14 +41,13 @@ from isles.training.dry_run import dry_run
 from isles.training.running.run import launch
 
 BLOCKS, STAGES, MICROBATCHES, BATCH = 6, 2, 2, 8
-FACTORS = {1: (1.0, 3.0), 2: (1.0, 3.0, 2.0, 2.0)}
+FACTORS = {1: (3.0, 1.0), 2: (3.0, 1.0, 2.0, 2.0)}
 BASE = (
     f"model.layers={BLOCKS}",
     "model.tie_embeddings=false",
     "world.backend=virtual",
     "world.links=home-fibre",
     "world.step_seconds=1.0",
-    f"pipeline.microbatches={MICROBATCHES}",
     "pipeline.clip=stage",
 )
 EVERY = ("replicas.sync_every=20",)
@@ -63,6 +62,7 @@ class Way:
     copies: int
     settings: tuple[str, ...]
     ravnest: bool = False
+    microbatches: int = MICROBATCHES
 
 
 WAYS: Mapping[str, Way] = {
@@ -108,6 +108,7 @@ def configured(way: Way, cuts: tuple[int, ...], steps: int) -> Config:
         where = ("pipeline.routing=ravnest", f"pipeline.clusters={[[cut] for cut in cuts]}")
     else:
         where = (f"pipeline.stages={STAGES}", f"pipeline.cut=[{cuts[0]}]", "pipeline.together=false")
+    where += (f"pipeline.microbatches={way.microbatches}",)
     workers = STAGES * way.copies
     more = (f"world.workers={workers}", f"world.step_factors={list(FACTORS[way.copies])}", f"run.steps={steps}")
     return read_config(
@@ -173,7 +174,12 @@ def _alone(config: Config, cut: int) -> PipelineConfig:
     """Of one copy."""
     own = config.pipeline
     return PipelineConfig(
-        stages=STAGES, cut=(cut,), microbatches=MICROBATCHES, routing=own.routing, recompute=own.recompute, clip="stage"
+        stages=STAGES,
+        cut=(cut,),
+        microbatches=own.microbatches,
+        routing=own.routing,
+        recompute=own.recompute,
+        clip="stage",
     )
 
 

@@ -70,6 +70,8 @@ def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[
     from isles.training.elastic.churned import ChurnedRun, trace_of
     from isles.training.elastic.terms import going_on
 
+    if any(config.pipeline.routing == "swarm" for config in configs.values()):
+        return _swarms(name, configs, out)
     elastic = {place: going_on(config) for place, config in configs.items()}
     for config in elastic.values():
         trace_of(config, name)
@@ -78,3 +80,17 @@ def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[
         return ChurnedRun(config, name, folder, on_line, on_notice).run()
 
     return run_all(elastic, out, "simulate", begin)
+
+
+def _swarms(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """The same with swarms, all of them."""
+    from isles.cli.several import run_all
+    from isles.training.swarmed.churned import ChurnedSwarm
+
+    if any(config.pipeline.routing != "swarm" for config in configs.values()):
+        raise ValueError("--churn: swarms and other runs at once: simulate them one after the other")
+
+    def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
+        return ChurnedSwarm(config, name, folder, on_line, on_notice).run()
+
+    return run_all(configs, out, "simulate", begin)

@@ -49,9 +49,12 @@ class Layout:
         return cls(tuple(places[rank] for rank in range(len(places))))
 
     @classmethod
-    def rows(cls, lengths: Sequence[int]) -> Layout:
-        """Replicas of unequal numbers of stages, rank after rank."""
-        return cls(tuple(Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)))
+    def rows(cls, lengths: Sequence[int], aside: int = 0) -> Layout:
+        """Replicas of unequal numbers of stages, rank after rank; behind them so many ranks that are in none: each by
+        itself, without a first stage.
+        """
+        places = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
+        return cls((*places, *(Coordinate(len(places) + rank, 1, 0) for rank in range(aside))))
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from isles.memory.costs import Placement
+from isles.memory.engines.moves import Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.units import is_cast, units_of
@@ -44,7 +45,8 @@ class Swapped:
     autocast makes of weights. A storage is given back when the last that saved it has read it.
     """
 
-    def __init__(self, others: Iterable[Tensor], meter: MemoryMeter | None = None) -> None:
+    def __init__(self, others: Iterable[Tensor], meter: MemoryMeter | None = None, moves: Moves | None = None) -> None:
+        self._moves = Moves() if moves is None else moves
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._store: dict[int, _Saved] = {}
         self.meter = meter
@@ -83,19 +85,21 @@ class Swapped:
 
     def to_host(self) -> None:
         """Move all; on a lane, after the forward pass."""
-        for entry in self._store.values():
-            assert entry.device is not None
-            entry.host = entry.device.to("cpu", copy=True)
-            entry.device = None
+        entries = list(self._store.values())
+        there = [entry.device for entry in entries if entry.device is not None]
+        assert len(there) == len(entries)
+        for entry, copy in zip(entries, self._moves.to_host(there, [one.dtype for one in there]), strict=True):
+            entry.device, entry.host = None, copy
 
     def to_device(self, device: torch.device) -> None:
         """Bring all back; on a lane, before the backward pass."""
-        for entry in self._store.values():
-            assert entry.host is not None
-            entry.device = entry.host.to(device, copy=True)
-            entry.host = None
+        entries = list(self._store.values())
+        there = [entry.host for entry in entries if entry.host is not None]
+        assert len(there) == len(entries)
+        for entry, copy in zip(entries, self._moves.to_device(there, device), strict=True):
+            entry.device, entry.host = copy, None
             if self.meter is not None:
-                self.meter.track(entry.device)
+                self.meter.track(copy)
 
 
 class Repeatable:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -104,7 +104,8 @@ class UnitProfile:
     """One block (`isles.memory.profile` measures it).
 
     params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
-    weights' bytes. moved: of the weights as O, H and N bring them up, which are
+    weights' bytes. given: of its input, what the unit before it saves too, as that of a residual block which ends with
+    its activation. moved: of the weights as O, H and N bring them up, which are
     bfloat16 matrices under bfloat16 autocast; so are their gradients. boundary: of its input. resident, brought: its
     passes on the weights themselves (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward
     counts twice that. forward, backward: measured seconds; 0: from flops. shared: data parallel workers that each keep
@@ -126,6 +127,7 @@ class UnitProfile:
     shared: int = 1
     peer_rate: float = math.inf
     averaged: int = 1
+    given: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +242,18 @@ def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
     )
 
 
+def unit_costs(profile: Profile, placements: Sequence[Placement]) -> list[UnitCost]:
+    """What a plan costs. A tensor that a unit gets from one that keeps it is there once, until both are through."""
+    costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+    for index, unit in enumerate(profile.units[1:], 1):
+        before, own = placements[index - 1].activations, placements[index].activations
+        if unit.given and before == "keep" and own != "swap":
+            cost = costs[index]
+            forward, backward_end = cost.forward - unit.given, cost.backward_end - unit.given
+            costs[index] = replace(cost, forward=forward, backward_end=backward_end)
+    return costs
+
+
 @dataclass(frozen=True, slots=True)
 class UnitTime:
     """One unit under one choice, in seconds of each lane; transfers while the other direction rests."""
@@ -338,8 +352,7 @@ def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
 
 def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: int = 1) -> int:
     """Bytes on the device at the peak of a step in which nothing is fetched ahead: what must fit for a plan to run."""
-    costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
-    ends = profile.ends
+    costs, ends = unit_costs(profile, placements), profile.ends
     used = peak = profile.base + staging(profile, placements) + sum(cost.resident for cost in costs)
     waiting = sum(cost.forward - cost.forward_end - cost.swap for cost in costs) + ends.top + ends.top_gradients
     used += (profile.in_flight - 1) * (waiting + ends.carried)

@@ -105,7 +105,9 @@ def ranked(
             totals += _times(count, loads[row[Placement("device", one)]] - base)  # type: ignore[arg-type]
     bound = totals.max(axis=1)
 
-    stays = profile.base + device * costs["device"].resident + kept * unit.resident.saved + remade * unit.boundary
+    given = profile.units[-1].given  # those after a unit that keeps it have it for nothing
+    stays = profile.base + device * costs["device"].resident
+    stays = stays + kept * (unit.resident.saved - given) + remade * (unit.boundary - given)
     if "optimizer" in places:
         stays = stays + hosted * costs["optimizer"].resident
     with np.errstate(invalid="ignore"):

@@ -32,7 +32,7 @@ from isles.memory.costs import (
     ends_update,
     least_peak,
     staging,
-    unit_cost,
+    unit_costs,
     unit_time,
 )
 from isles.memory.serial import LANES, Deadlock, LaneName, LaneTimeline, SerialLane, SimulatedEvent, SimulatedSpan
@@ -88,7 +88,7 @@ class _Run:
         spans: bool,
     ) -> None:
         units = list(zip(profile.units, placements, strict=True))
-        self.costs = [unit_cost(unit, one) for unit, one in units]
+        self.costs = unit_costs(profile, placements)
         self.times = [unit_time(unit, one, machine) for unit, one in units]
         self.ends, self.count = profile.ends, len(units)
         self.top_seconds = ends_seconds(profile, machine)

@@ -91,9 +91,10 @@ def _memory(profile: Profile, options: Sequence[Placement]) -> tuple[np.ndarray,
         backward = 2 * units - unit
         for index, option in enumerate(options):
             cost, column = unit_cost(one, option), unit * count + index
-            held = cost.forward - cost.forward_end - cost.swap
+            given = 0 if option.activations == "swap" else one.given  # there already, if the unit before keeps it
+            held = cost.forward - cost.forward_end - cost.swap - given
             taken[:, column] += cost.resident
-            taken[unit, column] += cost.slot + cost.forward
+            taken[unit, column] += cost.slot + cost.forward - given
             taken[unit + 1 : backward, column] += held
             taken[top + 1 : backward, column] -= cost.casts_end
             taken[backward, column] += held - cost.casts_end + cost.slot + cost.swap + cost.backward + cost.gradients

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from isles.memory.arena import Arena
 from isles.memory.costs import SLOTS, Profile, ends_update
 from isles.memory.engines.base import Engine, Urgency
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.cuda import usual_engine
 from isles.memory.gradients import Arrivals
 from isles.memory.meter import MemoryMeter
 from isles.memory.passes import PassWay
@@ -59,14 +59,15 @@ def manage(
     where model or batch are others than the plan's; ValueError where the folder cannot be used.
     """
     plan.check(profile)
+    device = next(model.parameters()).device if device is None else device
     return Managed(
         plan,
         model,
         inner,
         profile=profile,
         machine=machine,
-        device=next(model.parameters()).device if device is None else device,
-        engine=Paced() if engine is None else engine,
+        device=device,
+        engine=usual_engine(device) if engine is None else engine,
         disk=disk,
         meter=meter,
     )
@@ -97,6 +98,8 @@ class Managed(Wrapping):
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self.plan, self.model, self.device, self.engine = plan, model, device, engine
         units = units_of(model)
+        on_host = [unit.parameters for unit, one in zip(units, plan.placements, strict=True) if one.place != "device"]
+        engine.moves.place(hosted := {id(parameter) for own in on_host for parameter in own}, model)
         stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
         self.runner = Runner(
             units,
@@ -112,14 +115,12 @@ class Managed(Wrapping):
             stored=stored,
             meter=meter,
         )
-        hosted = {id(parameter) for brought in self.runner.brought.values() for parameter in brought.host}
         self._parts: dict[int, PartialOptimizer | SharedPart] = {
             index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
         }
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
-        self._written = {index: engine.event(True) for index in stored}
-        self._slots = Arena(SLOTS)
+        self._written, self._slots = {index: engine.event(True) for index in stored}, Arena(SLOTS)
         self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
         self.meter = meter
         if meter is not None:
@@ -202,8 +203,7 @@ class Managed(Wrapping):
         self.gradients()
         self.runner.finish_pass(whole=True)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # as its own step would: torch's schedules ask
-        settings = settings_of(self.inner)
-        done: set[int] = set()
+        settings, done = settings_of(self.inner), set[int]()
         if self._begun is not None:
             began_with, done = self._begun
             if not same_settings(began_with, settings):

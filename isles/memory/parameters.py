@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from isles.memory.engines.moves import Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.units import ModelUnit, travels_as
 
@@ -31,8 +32,10 @@ class Brought:
         stays: bool,
         fetch: Callable[[Sequence[Tensor]], None] | None = None,
         meter: MemoryMeter | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self.slots, self.stays, self.meter = unit.slots, stays, meter
+        self._moves = Moves() if moves is None else moves
         self.host, self._fetch = unit.parameters, fetch
         self.device = [
             nn.Parameter(
@@ -61,8 +64,9 @@ class Brought:
 
     def fill(self) -> None:
         """Make room and copy the host's weights."""
-        for parameter, size in zip(self.device, self._sizes, strict=True):
-            parameter.untyped_storage().resize_(size)
+        with self._moves.room():
+            for parameter, size in zip(self.device, self._sizes, strict=True):
+                parameter.untyped_storage().resize_(size)
         self._track()
         self.refresh()
 
@@ -79,8 +83,7 @@ class Brought:
             if self._fetch is not None:
                 self._fetch(self.device)
             else:
-                for brought, own in zip(self.device, self.host, strict=True):
-                    brought.copy_(own)
+                self._moves.fill(self.device, self.host)
         self._seen = [own._version for own in self.host]
 
     @property

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from isles.memory.costs import Ends, Passes, Profile, Transient, UnitProfile
-from isles.memory.meter import MemoryMeter, nbytes
-from isles.memory.profiling.positions import KnownPositions
+from isles.memory.meter import MemoryMeter, nbytes, storages
+from isles.memory.profiling.like_real import LikeReal
 from isles.memory.units import ModelUnit, edge, forwards, is_cast, tensors_in, travels_as, units_of
 from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder
@@ -51,11 +51,13 @@ def adamw_bytes(parameter: Tensor) -> int:
 
 @dataclass
 class UnitTrace:
-    """Bytes of one unit in one step: of its input and output, live when a pass begins, and at that pass's peak."""
+    """Bytes of one unit in one step: of its input and output, of what it saves and of its input among that which the
+    unit before it saves too, live when a pass begins, and at that pass's peak."""
 
     input: int = 0
     output: int = 0
     saved: int = 0
+    given: int = 0
     casts: int = 0
     forward_begin: int = 0
     forward_peak: int = 0
@@ -143,6 +145,7 @@ def profile(
                     stream,
                 ),
                 flops=flops[index],
+                given=keep.units[index].given,
             )
         )
     return Profile(
@@ -199,7 +202,8 @@ def trace_step(
     meter, trace = MemoryMeter(), Trace(units=[UnitTrace() for _ in units])
     meter.track(*model.parameters(), *model.buffers())
     trace.static = meter.live
-    highest = [0]
+    meter.track(*tensors_in(batch))
+    highest, saved_before = [0], set[int]()  # what the unit before saves
 
     def mark() -> int:
         """The peak since the last mark."""
@@ -226,6 +230,7 @@ def trace_step(
             given = tensors_in((args, named))
             one.input = nbytes(tensor for tensor in given if tensor.requires_grad)
             shared = {tensor.untyped_storage()._cdata for tensor in given if not tensor.requires_grad}
+            entered = storages(tensor for tensor in given if tensor.requires_grad).keys()
             mark()
             one.forward_begin = meter.live
             args, named = edge(backward_ends, (args, named), always=True)
@@ -244,6 +249,9 @@ def trace_step(
                     made = forward(*args, **named)
             del args, named
             one.saved, one.casts = sum(saved.values()), sum(casts.values())
+            one.given = sum(size for key, size in saved.items() if key in entered & saved_before)
+            saved_before.clear()
+            saved_before.update(saved)
             one.output = nbytes(tensors_in(made))
             made = edge(backward_begins, made)
             one.forward_peak, one.forward_end = mark(), meter.live
@@ -260,11 +268,10 @@ def trace_step(
         value.backward()
         trace.bottom = mark()
     trace.peak = highest[0]
-    # A unit that does not save its input ends with it there, but it goes before the top begins; what several units save
-    # is counted with the last one's end once.
+    # A unit that does not save its input ends with it there, but it goes before the top begins.
     begin, end = trace.units[0], trace.units[-1]
-    stays = sum(one.saved + one.casts for one in trace.units)
-    trace.below = min(end.forward_end, begin.forward_begin - begin.input + stays + end.output)
+    stays = sum(one.saved - one.given + one.casts for one in trace.units)
+    trace.below = begin.forward_begin - begin.input + stays + end.output
     return trace
 
 
@@ -273,7 +280,7 @@ def _fake_trace(
 ) -> Trace:
     dtypes = {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if brought else {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds, KnownPositions():
+    with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds, LikeReal():
         short = units_of(model)
         trace = trace_step(model, short, _like(batch, "cpu"), loss=loss, autocast=autocast, kept=kept)  # type: ignore[arg-type]
     return replace(trace, units=[trace.units[kind] for kind in kinds])

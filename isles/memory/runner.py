@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isles.memory.activations import Repeatable, Swapped
 from isles.memory.arena import Arena
-from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_cost, unit_time
+from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_costs, unit_time
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter, MovedBytes
@@ -65,7 +65,7 @@ class Runner:
         meter: MemoryMeter | None = None,
     ) -> None:
         self.units, self.placements, self.engine, self.device = units, placements, engine, device
-        self.costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+        self.costs = unit_costs(profile, placements)
         self.times = [unit_time(unit, one, machine) for unit, one in zip(profile.units, placements, strict=True)]
         self.ends, self.buffers, self.meter = profile.ends, list(buffers), meter
         self.accumulation, self.landing, self.stored = accumulation, landing, stored
@@ -79,6 +79,7 @@ class Runner:
                 stays=not self.costs[index].slot,
                 fetch=stored[index].fetch if self.costs[index].filed else None,
                 meter=meter,
+                moves=engine.moves,
             )
             for index, unit in enumerate(units)
             if not self.costs[index].on_device
@@ -126,11 +127,11 @@ class Runner:
         shared = [tensor for tensor in tensors_in((args, named)) if not tensor.requires_grad]
         args, named = edge(partial(self._backward_ends, index, number), (args, named), always=True)
         if activations == "recompute":
-            repeatable = Repeatable(self.units[index].module, forward)
-            made = checkpoint(repeatable, *args, use_reentrant=False, **named)
+            made = checkpoint(Repeatable(self.units[index].module, forward), *args, use_reentrant=False, **named)
         elif activations == "swap":
             own = self.units[index].parameters if brought is None else brought.device
-            swapped = self._swapped[number, index] = Swapped([*own, *self.buffers, *shared], self.meter)
+            swapped = Swapped([*own, *self.buffers, *shared], self.meter, self.engine.moves)
+            self._swapped[number, index] = swapped
             with torch.autograd.graph.saved_tensors_hooks(swapped.pack, swapped.unpack):
                 made = forward(*args, **named)
         else:
@@ -347,7 +348,9 @@ class Runner:
             if stored is not None:
                 stored.put_gradients(made)
             pairs = [(own, one) for own, one in zip(brought.host, made, strict=True) if one is not None]
-            copies = [one.to(device=own.device, dtype=own.dtype, copy=not cost.filed) for own, one in pairs]
+            copies = [one.to(own.dtype) for own, one in pairs] if cost.filed else None  # in the same memory
+            if copies is None:
+                copies = self.engine.moves.to_host([one for _, one in pairs], [own.dtype for own, _ in pairs])
             shown = None if stored is None else stored.show_gradients
             self.landing.add(Landed(index, last, [own for own, _ in pairs], copies, shown))
 

@@ -124,7 +124,7 @@ class Search:
         device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
         self.fixed = (device, 0.0, 0.0, 0.0, 0.0, 0.0)
         self.units = len(profile.units)
-        self.alike = all(replace(unit, name="") == replace(profile.units[0], name="") for unit in profile.units)
+        self.alike = len({replace(unit, name="", given=0) for unit in profile.units}) == 1
         self.seconds: dict[tuple[Placement, ...], float] = {}
 
     # One plan

@@ -10,6 +10,7 @@ from typing import Any
 from isles.report.charts import bytes_panel, loss_cost_panels, loss_panel, spread_panel
 from isles.report.draw.style import STYLE
 from isles.report.draw.svg_time import draw
+from isles.report.elastic import bytes_in_words, counts_in_words, elastic_panels, refusals_in_words
 from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
 from isles.report.time_charts import lanes_panel, step_panel, time_panel
@@ -38,6 +39,8 @@ def _by_channel(channels: Any) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items() if nbytes)
 
 
+_WORDS = (str, _by_channel, counts_in_words, bytes_in_words, refusals_in_words)
+"""Forms for what is no number."""
 # Key of summary.json, its name in words, its form.
 FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("method", "Method", str),
@@ -62,6 +65,26 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_utilisation", "Share of the time spent computing", format_percent),
     ("pipeline_bubble", "Share of the time spent waiting for other stages", format_percent),
     ("memory", "Plan of memory", lambda memory: f"{memory['plan']}, {format_bytes(memory['planned_peak_bytes'])}"),
+    ("goodput", "Goodput: share of the members' time in steps that count", format_percent),
+    ("work_lost", "Computing whose work is in nobody's weights", format_percent),
+    ("rounds", "Rounds of all workers", format_count),
+    ("rounds_alone", "Of that, without anybody else's work", format_percent),
+    ("outcomes", "By how their exchange ended", counts_in_words),
+    ("rounds_again", "Exchanges tried again", format_count),
+    ("rounds_out_of_turn", "Rounds that read out of turn", format_count),
+    ("inner_steps", "Inner steps of all workers", format_count),
+    ("inner_steps_counted", "Of that, whose work is in the model", format_count),
+    ("inner_steps_owed", "Inner steps of the data that nobody has read for good", format_count),
+    ("inner_steps_repeated", "Inner steps of the data that were read twice", format_count),
+    ("joins", "Workers that came", format_count),
+    ("losses", "Connections that broke", format_count),
+    ("leaves", "Workers that said that they leave", format_count),
+    ("views", "Views", format_count),
+    ("outages", "Times that the lighthouse was away", format_count),
+    ("gifts", "States given to joiners", format_count),
+    ("gift_bytes", "Their bytes", format_bytes),
+    ("links", "Between workers, by way", bytes_in_words),
+    ("refused", "Refused", refusals_in_words),
     ("train_seconds", "Training", format_seconds),
     ("wall_seconds", "Wall time, start and end included", format_seconds),
     ("virtual_seconds", "Virtual time", format_seconds),
@@ -81,14 +104,16 @@ def render_page(run: Run) -> str:
 
 def panels(run: Run) -> list[Panel]:
     """The pictures of a run, those for which it has the data."""
+    elastic = elastic_panels(run)
     made = [
         loss_panel(run),
-        *loss_cost_panels(run),
+        *([] if elastic else loss_cost_panels(run)),  # means over workers of whom some came later go back in time
         bytes_panel(run),
         spread_panel(run),
         time_panel(run),
         lanes_panel(run),
         step_panel(run),
+        *elastic,
     ]
     return [panel for panel in made if panel is not None]
 
@@ -232,7 +257,7 @@ def _table(run: Run) -> str:
 
 
 def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
-    if form not in (str, _raw, _by_channel) and finite(value) is None:
+    if form not in (_raw, *_WORDS) and finite(value) is None:
         form = _raw
     shown, exact = form(value), ""
     if form is format_bytes and value >= 1000:

@@ -192,8 +192,8 @@ def _refuse_here(config: Config) -> None:
             raise ValueError("memory.emulate is for CPUs; on a GPU, memory.device_budget makes it smaller: take it out")
         if memory.method != "checkpoint":
             raise ValueError(
-                f'memory.method = "{memory.method}" moves bytes, which this version does on CPUs only: choose '
-                '"checkpoint" on a GPU'
+                f'memory.method = "{memory.method}" moves bytes, which runs do on CPUs only until that is tried on a '
+                'GPU: choose "checkpoint"'
             )
     elif not _stands_for_a_device(config) and machine_of(config).host_bytes:
         raise ValueError(

@@ -14,7 +14,8 @@ def layout_of(config: Config) -> Layout:
     if plan is not None:
         return Layout.columns(plan.problem.stages)
     if config.pipeline.clusters:
-        return Layout.rows([len(cuts) + 1 for cuts in config.pipeline.clusters])
+        lengths = [len(cuts) + 1 for cuts in config.pipeline.clusters]
+        return Layout.rows(lengths, aside=config.world.workers - sum(lengths))
     if config.pipeline.routing == "swarm":
         return Layout.columns(stages_of(config.pipeline, config.world.workers))
     return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)

@@ -41,6 +41,10 @@ class Text:
         """
         self._positions = positions
 
+    def go_on_after(self, batches: int) -> None:
+        """What every worker reads next is what comes behind so many batches of each."""
+        self.loader.consumed = batches * self.loader.batch_size * self.loader.workers
+
     @property
     def judges(self) -> bool:
         """Whether text was kept for validation."""

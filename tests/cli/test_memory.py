@@ -55,6 +55,18 @@ def test_a_person_reads_which_stage_fits(memory) -> None:
     assert "model.tie_embeddings = false" in err
 
 
+def test_a_person_reads_what_fsdp_takes(memory) -> None:
+    """Its weights are its own: what would move them is no choice."""
+    words = ["--set", "replicas.method=fsdp", "--set", "world.backend=distributed", "--machine", "RTX 3060"]
+    code, out, err = memory(*words, "--method", "checkpoint", "--compare")
+    assert code == 0, err
+    told = [line.split()[0] for line in out[out.index("method  ") :].split("\n\n")[0].splitlines()[1:]]
+    assert told == ["checkpoint"]
+    code, _, err = memory(*words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert 'set memory.method = "checkpoint"' in err
+
+
 def test_a_program_reads_json(memory, tmp_path: Path) -> None:
     code, out, err = memory(*SMALL, "--json")
     assert code == 0, err

@@ -109,14 +109,21 @@ def test_operations_of_other_models_are_counted() -> None:
     assert made.ends.flops == pytest.approx(2 * sequences * tokens * width * 256)
 
 
-@pytest.mark.parametrize("drops", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_other_models_look_at_their_positions(name: str, drops: bool) -> None:
-    """Without knowing them transformers builds masks that its real run does not."""
-    pytest.importorskip("transformers")
+_BRIEF = [("llama", False, "none"), ("gpt2", False, "none"), ("resnet", False, "bf16")]
+_EVERY = [(*task, autocast) for task in TASKS for autocast in ("none", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "drops", "autocast"), [pytest.param(*e, marks=[] if e in _BRIEF else pytest.mark.long) for e in _EVERY]
+)
+def test_other_models_save_what_they_save_without_numbers(name: str, drops: bool, autocast: str) -> None:
+    """Models of transformers look at their positions; batch norms under autocast have statistics of float32."""
+    if name in ("llama", "gpt2"):
+        pytest.importorskip("transformers")
     task = TASKS[name, drops]
-    real = trace_step(model := task.make().train(), units_of(model), task.batch(0), loss=task.loss)
-    assert [one.resident.saved for one in profiled(task, "none").units] == [one.saved for one in real.units]
+    real = trace_step(model := task.make().train(), units_of(model), task.batch(0), loss=task.loss, autocast=autocast)
+    found = [(one.resident.saved, one.resident.casts) for one in profiled(task, autocast).units]
+    assert found == [(one.saved, one.casts) for one in real.units]
 
 
 def test_seconds_can_be_measured() -> None:

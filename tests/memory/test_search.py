@@ -31,6 +31,21 @@ def _gaps(cases: list[tuple[int, bool, str]], method: str, units: int) -> list[f
     return gaps
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_what_units_give_each_other_is_there_once(equal: bool) -> None:
+    """Plans use that room, and the bound knows of it."""
+    for seed in range(2):
+        made, machine = activations_instance(random.Random(seed), 3, equal=equal)
+        first, *rest = made.units
+        giving = replace(made, units=(first, *(replace(unit, given=unit.boundary) for unit in rest)))
+        alone, both = (Search(one, machine, method="karma", budget=machine.device_bytes) for one in (made, giving))
+        _, without = alone.exhaustive()
+        plan, (_, optimum) = both.run(), both.exhaustive()
+        assert optimum <= without
+        assert plan.bound <= optimum * (1 + 1e-9)
+        assert both.seconds[plan.placements] <= optimum * 1.03
+
+
 def _optimal(gaps: list[float]) -> int:
     return sum(gap < 1e-6 for gap in gaps)
 

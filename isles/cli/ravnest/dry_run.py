@@ -55,7 +55,9 @@ def _print(plan: ClusteredRun) -> None:
         for seat in plan.seats
     ]
     print_table(Table(heads=heads, rows=rows, names=0))
-    mean = sum(plan.bytes_sent) / len(plan.seats)
+    if plan.aside:
+        print(f"\n{plan.aside} more workers stand by for who is lost")
+    mean = sum(plan.bytes_sent) / len(plan.bytes_sent)
     print(
         f"\n{plan.averages} averages over {plan.segments} segments; {format_bytes(mean)} a worker in the whole run, "
         "validations and the start left out; memory is counted, activations included"

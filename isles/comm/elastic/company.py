@@ -160,15 +160,15 @@ class Company:
             self._load = None
         self.ask(Reload())
 
-    def first(self, seconds: float) -> int | None:
+    def first(self, seconds: float, ahead: int = 0) -> int | None:
         """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
-        is to be loaded first.
+        is to be loaded first. ahead: so many rounds before others are in it.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self.member.first() is not None or self.is_called or self.ended is not None, seconds
+                lambda: self.member.first(ahead) is not None or self.is_called or self.ended is not None, seconds
             )
-            return None if self.is_called else self.member.first()
+            return None if self.is_called else self.member.first(ahead)
 
     def until(self) -> int | None:
         """The first round that goes on without this worker."""

@@ -59,7 +59,17 @@ class Gifts(Protocol):
         """See `Giver.withdraw`."""
         ...
 
-    def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+    def take(
+        self,
+        giver: str,
+        what: str,
+        path: Path,
+        *,
+        most: int,
+        seconds: float,
+        after: int = -1,
+        wait: float | None = None,
+    ) -> dict[str, Any]:
         """See `take`."""
         ...
 
@@ -86,7 +96,7 @@ class Giver:
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
     _coming: dict[int, tuple[str, threading.Thread]] = field(default_factory=dict)  # by number: being written
-    _waiting: list[tuple[str, IncomingQuery]] = field(default_factory=list)  # for what is not there yet
+    _waiting: list[tuple[str, int, IncomingQuery]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
         self.session.serve(f"{GIFT}/{self.name}", self._asked)
@@ -106,7 +116,7 @@ class Giver:
 
     def is_wanted(self, what: str) -> bool:
         """Whether somebody has asked for what is neither there nor on its way."""
-        return any(asked == what for asked, _ in [*self._waiting]) and not self._is_coming(what)
+        return any(asked == what for asked, *_ in [*self._waiting]) and not self._is_coming(what)
 
     def withdraw(self, what: str) -> None:
         """Nobody needs it any more: its files go."""
@@ -120,9 +130,19 @@ class Giver:
         """It is too old for new takers; those who have begun to take it go on."""
         self._open.pop(what, None)
 
-    def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+    def take(
+        self,
+        giver: str,
+        what: str,
+        path: Path,
+        *,
+        most: int,
+        seconds: float,
+        after: int = -1,
+        wait: float | None = None,
+    ) -> dict[str, Any]:
         """What another one offers; see `take`."""
-        return take(self.session, giver, what, path, most=most, seconds=seconds)
+        return take(self.session, giver, what, path, most=most, seconds=seconds, after=after, wait=wait)
 
     def close(self) -> None:
         """What is being written ends first."""
@@ -164,14 +184,16 @@ class Giver:
     def _asked(self, query: IncomingQuery) -> None:
         try:
             asked = parse_json(query.payload[:_MOST_FACTS])
-            what, number, offset = asked["what"], asked["number"], asked["offset"]
-            if not (isinstance(what, str) and isinstance(number, int) and isinstance(offset, int) and offset >= 0):
+            what, number, offset, after = (asked[key] for key in ("what", "number", "offset", "after"))
+            numbers = all(isinstance(one, int) for one in (number, offset, after))
+            if not (isinstance(what, str) and numbers and offset >= 0):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
+            self.session.refused.note(-1, "a request for a gift that makes no sense")
             query.refuse(b"never")
             return
         if number < 0:
-            self._waiting = [*self._waiting, (what, query)][-_MOST_WAITING:]
+            self._waiting = [*self._waiting, (what, after, query)][-_MOST_WAITING:]
             self._answer()
             return
         offer = self._offers.get(number)
@@ -185,13 +207,14 @@ class Giver:
     def _answer(self) -> None:
         """Tell those who wait for what is there now. In the session's thread."""
         waiting, self._waiting = self._waiting, []
-        for what, query in waiting:
+        for what, after, query in waiting:
             number = self._open.get(what)
             offer = None if number is None else self._offers.get(number)
+            offer = None if offer is not None and offer.facts.get("round", after + 1) <= after else offer
             if offer is not None:
                 query.reply(json.dumps({**offer.facts, "number": number, "size": offer.size}).encode("ascii"))
             elif self.patient or self._is_coming(what):
-                self._waiting.append((what, query))
+                self._waiting.append((what, after, query))
             else:
                 query.refuse(b"never")
 
@@ -200,19 +223,30 @@ class Giver:
 
     def _refuse(self, what: str) -> None:
         """Whoever waits for it asks elsewhere."""
-        for _, query in [one for one in self._waiting if one[0] == what]:
+        for *_, query in [one for one in self._waiting if one[0] == what]:
             query.refuse(b"never")
         self._waiting = [one for one in self._waiting if one[0] != what]
 
 
-def take(session: Session, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+def take(
+    session: Session,
+    giver: str,
+    what: str,
+    path: Path,
+    *,
+    most: int,
+    seconds: float,
+    after: int = -1,
+    wait: float | None = None,
+) -> dict[str, Any]:
     """Fetch `what` from `giver` into the file `path`; what is said beside it.
 
-    most: bytes that are taken. seconds: without a piece, after which it counts as lost. NotGiven where it does not
-    come, is too long, or is not what was offered. Not to be called in the session's thread.
+    most: bytes that are taken. seconds: without a piece, after which it counts as lost; wait: until it is offered, by
+    default as long. after: take none of this round or an earlier one. NotGiven where it does not come, is too long, or
+    is not what was offered. Not to be called in the session's thread.
     """
-    taking = _Taking(session, f"{GIFT}/{giver}", what)
-    facts = taking.open(seconds)
+    taking = _Taking(session, f"{GIFT}/{giver}", what, after)
+    facts = taking.open(seconds if wait is None else wait)
     size, number = facts["size"], facts["number"]
     if size > most:
         raise NotGiven(f"it has {size} bytes, more than the {most} that fit this model")
@@ -229,8 +263,8 @@ def take(session: Session, giver: str, what: str, path: Path, *, most: int, seco
 class _Taking:
     """One fetch. Answers come in the session's thread; the taker waits for them in its own."""
 
-    def __init__(self, session: Session, key: str, what: str) -> None:
-        self._session, self._key, self._what = session, key, what
+    def __init__(self, session: Session, key: str, what: str, after: int) -> None:
+        self._session, self._key, self._what, self._after = session, key, what, after
         self._answers: dict[int, _Answer] = {}
         self._changed = threading.Condition()
 
@@ -268,7 +302,8 @@ class _Taking:
                 self._answers[offset] = reply, refusal
                 self._changed.notify_all()
 
-        asked = json.dumps({"what": self._what, "number": number, "offset": offset}).encode("ascii")
+        said = {"what": self._what, "number": number, "offset": offset, "after": self._after}
+        asked = json.dumps(said).encode("ascii")
         try:
             self._session.ask(self._key, asked, answered, seconds=seconds)
         except OSError as error:

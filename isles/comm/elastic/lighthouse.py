@@ -91,6 +91,8 @@ class Lighthouse:
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
         self.membership = Membership(rules, journal.entries, until=time.monotonic() + GRACE)
+        if journal.entries:
+            journal.append({"event": "lit", "at": round(time.time(), 3)})
         for entry in journal.entries:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))

@@ -135,12 +135,12 @@ class Member:
         self._cells, self._groups, self._skipped = {}, {}, set()
         self._seen = {load.donor: round} if load.donor >= 0 else {}
 
-    def first(self) -> int | None:
+    def first(self, ahead: int = 0) -> int | None:
         """The first round of a worker that has begun none since it loaded its state: once others are in a view that it
-        is in, the round that they are in. None: not yet.
+        is in, or `ahead` rounds before it, the round that they are in. None: not yet.
         """
         since = None if self._cells else self._since()
-        return None if since is None or since > self._newest_round else max(since, self._newest_round - 1)
+        return None if since is None or since > self._newest_round + ahead else max(since, self._newest_round - 1)
 
     def is_known(self, round: int) -> bool:
         """Whether the lighthouse's answers go far enough for this worker to read its own cell of `round`."""

@@ -344,7 +344,7 @@ class Membership:
                 self._apply_view(from_plain(view))
             case {"event": "word", "word": word}:
                 self._apply_word(from_plain(word))
-            case _:
+            case _ if entry.get("event") != "lit":  # which says that the lighthouse was started again
                 raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")
 
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
 EXCHANGES = "exchanges.jsonl"
@@ -60,7 +60,7 @@ def from_line(value: Any) -> RoundLine | StartLine:
     if isinstance(value, dict):
         for kind in (RoundLine, StartLine):
             hints = get_type_hints(kind)
-            if value.keys() == {field.name for field in fields(kind)}:
+            if value.keys() == {one.name for one in fields(kind)}:
                 return kind(**{key: _typed(key, value[key], hints[key]) for key in hints})
     raise ValueError(f"{str(value)[:60]!r} is no line of {EXCHANGES}")
 
@@ -81,13 +81,15 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Lives:
     """What `members.jsonl` says: by seat the stretches (from, until) in seconds in which it was connected; the views as
-    (moment, number, first round, seats); counts of entries.
+    (moment, number, first round, seats); counts of entries, and of words: "again" those for which a round was tried
+    again. outages: of the lighthouse, (from its last entry, until it was lit again).
     """
 
     present: Mapping[int, list[tuple[float, float]]]
     views: list[tuple[float, int, int, tuple[int, ...]]]
     counts: Counter[str]
     end: float
+    outages: list[tuple[float, float]] = field(default_factory=list)
 
 
 def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
@@ -96,9 +98,13 @@ def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
     since: dict[int, float] = {}
     views: list[tuple[float, int, int, tuple[int, ...]]] = []
     counts: Counter[str] = Counter()
+    outages: list[tuple[float, float]] = []
+    last: float | None = None
     for entry in entries:
         at, event, seat = float(entry.get("at", 0.0)), entry["event"], entry.get("seat", -1)
-        end = max(end, at)
+        if event == "lit" and last is not None:
+            outages.append((last, at))
+        last, end = at, max(end, at)
         counts[event] += 1
         if event in ("join", "back"):
             since.setdefault(seat, at)
@@ -107,9 +113,12 @@ def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
         elif event == "view":
             view = entry["view"]
             views.append((at, view["number"], view["since"], tuple(view["seats"])))
+        elif event == "word":
+            word = entry["word"]
+            counts["again"] += word["verdict"] == "again" and (word["attempt"] > 1 or not word["steps"])
     for seat, at in since.items():
         present.setdefault(seat, []).append((at, end))
-    return Lives(present=present, views=views, counts=counts, end=end)
+    return Lives(present=present, views=views, counts=counts, end=end, outages=outages)
 
 
 @dataclass(frozen=True, kw_only=True)

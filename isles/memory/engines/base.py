@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
+from isles.memory.engines.moves import Moves
+
 EngineLane = Literal["up", "down", "host", "read", "write"]
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
 Urgency = tuple[int, ...]
@@ -48,7 +50,9 @@ class LaneEvent:
             run()
 
     def wait(self, what: str) -> None:
-        """Return once it has happened. LaneFailed as soon as any lane has failed; TimeoutError after ten minutes."""
+        """Return once it has happened. LaneFailed as soon as any lane has failed; RuntimeError once the engine is
+        closed; TimeoutError after ten minutes.
+        """
         if not self.happened:
             self._engine.wait_for(self, what)
 
@@ -56,14 +60,17 @@ class LaneEvent:
 class Engine(ABC):
     """Serial lanes. Whatever fails on one of them is raised where the computation next waits or submits.
 
-    first_come: gradients and updates are served as they arise, not as they are needed; for comparison.
+    first_come: gradients and updates are served as they arise, not as they are needed; for comparison. moves: how bytes
+    go from the host to the device and back; None: both are the RAM.
     """
 
     first_come = False
 
-    def __init__(self) -> None:
+    def __init__(self, moves: Moves | None = None) -> None:
+        self.moves = Moves() if moves is None else moves
         self.changed = threading.Condition(threading.RLock())
         self.failed: tuple[str, BaseException] | None = None
+        self.closed = False
 
     def event(self, happened: bool = False) -> LaneEvent:
         """A new one."""
@@ -99,7 +106,9 @@ class Engine(ABC):
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
         with self.changed:
-            come = self.changed.wait_for(lambda: event.happened or self.failed is not None, DEADLINE)
+            come = self.changed.wait_for(lambda: event.happened or self.failed is not None or self.closed, DEADLINE)
         self.check()
+        if self.closed and not event.happened:
+            raise RuntimeError(f"memory: {what} will not come: the run under the plan was given up")
         if not come:
             raise TimeoutError(f"memory: {what} did not come within {DEADLINE:.0f} s")

@@ -63,6 +63,10 @@ class Paced(Engine):
                 thread.start()
             self.changed.notify_all()
 
+    def threads(self, lane: EngineLane) -> int:
+        """Of torch on the lane: more would change the last bits of no update, but take the computation's cores."""
+        return 1
+
     def computed(self, began: float, seconds: float) -> None:
         """Wait for the rest of them, with `pace`."""
         left = began + seconds - time.perf_counter() if self.pace else 0.0
@@ -80,9 +84,12 @@ class Paced(Engine):
             thread.join(DEADLINE)
             if thread.is_alive():
                 raise TimeoutError(f"memory: the {lane} lane did not end within {DEADLINE:.0f} s")
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def _serve(self, lane: EngineLane) -> None:
-        torch.set_num_threads(1)  # of this lane alone: more would change the last bits of no update, but take its cores
+        torch.set_num_threads(self.threads(lane))  # of this thread alone
         queue = self._queues[lane]
         try:
             while True:

@@ -1,1 +1,1 @@
-"""What a profile is made with: numbers that models ask for, and the methods that have the weights themselves."""
+"""What a profile is made with: what fake tensors do otherwise, and the methods that have the weights themselves."""

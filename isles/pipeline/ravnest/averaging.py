@@ -4,23 +4,28 @@
 
 Bytes sent by a node and average: 2 (C - 1) / C times what it holds, for C clusters, and a header for each segment and
 cluster: a ring's volume, by the two-shot mean (`isles.comm.collectives.mean`), which gives the same bits everywhere.
+
+A cluster that is complete again takes the others' weights and optimizer state, each node its segments from those who
+hold them in a whole cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.basic import broadcast
+from isles.comm.collectives.basic import all_done, broadcast
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
-from isles.comm.errors import WorkerFailed
+from isles.comm.errors import Refused, WorkerFailed
 from isles.comm.group import Group
+from isles.comm.transport import Steps
 from isles.pipeline.ravnest.quorum import WORDS, Attempt, Quorum
 from isles.pipeline.ravnest.refinement import SharedSegment
 
@@ -35,34 +40,37 @@ class _Share:
 
 
 class ClusterAverage:
-    """One node's. stage: holds the parameters by their names in the whole model. segments: of the whole model, with
-    positions of the quorum's world as holders. by_samples: clusters count by what they trained on. optimizer: its state
-    is averaged too, where given.
+    """One node's. segments: of the whole model, whose holders are stages, one of each cluster. by_samples: clusters
+    count by what they trained on. with_state: the optimizer's state is averaged too.
     """
 
     def __init__(
-        self,
-        stage: nn.Module,
-        quorum: Quorum,
-        segments: Sequence[SharedSegment],
-        *,
-        by_samples: bool = False,
-        optimizer: Optimizer | None = None,
+        self, quorum: Quorum, segments: Sequence[SharedSegment], *, by_samples: bool = False, with_state: bool = False
     ) -> None:
         if len(segments) > WORDS:
             raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
-        self.quorum, self._by_samples, self._optimizer = quorum, by_samples, optimizer
-        own, here = dict(stage.named_parameters()), quorum.world.rank
+        self.quorum, self._segments = quorum, list(enumerate(segments))
+        self._by_samples, self._with_state = by_samples, with_state
+        self._shares: list[_Share] = []
+        self._optimizer: Optimizer | None = None
+
+    def serve(self, stage: nn.Module, optimizer: Optimizer) -> None:
+        """This node holds `stage`, its parameters by their names in the whole model, in the place that it has now."""
+        place = self.quorum.seats.place(self.quorum.world.rank)
+        assert place is not None
+        cluster, here = place
+        own = dict(stage.named_parameters())
+        self._optimizer = optimizer
         self._shares = [
             _Share(number, segment, tuple(own[name] for name in segment.names))
-            for number, segment in enumerate(segments)
-            if here in segment.holders
+            for number, segment in self._segments
+            if segment.holders[cluster] == here
         ]
 
     def begin(self) -> None:
-        """All clusters take the first one's weights."""
+        """All clusters take the first one's weights. Who stands by has no part in it."""
         for share in self._shares:
-            group = self._group(share, range(len(self.quorum.clusters)))
+            group = self._among(share, range(len(self.quorum.seats.clusters)))
             flat = _flat(share.parameters)
             call = group.call("control", fragment=share.number)
             group.start(broadcast(call, flat), "control", nbytes=2 * flat.nbytes).wait()
@@ -76,20 +84,32 @@ class ClusterAverage:
         DeadlinePassed, Diverged or Refused, naming the worker, where another one is late, elsewhere or sends what
         cannot be.
         """
-        tensors = [self._tensors(share) for share in self._shares]
-        buffers = self.quorum.together(lambda number: self._attempt(tensors, number, step, samples))
-        means = [buffer[:-1] / buffer[-1] if self._by_samples else buffer for buffer in buffers]
-        for vector, own in zip(means, tensors, strict=True):
-            _put(vector, own)
-        return self.quorum.whole
+        tensors = [self._tensors(share, self._with_state) for share in self._shares]
+        buffers = self.quorum.together(lambda number: self._mean(tensors, number, step, samples))
+        for buffer, own in zip(buffers, tensors, strict=bool(buffers)):
+            _put(buffer[:-1] / buffer[-1] if self._by_samples else buffer, own)
+        return self.quorum.seats.whole
 
-    def _attempt(
-        self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int
-    ) -> Attempt[list[Tensor]]:
-        clusters = self.quorum.whole
+    def load(self, step: int) -> None:
+        """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards. All nodes
+        ask together, those of these clusters ready for it (`serve`).
+        """
+        tensors = {share.number: self._tensors(share, True) for share in self._shares}
+        found, joined = self.quorum.together(lambda number: self._gifts(tensors, number))
+        for number, flat in found.items():
+            _put(flat, tensors[number])
+        if found and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and not value.ndim:
+                        value.fill_(step)
+        self.quorum.seats = self.quorum.seats.joined(joined)
+
+    def _mean(self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int) -> Attempt[list[Tensor]]:
+        clusters = self.quorum.seats.whole
         buffers, protocols = [], []
-        for share, own in zip(self._shares, tensors, strict=True):
-            group, buffer = self._group(share, clusters), self._weighed(_flat(own), samples)
+        for share, own in zip(self._shares, tensors, strict=True) if self.quorum.trains else ():
+            group, buffer = self._among(share, clusters), self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
                 told = "its weights are not finite: lower the learning rate (inner.lr)"
                 raise WorkerFailed(self.quorum.world.transport.rank, told)
@@ -98,24 +118,60 @@ class ClusterAverage:
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
+    def _gifts(self, tensors: dict[int, list[Tensor]], number: int) -> Attempt[tuple[dict[int, Tensor], list[int]]]:
+        seats, world = self.quorum.seats, self.quorum.world
+        giver, joined = seats.clusters[seats.whole[0]], seats.complete
+        found: dict[int, Tensor] = {}
+        protocols: list[Steps[Any]] = []
+        nbytes = 0
+        for fragment, segment in self._segments:
+            source = giver[segment.holders[seats.whole[0]]]
+            takers = [seats.clusters[cluster][segment.holders[cluster]] for cluster in joined]
+            call = world.call("outer", round=number, fragment=fragment)
+            if world.rank == source and takers:
+                flat = _flat(tensors[fragment])
+                protocols.append(_sent(lambda taker, call=call, flat=flat: call.send(taker, flat), takers))
+                nbytes += len(takers) * flat.nbytes
+            elif world.rank in takers:
+                found[fragment] = flat = torch.empty_like(_flat(tensors[fragment]))
+                protocols.append(
+                    _taken(
+                        lambda call=call, flat=flat, source=source: call.recv(source, flat), flat, world.ranks[source]
+                    )
+                )
+                nbytes += flat.nbytes
+        return Attempt((found, joined), protocols, nbytes)
+
     def _weighed(self, flat: Tensor, samples: int) -> Tensor:
         if not self._by_samples:
             return flat
         return torch.cat([flat * samples, flat.new_tensor([samples])])
 
-    def _group(self, share: _Share, clusters: Sequence[int]) -> Group:
-        return self.quorum.world.among([share.segment.holders[cluster] for cluster in clusters], "outer")
+    def _among(self, share: _Share, clusters: Sequence[int]) -> Group:
+        seats = self.quorum.seats.clusters
+        return self.quorum.world.among([seats[one][share.segment.holders[one]] for one in clusters], "outer")
 
-    def _tensors(self, share: _Share) -> list[Tensor]:
+    def _tensors(self, share: _Share, with_state: bool) -> list[Tensor]:
         """Parameters, and what the optimizer keeps of them in their shape."""
-        kept = [] if self._optimizer is None else [self._optimizer.state.get(p, {}) for p in share.parameters]
+        kept = self._optimizer.state if with_state and self._optimizer is not None else {}
         states = [
             value
-            for parameter, state in zip(share.parameters, kept, strict=False)
-            for value in state.values()
+            for parameter in share.parameters
+            for value in kept.get(parameter, {}).values()
             if isinstance(value, Tensor) and value.shape == parameter.shape
         ]
         return [*share.parameters, *states]
+
+
+def _sent(send: Callable[[int], Any], takers: Sequence[int]) -> Steps[None]:
+    yield from all_done([send(taker) for taker in takers])
+
+
+def _taken(receive: Callable[[], Any], flat: Tensor, rank: int) -> Steps[None]:
+    """Refused, naming the giver, where what comes are no weights."""
+    yield from all_done([receive()])
+    if not flat.isfinite().all():
+        raise Refused(rank, "weights that are not finite")
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

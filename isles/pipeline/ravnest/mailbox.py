@@ -1,7 +1,8 @@
-"""What one neighbour sends, one message after another: `[number, last | body]`.
+"""What one neighbour sends, one message after another: `[number, flag | body]`.
 
-A mailbox has one receive posted at most. `last` says that nothing comes after this microbatch until the cluster has
-drained: Ravnest's FLUSH, which rides with the last message here, down and back up.
+A mailbox has one receive posted at most. The flag `LAST` says that nothing comes after this microbatch until the
+cluster has drained: Ravnest's FLUSH, which rides with the last message here, down and back up. `BROKEN` says that
+nothing comes at all, for a node of the cluster is lost.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isles.comm.errors import Malformed
+from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.network.routing.routes import Task
 from isles.pipeline.wire import phase
 
 HEADER = 16  # bytes: two int64
+MORE, LAST, BROKEN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,10 @@ class Letter:
     body: Tensor
 
 
-def letter(number: int, is_last: bool, body: Tensor) -> Tensor:
+def letter(number: int, flag: int, body: Tensor) -> Tensor:
     """Its bytes."""
     wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8)
-    wire[:HEADER] = torch.tensor([number, is_last], dtype=torch.int64).view(torch.uint8)
+    wire[:HEADER] = torch.tensor([number, flag], dtype=torch.int64).view(torch.uint8)
     wire[HEADER:] = body
     return wire
 
@@ -67,16 +69,18 @@ class Mailbox:
         return self._posted is not None and self._posted[1].done()
 
     def take(self) -> Letter:
-        """The message that is here. What it failed with is raised; Malformed, naming the neighbour, where it is about
-        something else.
+        """The message that is here. What it failed with is raised; PeerLost where the neighbour says that somebody is;
+        Malformed, naming the neighbour, where it is about something else.
         """
         assert self._posted is not None
         expected, work, wire = self._posted
         self._posted = None
         if work.error is not None:
             raise work.error
-        number, last = wire[:HEADER].view(torch.int64).tolist()
-        if number != expected or last not in (0, 1):
-            rank = self._group.ranks[self._source]
-            raise Malformed(rank, f"microbatch {number}, flag {last}, where microbatch {expected} was due")
-        return Letter(number, bool(last), wire[HEADER:])
+        number, flag = wire[:HEADER].view(torch.int64).tolist()
+        rank = self._group.ranks[self._source]
+        if number != expected or flag not in (MORE, LAST, BROKEN):
+            raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
+        if flag == BROKEN:
+            raise PeerLost(-1, f"of this cluster, as worker {rank} says")
+        return Letter(number, flag == LAST, wire[HEADER:])

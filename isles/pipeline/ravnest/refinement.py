@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """holders: one rank of each cluster, in the order of the clusters. names: of parameters, in the model's order."""
+    """holders: one node of each cluster, in the order of the clusters. names: of parameters, in the model's order."""
 
     holders: tuple[int, ...]
     names: tuple[str, ...]
 
 
 def refinement(clusters: Sequence[Mapping[int, Sequence[str]]]) -> list[SharedSegment]:
-    """The segments, in the order of their holders. clusters: of each, by rank, the names of the parameters that the
-    node holds. ValueError where a cluster holds a parameter twice, or not what the first one does.
+    """The segments, in the order of their holders. clusters: of each, by node, the names of the parameters that it
+    holds. ValueError where a cluster holds a parameter twice, or not what the first one does.
     """
     order = [name for names in clusters[0].values() for name in names]
     homes = [_homes(number, cluster) for number, cluster in enumerate(clusters)]
@@ -40,9 +40,9 @@ def refinement(clusters: Sequence[Mapping[int, Sequence[str]]]) -> list[SharedSe
 
 def _homes(number: int, cluster: Mapping[int, Sequence[str]]) -> dict[str, int]:
     homes: dict[str, int] = {}
-    for rank, names in cluster.items():
+    for node, names in cluster.items():
         for name in names:
             if name in homes:
-                raise ValueError(f"cluster {number} holds {name!r} at workers {homes[name]} and {rank}: it lies at one")
-            homes[name] = rank
+                raise ValueError(f"cluster {number} holds {name!r} at nodes {homes[name]} and {node}: it lies at one")
+            homes[name] = node
     return homes

@@ -24,7 +24,7 @@ One message at most is awaited from each neighbour, and never more than `in_flig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,13 +32,14 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.basic import all_done, any_done
+from isles.comm.errors import CommError, PeerLost
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.routes import Task
 from isles.pipeline.executor import Context
-from isles.pipeline.ravnest.mailbox import Mailbox, letter
+from isles.pipeline.ravnest.mailbox import BROKEN, LAST, MORE, Mailbox, letter
 from isles.pipeline.ravnest.versions import WeightVersions
 from isles.pipeline.shares import StageShares
 from isles.pipeline.suspicion import accept, refuse_own
@@ -99,7 +100,8 @@ class AsyncStage:
     """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`.
 
     A neighbour that is lost or late raises PeerLost or DeadlinePassed with its name out of `run`; one that sends what
-    cannot be Malformed or Refused. What was under way is then worthless, and so are this cluster's weights since.
+    cannot be Malformed or Refused. What was under way is then worthless, and so are this cluster's weights since. Of a
+    loss the other nodes of the cluster are told: PeerLost of rank -1 there.
     """
 
     def __init__(
@@ -142,11 +144,20 @@ class AsyncStage:
         """Go on after so many."""
         self._next, self.versions.newest = microbatches, updates
 
+    def refuse(self) -> None:
+        """In place of `run`, where this node knows that its cluster is broken: whoever runs hears of it."""
+        _Stretch(self, iter(())).tell_broken()
+
     def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
         """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
         afterwards. Their losses in order, nats.
         """
-        return _Stretch(self, batches).run()
+        stretch = _Stretch(self, batches)
+        try:
+            return stretch.run()
+        except PeerLost as error:
+            stretch.tell_broken(error.rank)
+            raise
 
 
 class _Stretch:
@@ -180,6 +191,21 @@ class _Stretch:
             self.group.start(all_done(node._sends), "pipeline", nbytes=self._nbytes()).wait()
             node._sends.clear()
         return self.losses
+
+    def tell_broken(self, lost: int = -1) -> None:
+        """Whoever still waits for this node waits for nothing. lost: the rank that need not be told."""
+        here, ranks = self.group.rank, self.group.ranks
+        if not self.node._is_leaf and not self.ended and ranks[here + 1] != lost:
+            self._say_broken(here + 1, Task("F", self.forward, here + 1))
+        number = self.forward if self.node._is_leaf else self.backward
+        if here and ranks[here - 1] != lost and (self.held or not self.ended):
+            self._say_broken(here - 1, Task("B", number, here - 1))
+
+    def _say_broken(self, position: int, task: Task) -> None:
+        body = torch.zeros(self.form.nbytes(task), dtype=torch.uint8)
+        call = self.group.call("pipeline", round=task.microbatch)
+        with suppress(CommError):  # it may be gone as well
+            call.send(position, letter(task.microbatch, BROKEN, body), phase(task))
 
     def _goes_forward(self) -> bool:
         """Whether the next task is a forward pass. What it begins with is here then."""
@@ -312,7 +338,7 @@ class _Stretch:
 
     def _send(self, position: int, task: Task, body: Tensor, *, is_last: bool | None = None) -> None:
         node = self.node
-        wire = letter(task.microbatch, self.ended if is_last is None else is_last, body)
+        wire = letter(task.microbatch, LAST if (self.ended if is_last is None else is_last) else MORE, body)
         node._sends = [work for work in node._sends if not work.done() or work.error is not None]
         node._sends.append(self.group.call("pipeline", round=task.microbatch).send(position, wire, phase(task)))
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
 from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
+from isles.pipeline.swarm.books import as_words, from_words, words_for
 from isles.pipeline.swarm.post import WORD, Post
 
 _DECIDED = 1
@@ -46,15 +47,22 @@ class Agreement:
         """Members that this one has lost since."""
         return set(self.members) & self.post.mail.lost.keys()
 
+    def let_go(self, positions: Sequence[int]) -> None:
+        """These leave, as all know."""
+        self.members = tuple(position for position in self.members if position not in positions)
+        for position in positions:
+            if position != self.me:
+                self.post.mail.give_up(position, PeerLost(self.post.mail.group.ranks[position], "it has left"))
+
     def agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """What every member says, by position: numbers of 8 bytes, of all as many. Only of those who are left, but for
         who is lost right now. PeerLost where the others do not count this one any more.
         """
         self.post.turn_over()
-        accused = sum(1 << position for position in self.lost)
-        known = self._flood([accused, *own])
-        self._settle_members(known)
-        return {position: known[position][1:] for position in self.members}
+        size = self.post.mail.group.size
+        known = self._flood([*as_words(self.lost, size), *own])
+        self._settle_members({position: from_words(said, size) for position, said in known.items()})
+        return {position: known[position][words_for(size) :] for position in self.members}
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         known = {self.me: tuple(own)}
@@ -120,13 +128,13 @@ class Agreement:
         self.post.mail.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
         return None
 
-    def _settle_members(self, known: Mapping[int, Sequence[int]]) -> None:
+    def _settle_members(self, known: Mapping[int, set[int]]) -> None:
+        """known: whom each has lost."""
         before = self.members
         accusers: dict[int, set[int]] = {position: set() for position in known}
-        for accuser, said in known.items():
-            for position in known:
-                if said[0] >> position & 1:
-                    accusers[position].add(accuser)
+        for accuser, lost in known.items():
+            for position in lost & known.keys():
+                accusers[position].add(accuser)
         out = {
             position
             for position, by in accusers.items()

@@ -83,14 +83,19 @@ def lacking(books: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]
     return sorted(found)
 
 
-def as_words(counted: Collection[int], microbatches: int) -> list[int]:
-    """A book as numbers of 63 bits."""
-    words = [0] * (-(-microbatches // 63))
-    for microbatch in counted:
-        words[microbatch // 63] |= 1 << microbatch % 63
+def words_for(count: int) -> int:
+    """How many numbers hold which of `count` things are meant."""
+    return -(-count // 63)
+
+
+def as_words(chosen: Collection[int], count: int) -> list[int]:
+    """Which of 0 .. count - 1, such as a book, as numbers of 63 bits."""
+    words = [0] * words_for(count)
+    for number in chosen:
+        words[number // 63] |= 1 << number % 63
     return words
 
 
-def from_words(words: Sequence[int], microbatches: int) -> set[int]:
-    """The book that `as_words` was given."""
-    return {number for number in range(microbatches) if words[number // 63] >> number % 63 & 1}
+def from_words(words: Sequence[int], count: int) -> set[int]:
+    """What `as_words` was given."""
+    return {number for number in range(count) if words[number // 63] >> number % 63 & 1}

@@ -7,7 +7,6 @@ all      agree on the sum; where the origin is lost they begin again with the ne
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch import Tensor
 from isles.comm.collectives.mail import MailLetter, MailNote
 from isles.comm.errors import DeadlinePassed, Malformed, Refused
 from isles.network.routing.routes import Task
-from isles.pipeline.swarm.post import HOME, LOOK, LOSS
+from isles.pipeline.swarm.post import HOME, LOOK, LOSS, as_bits, as_number
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
@@ -50,10 +49,10 @@ class SwarmJudge:
                 else:
                     self._serve(origin)
                     own = (0.0, -1)
-                said = self.agreement.agree([struct.unpack("<q", struct.pack("<d", own[0]))[0], own[1]])
+                said = self.agreement.agree([as_bits(own[0]), own[1]])
                 self.swarm.place()
                 if origin in said and said[origin][1] >= 0:
-                    total, rows = struct.unpack("<d", struct.pack("<q", said[origin][0]))[0], said[origin][1]
+                    total, rows = as_number(said[origin][0]), said[origin][1]
                     return total / rows if rows else float("nan")
         finally:
             stage.train(was_training)

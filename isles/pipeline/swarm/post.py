@@ -6,11 +6,13 @@ and one of a later turn waits until this peer gets there.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable
 
 from isles.comm.collectives.mail import Mail, MailLetter
 from isles.network.routing.routes import Task
+from isles.pipeline.swarm.books import words_for
 from isles.pipeline.wire import StageForm
 
 FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE, WANT, GIFT, ASK, WELCOME = range(1, 15)
@@ -27,7 +29,7 @@ _FIGURES = 16
 def letter_lengths(form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int) -> dict[int, range]:
     """The bytes that letters of each kind may have. gradient, state: bytes of the largest stage's."""
     forward, back = form.nbytes(Task("F", 0, 1)), form.nbytes(Task("B", 0, 0))
-    words = 8 * peers * (_FIGURES + -(-microbatches // 63))
+    words = 8 * peers * (_FIGURES + 2 * words_for(peers) + words_for(microbatches))
     return {
         FORWARD: range(forward, forward + 1),
         TAKEN: range(1),
@@ -42,7 +44,7 @@ def letter_lengths(form: StageForm, *, gradient: int, state: int, peers: int, mi
         WANT: range(1),
         GIFT: range(_COPIES * state + _SPARE),
         ASK: range(1),
-        WELCOME: range(0, 8 * (2 * peers + _FIGURES) + 1, 8),
+        WELCOME: range(0, 8 * (4 * peers + _FIGURES) + 1, 8),
     }
 
 
@@ -69,6 +71,10 @@ class Post:
             elif letter.note.attempt >= self.turn:
                 (self._words if letter.note.kind == WORD else self._work).append(letter)
 
+    def begin_at(self, turn: int) -> None:
+        """Of one that comes later."""
+        self.turn = turn
+
     def words(self) -> list[MailLetter]:
         """Those of this turn, in the order in which they came; those of later ones stay."""
         return self._of_this_turn(self._words)
@@ -87,3 +93,13 @@ class Post:
         letters.clear()
         letters.extend(later)
         return found
+
+
+def as_bits(value: float) -> int:
+    """A double as a number of 8 bytes."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def as_number(bits: int) -> float:
+    """The double that `as_bits` was given."""
+    return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -104,13 +104,14 @@ class Rebalancer:
             raise ValueError(f"hysteresis = {hysteresis}: choose 0 or more, such as 0.25")
         self.policy, self.costs = policy, tuple(costs)
         self.period, self.hysteresis = period, hysteresis
-        self._next = period
+        self.next_look = period
+        """Second of the next table."""
 
     def move(self, now: float, loads: Mapping[int, PeerLoad]) -> StageMove | None:
         """The move of the table at second `now`; None where there is none, or none yet."""
-        if now < self._next or not loads:
+        if now < self.next_look or not loads:
             return None
-        self._next += self.period * ((now - self._next) // self.period + 1)
+        self.next_look += self.period * ((now - self.next_look) // self.period + 1)
         if self.policy == "queue":
             return queue_move(loads, self.hysteresis)
         return throughput_move(loads, self.costs, self.hysteresis)

@@ -20,7 +20,6 @@ Without a loss, and with every answer in time, all three are the same.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,7 +33,7 @@ from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
-from isles.pipeline.swarm.post import ASK
+from isles.pipeline.swarm.post import ASK, as_bits, as_number
 from isles.pipeline.swarm.reduction import stage_sum
 
 
@@ -58,7 +57,7 @@ class _Word(NamedTuple):
     nanoseconds: int
     queue: int
     clock: int
-    asking: int
+    leaves: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,9 @@ class Swarm:
         self.changes: list[StageChange] = []
         """Of the last `arrange`."""
         self._next: list[StageChange] = []
+        self.leaving = False
+        """Whether this peer asks to go: after a step, while its stage keeps another one."""
+        self._going: list[int] = []
         self._asking: set[int] = set()
         agreement.post.answers[ASK] = lambda letter: self._asking.add(letter.sender)
         if self.stages[self.me] != NOWHERE:
@@ -115,8 +117,10 @@ class Swarm:
         return [position for position in self.agreement.members if self.stages[position] == stage]
 
     def arrange(self) -> list[StageChange]:
-        """Before a step: who comes or goes to another stage does so now. All know of the same ones."""
+        """Before a step: who comes, goes or changes its stage does so now. All know of the same ones."""
         changes, self._next = self._next, []
+        going, self._going = self._going, []
+        self.agreement.let_go(going)
         self.changes = [
             change for change in changes if change.before == NOWHERE or change.peer in self.agreement.members
         ]
@@ -196,7 +200,7 @@ class Swarm:
 
     def _counted(self) -> list[int]:
         """How many microbatches this peer has added to its gradients, and the sum of their losses."""
-        return [len(self.peer.counted), _bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
+        return [len(self.peer.counted), as_bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
 
     def _conclude(self, settled: Mapping[int, Sequence[int]]) -> SwarmStep | None:
         """The step's gradients, once all who are left have them. settled: what all said when the books were right."""
@@ -204,24 +208,34 @@ class Swarm:
         last, here = (
             [settled[position] for position in self.peers(at)] for at in (-1 % self.count, self.stages[self.me])
         )
-        loss = sum(_number(word[1]) for word in last) / sum(word[0] for word in last)
+        loss = sum(as_number(word[1]) for word in last) / sum(word[0] for word in last)
         total, factor = self._sum(), self.microbatches / sum(word[0] for word in here)
         if total is not None and factor != 1.0:
             total *= factor
         square = 0.0 if total is None else float(total.double().square().sum())
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
-        asking = sum(1 << position for position in self._asking - set(self.agreement.members))
-        clock = _bits(self.peer.now())
-        word = _Word(int(total is not None), _bits(square), own, seconds, self.peer.mean_queue(), clock, asking)
-        said = {position: _Word(*told) for position, told in self.agreement.agree(word).items()}
+        asking = as_words(self._asking, len(self.stages))
+        clock = as_bits(self.peer.now())
+        word = _Word(
+            int(total is not None),
+            as_bits(square),
+            own,
+            seconds,
+            self.peer.mean_queue(),
+            clock,
+            int(self.leaving),
+        )
+        answers = self.agreement.agree([*word, *asking])
+        said = {position: _Word(*told[: len(word)]) for position, told in answers.items()}
         self.place()
         if total is None or not all(told.holds for told in said.values()):
             return None
         self._take_over(total)
-        return self._told(said, loss)
+        asked = {place for told in answers.values() for place in from_words(told[len(word) :], len(self.stages))}
+        return self._told(said, loss, asked)
 
-    def _told(self, said: Mapping[int, _Word], loss: float) -> SwarmStep:
-        squares = [[_number(said[position].square) for position in self.peers(stage)] for stage in range(self.count)]
+    def _told(self, said: Mapping[int, _Word], loss: float, asked: set[int]) -> SwarmStep:
+        squares = [[as_number(said[position].square) for position in self.peers(stage)] for stage in range(self.count)]
         means = [sum(known) / len(known) for known in squares]
         told = {
             position: PeerTold(word.nanoseconds / 1e9, word.queue / 1000, word.counted)
@@ -230,11 +244,26 @@ class Swarm:
         self.peer.counts.seconds = 0.0
         self.arrangement.measured(told)
         members = self.agreement.members
-        asked = {place for word in said.values() for place in range(len(self.stages)) if word.asking >> place & 1}
-        clock = _number(said[members[0]].clock)
-        self._next = self.arrangement.change(clock, members, told, sorted(asked - set(members)))
+        clock = as_number(said[members[0]].clock)
+        self._going = self._may_go([peer for peer in members if said[peer].leaves])
+        staying = [peer for peer in members if peer not in self._going]
+        self._next = self.arrangement.change(clock, staying, told, sorted(asked - set(members)))
         own = means[self.stages[self.me]]
         return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, told)
+
+    def _may_go(self, leavers: Sequence[int]) -> list[int]:
+        """Of those who want to, but for the last of a stage."""
+        going: list[int] = []
+        for peer in leavers:
+            stage = self.stages[peer]
+            if set(self.peers(stage)) - {*going, peer}:
+                going.append(peer)
+        return going
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether this peer has left."""
+        return self.me not in self.agreement.members
 
     def _sum(self) -> Tensor | None:
         flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
@@ -269,11 +298,3 @@ def origins(todo: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _bits(value: float) -> int:
-    return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -31,13 +31,13 @@ def ranks_of(cuts: list[Cut]) -> list[list[int]]:
 
 
 def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
-    """What is averaged over whom."""
+    """What is averaged over whom: which stage of each cluster."""
     model = sketch(config.model)
     named: dict[tuple[int, ...], list[list[str]]] = {}
     held = []
-    for ranks, cut in zip(ranks_of(cuts), cuts, strict=True):
+    for cut in cuts:
         key = tuple(piece.blocks.start for piece in cut.pieces)
         if key not in named:
             named[key] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
-        held.append(dict(zip(ranks, named[key], strict=True)))
+        held.append(dict(enumerate(named[key])))
     return refinement(held)

@@ -15,7 +15,7 @@ from isles.network.clusters.splitting import ModelLoad
 from isles.network.routing.routes import Task
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.mailbox import HEADER
-from isles.pipeline.ravnest.quorum import WORD_BYTES
+from isles.pipeline.ravnest.quorum import word_bytes
 from isles.pipeline.ravnest.refinement import SharedSegment
 from isles.pipeline.ravnest.stage import AsyncWays, most_versions
 from isles.pipeline.shares import stage_shares
@@ -56,12 +56,18 @@ class ClusterSeat:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteredRun:
-    """The plan. averages: how many; bytes_sent: by worker, by these two, validations and the start left out."""
+    """The plan. averages: how many; agreements: on who is left, before validations that do not follow one; words:
+    bytes that a worker sends in each. aside: workers that stand by. bytes_sent: by worker, validations and the start
+    left out.
+    """
 
     method: str
     backend: str
     steps: int
     averages: int
+    agreements: int
+    words: int
+    aside: int
     parameters: int
     tokens_per_step: int
     seats: tuple[ClusterSeat, ...]
@@ -71,7 +77,9 @@ class ClusteredRun:
     @property
     def bytes_sent(self) -> list[int]:
         """Of each worker in the whole run."""
-        return [self.steps * seat.bytes_a_step + self.averages * seat.bytes_an_average for seat in self.seats]
+        agreed = self.agreements * self.words
+        serving = [self.steps * seat.bytes_a_step + self.averages * seat.bytes_an_average for seat in self.seats]
+        return [agreed + sent for sent in [*serving, *[self.averages * self.words] * self.aside]]
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""
@@ -99,9 +107,11 @@ def dry_clusters(config: Config) -> ClusteredRun:
             vocab=limits(config.model).vocab,
         )
         for stage, rank in enumerate(ranks):
-            average = _average_bytes(config, segments, rank, sizes, clusters, next(model.parameters()).dtype)
+            average = _average_bytes(config, segments, (number, stage), sizes, clusters, next(model.parameters()).dtype)
             seats.append(_seat(config, cut, load, form, (number, stage, rank), average))
     every = getattr(config.replicas, "sync_every", config.run.steps)
+    looks, steps = config.run.validate_every, config.run.steps
+    judged = range(looks, steps, looks) if looks and config.data.validation_fraction else ()
     notices = []
     if pipeline.clusters and config.world.is_simulated:
         notices.append("clusters are named: their stages reach each other over world.links")
@@ -112,8 +122,11 @@ def dry_clusters(config: Config) -> ClusteredRun:
     return ClusteredRun(
         method=config.method,
         backend=config.world.backend,
-        steps=config.run.steps,
-        averages=ceil(config.run.steps / every) if clusters > 1 else 0,
+        steps=steps,
+        averages=ceil(steps / every) if clusters > 1 else 0,
+        agreements=sum(step % every > 0 for step in judged) if clusters > 1 else 0,
+        words=_words(config.world.workers),
+        aside=config.world.workers - len(seats),
         parameters=sum(sizes.values()),
         tokens_per_step=clusters * sequences * context,
         seats=tuple(seats),
@@ -158,17 +171,27 @@ def _seat(
     )
 
 
+def _words(workers: int) -> int:
+    """Bytes of each time that all agree."""
+    return 2 * word_bytes(workers) * (workers - 1)
+
+
 def _average_bytes(
-    config: Config, segments: list[SharedSegment], rank: int, sizes: dict[str, int], clusters: int, dtype: Any
+    config: Config,
+    segments: list[SharedSegment],
+    place: tuple[int, int],
+    sizes: dict[str, int],
+    clusters: int,
+    dtype: Any,
 ) -> int:
     """Of one average in which nobody is lost: means and words."""
     if clusters == 1:
         return 0
     weighed = getattr(config.replicas, "weights", "equal") == "samples"
     copies = 3 if config.pipeline.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
-    total = 2 * WORD_BYTES * (config.world.workers - 1)
+    total, (cluster, stage) = _words(config.world.workers), place
     for segment in segments:
-        if rank in segment.holders:
+        if segment.holders[cluster] == stage:
             count = copies * sum(sizes[name] for name in segment.names) + weighed
-            total += sent_bytes(count, dtype, codec("none"), clusters, segment.holders.index(rank))
+            total += sent_bytes(count, dtype, codec("none"), clusters, cluster)
     return total

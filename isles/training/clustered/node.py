@@ -6,16 +6,15 @@
         validate, save, stop                          as any worker, see `isles.training.trainer`
 
 Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
-takes its cluster with it (`isles.pipeline.ravnest.quorum`); the others go on to the end.
+takes its cluster out (`isles.pipeline.ravnest.quorum`), until at an average one that stands by takes its place; the
+others go on to the end.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,18 @@ from torch import Tensor
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
-from isles.comm.errors import WorkerFailed
+from isles.comm.errors import PeerLost, WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.models import autocast, limits, sketch
+from isles.models import choose_device, sketch
 from isles.pipeline.assemble import assembled
-from isles.pipeline.evaluation import Judge
-from isles.pipeline.pipeline import form_of
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.pipeline.ravnest.quorum import Quorum
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
-from isles.pipeline.shares import stage_shares
+from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.schema import Metrics
 from isles.training.clustered.cuts import cluster_cuts, ranks_of, shared_segments
-from isles.training.config.inner import inner_notices, inner_optimizer, lr_factor
+from isles.training.clustered.serving import Serving, layout_of_seats
+from isles.training.config.inner import inner_notices, lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.draws import draws_state, restore_draws
@@ -45,7 +42,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import first_nan
 from isles.training.records.saved import save_model
 from isles.training.records.timeline import Timeline
-from isles.training.staged import build_stage, hold_against_whole, on_host, run_scheme, told_by_first
+from isles.training.staged import hold_against_whole, on_host, told_by_first
 from isles.training.step import WAITS
 from isles.training.text import Text
 
@@ -57,33 +54,25 @@ class ClusterWorker:
     """One worker. corpus: that of `config.data`, where it was loaded already."""
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
-        self.config, self.world = config, world
+        self.config, self.world, self.corpus = config, world, corpus
         world.world.ledger.trust.ratio = config.world.trust_ratio
-        self.text = Text(config, world, corpus) if world.place.stage == 0 else None
-        self.judges = told_by_first(world.stage, self.text is not None and self.text.judges)
-        cuts = cluster_cuts(config)
-        self.cut = cut = cuts[world.place.replica]
-        scheme = run_scheme(config, cut)
+        self.cuts = cuts = cluster_cuts(config)
+        self.quorum = Quorum(world.world, ClusterSeats.of(ranks_of(cuts), world.size))
         self._opening(cuts)
-        self.model = build_stage(config, cut, scheme, world.place.stage, world.local_rank)
-        self.optimizer = inner_optimizer(self.model, config.inner, "adamw")
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
+        self.average = ClusterAverage(
+            self.quorum,
+            shared_segments(config, cuts),
+            by_samples=getattr(config.replicas, "weights", "equal") == "samples",
+            with_state=config.pipeline.average_optimizer,
         )
-        self.device = next(self.model.parameters()).device
-        context, vocab = limits(config.model)
-        sequences = config.data.batch_size_per_worker(world.reader[1])
-        form = form_of(self.model, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
-        self.samples = sequences
-        """Sequences of an update."""
-        cast = partial(autocast, config.model, self.device)
-        self.node = AsyncStage(self.model, self._update, world.stage, form, self._ways(), autocast=cast)
-        self.judge = Judge(self.model, world.stage, form, home=False, autocast=cast)
-        self.quorum = Quorum(world.world, ranks_of(cuts))
-        state = self.optimizer if config.pipeline.average_optimizer else None
-        by_samples = getattr(config.replicas, "weights", "equal") == "samples"
-        segments = shared_segments(config, cuts)
-        self.average = ClusterAverage(self.model, self.quorum, segments, by_samples=by_samples, optimizer=state)
+        self.device = choose_device(config.model, world.local_rank)
+        self.serving: Serving | None = None
+        """None: this worker stands by."""
+        self.is_broken = False
+        """Whether a node of its cluster is lost, and nobody has taken its place yet."""
+        if self.quorum.trains:
+            self._serve()
+        self.judges = told_by_first(world.world, self.text is not None and self.text.judges)
         self.steps = self.averaged = self.told = 0
         """Updates; those at the last average; losses of the stretch that were told."""
         self.left_over: list[Tensor] = []
@@ -95,18 +84,23 @@ class ClusterWorker:
         self.started = time.perf_counter()
         self.timeline = Timeline(world.rank)
 
-    def _ways(self) -> AsyncWays:
-        pipeline, place = self.config.pipeline, self.world.place
-        stages = len(self.cut.pieces)
-        return AsyncWays(
-            in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else stages,
-            every=pipeline.microbatches,
-            order=pipeline.order,
-            recompute=pipeline.recompute,
-            shares=stage_shares(
-                self.cut.pieces[place.stage], self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute
-            ),
-        )
+    @property
+    def text(self) -> Text | None:
+        """At the root."""
+        return None if self.serving is None else self.serving.text
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes part in what its cluster does now."""
+        return self.quorum.trains and not self.is_broken
+
+    def _serve(self) -> None:
+        """Hold what this worker's place is now."""
+        world = self.world.arranged(layout_of_seats(self.quorum.seats, self.world.size))
+        cut = self.cuts[world.place.replica]
+        self.serving = Serving(self.config, world, cut, self._update, self.corpus)
+        self.average.serve(self.serving.model, self.serving.optimizer)
+        self.is_broken = False
 
     def _opening(self, cuts: list[Any]) -> None:
         """The first worker holds every cut against the whole, and says what a user should know."""
@@ -132,8 +126,9 @@ class ClusterWorker:
             self._stretch(self._until() - self.steps)
             step, ends = self.steps, self.steps == run.steps
             validating = self.judges and run.validate_every and step % run.validate_every == 0 and not ends
-            if validating or step % run.log_every == 0 or ends:
-                self._report(self.judge.loss(self._validation()) if validating else None)
+            if self.trains and (validating or step % run.log_every == 0 or ends):
+                assert self.serving is not None
+                self._report(self.serving.judge.loss(self.serving.validation()) if validating else None)
             stopping = self.world.stop_here(step) and not ends
             due = run.checkpoint_every and step % run.checkpoint_every == 0 and not ends
             if out is not None and (stopping or due):
@@ -149,11 +144,23 @@ class ClusterWorker:
 
     # Stretches
 
+    @property
+    def _every(self) -> int:
+        """Updates between averages; 0: there are none."""
+        return getattr(self.config.replicas, "sync_every", 0) if len(self.cuts) > 1 else 0
+
+    def _judges_after(self, step: int) -> bool:
+        """Whether clusters judge there, though they do not average."""
+        every = self.config.run.validate_every
+        return len(self.cuts) > 1 and self.judges and every > 0 and step % every == 0
+
     def _until(self) -> int:
         """The update after which this stretch ends, the same at all workers."""
-        run, every = self.config.run, getattr(self.config.replicas, "sync_every", 0)
+        run = self.config.run
         marks = [
-            (self.steps // every + 1) * every for every in (every, run.validate_every, run.checkpoint_every) if every
+            (self.steps // every + 1) * every
+            for every in (self._every, run.validate_every, run.checkpoint_every)
+            if every
         ]
         return min([*marks, self.steps + LONGEST, run.steps])
 
@@ -162,41 +169,66 @@ class ClusterWorker:
         before = transport.now()
         self.began, self.told = (before, transport.away_seconds), 0
         self._end_at = until
-        self.node.run(self._batches(updates))
-        self._take_losses()
-        every = getattr(self.config.replicas, "sync_every", 0)
-        if len(self.quorum.clusters) > 1 and (self.steps % every == 0 or self.steps == self.config.run.steps):
-            self.average.average(self.steps, (self.steps - self.averaged) * self.samples)
-            self.averaged = self.steps
+        self._train(updates)
+        self.steps = until
+        if self._every and (until % self._every == 0 or until == self.config.run.steps):
+            self.average.average(until, (until - self.averaged) * self._samples)
+            self.averaged = until
+            self._mend()
+        elif self._judges_after(until):
+            self.quorum.settle()  # who judges must know of losses
         self.training_seconds, self.began = self._trained(), None
         self.timeline.step(before, transport.now())
 
-    def _batches(self, updates: int) -> Iterator[Tensor]:
-        if self.text is None:
+    def _train(self, updates: int) -> None:
+        """A loss ends it: what this cluster did is worthless then."""
+        serving = self.serving
+        if serving is None or not self.quorum.trains:
             return
-        for _ in range(updates):
-            yield from self.text.batch().split(self.node.form.sequences)
+        if self.is_broken:
+            serving.at(self.steps)
+            serving.node.refuse()  # some of its nodes may not know
+            return
+        try:
+            serving.node.run(serving.batches(updates))
+            self._take_losses()
+        except PeerLost as error:
+            if len(self.cuts) == 1:
+                raise
+            self.quorum.miss(error.rank)
+            self.is_broken = True
+            self.left_over.clear()
+
+    def _mend(self) -> None:
+        """Where somebody stands by for who was lost, their clusters go on from the others' weights."""
+        while self.quorum.mend():
+            seats, here = self.quorum.seats, self.world.rank
+            place = seats.place(here)
+            if place is not None and place[0] in seats.complete:
+                is_new = self.serving is None
+                self._serve()
+                assert self.serving is not None
+                self.serving.begin_after(self.steps)
+                if is_new:
+                    told = f"worker {here} serves stage {place[1]} of cluster {place[0]} from step {self.steps} on"
+                    self.world.report({"notice": f"{told}, in place of one that was lost"})
+            self.average.load(self.steps)
+
+    @property
+    def _samples(self) -> int:
+        return 0 if self.serving is None else self.serving.samples
 
     def _update(self, stale: int) -> None:
-        config, optimizer = self.config, self.optimizer
-        if config.inner.max_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if config.pipeline.stage_lr == "1/(1+tau)":
-            for group in optimizer.param_groups:
-                group["lr"] /= 1 + stale
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        optimizer.zero_grad()
-        self.schedule.step()
+        assert self.serving is not None
+        self.serving.step(stale)
         self.steps, self.stale = self.steps + 1, float(stale)
-        if self.steps % config.run.log_every == 0 and self.steps < self._end_at:
+        if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
             self._report(None)
 
     def _take_losses(self) -> None:
-        self.left_over += self.node.losses[self.told :]
-        self.told = len(self.node.losses)
+        if self.serving is not None:
+            self.left_over += self.serving.node.losses[self.told :]
+            self.told = len(self.serving.node.losses)
 
     def _trained(self) -> float:
         """Seconds of training so far."""
@@ -216,11 +248,14 @@ class ClusterWorker:
     @property
     def tokens(self) -> int:
         """Read for the updates so far."""
-        return 0 if self.text is None else self.steps * self.samples * self.node.form.length
+        return 0 if self.serving is None else self.steps * self.serving.tokens_an_update
 
     def _report(self, val_loss: float | None) -> None:
+        assert self.serving is not None
         self._take_losses()
-        values = torch.stack(self.left_over).tolist() if self.left_over else [math.nan]
+        if not self.left_over:  # it has just taken a place
+            return
+        values = torch.stack(self.left_over).tolist()
         self.left_over.clear()
         if not all(map(math.isfinite, values)):
             raise self._diverged(f"its loss is not finite by inner step {self.steps}")
@@ -239,7 +274,8 @@ class ClusterWorker:
             clock_seconds=self.clock,
             val_loss=val_loss if self.text is not None else None,
         )
-        self.world.report(asdict(line) | {"staleness": self.stale, "weight_versions": float(self.node.versions.live)})
+        gauges = {"staleness": self.stale, "weight_versions": float(self.serving.node.versions.live)}
+        self.world.report(asdict(line) | gauges)
         self._report_spans(self.timeline.take(self.steps, traffic.take_spans(), self.clock_before))
 
     def _report_spans(self, spans: list[dict[str, Any]]) -> None:
@@ -249,30 +285,32 @@ class ClusterWorker:
     def _diverged(self, what: str) -> WorkerFailed:
         return WorkerFailed(self.world.rank, f"{what}: lower inner.lr (now {self.config.inner.lr:g})")
 
-    def _validation(self) -> Iterator[Tensor]:
-        return iter(()) if self.text is None else self.text.validation()
-
     def _conclude(self, out: Path | None) -> dict[str, Any]:
         """Judge the averaged weights, put them together and save them."""
         traffic, world = self.world.world.traffic, self.world
         self.timeline.take(self.steps, traffic.take_spans(), self.clock_before)
-        shown = self.node.played[-4 * len(self.cut.pieces) :]
-        spans = self.timeline.rest() + self.timeline.tasks(self.steps, shown, self.clock_before)
+        spans = self.timeline.rest()
+        if self.trains and self.serving is not None:
+            shown = self.serving.node.played[-4 * len(self.serving.cut.pieces) :]
+            spans += self.timeline.tasks(self.steps, shown, self.clock_before)
         self._report_spans(spans)
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
         channels, blocked = traffic.by_channel(), traffic.total("blocked_seconds", *WAITS)
         clock, seconds = self.clock, time.perf_counter() - self.started
-        loss = self.judge.loss(self._validation()) if self.judges else None
-        first = world.place.replica == self.quorum.whole[0]
-        parameters = sum(parameter.numel() for parameter in sketch(self.config.model).parameters())
-        if first:
-            self._save(out)
-        dtype = next(self.model.parameters()).dtype
+        loss, root, first = None, False, False
+        if self.trains and self.serving is not None:
+            serving, root = self.serving, self.serving.text is not None
+            loss = serving.judge.loss(serving.validation()) if self.judges else None
+            first = serving.world.place.replica == self.quorum.seats.whole[0]
+            if first:
+                self._save(serving, out)
+        whole = sketch(self.config.model)
+        parameters = sum(parameter.numel() for parameter in whole.parameters())
+        dtype = next(whole.parameters()).dtype
         ddp = [sent_bytes(parameters, dtype, codec("none"), world.size, position) for position in range(world.size)]
-        root = self.text is not None
         return {
-            "tokens": self.tokens,
-            "parameters": parameters,
+            "tokens": self.tokens if self.trains else 0,
+            "parameters": parameters if root and first else 0,  # the summary goes by who has the one model
             "val_loss": loss if root and first else None,
             "val_loss_replica": loss if root else None,
             "replica_std": 0.0,  # all have just taken the same mean
@@ -288,9 +326,10 @@ class ClusterWorker:
             "memory": None,
         }
 
-    def _save(self, out: Path | None) -> None:
-        whole = on_host(self.config.model, self.config.run.seed) if self.text is not None else sketch(self.config.model)
-        filled = assembled(self.model, self.world.stage, whole, self.cut.pieces)
+    def _save(self, serving: Serving, out: Path | None) -> None:
+        model = self.config.model
+        whole = on_host(model, self.config.run.seed) if serving.text is not None else sketch(model)
+        filled = assembled(serving.model, serving.world.stage, whole, serving.cut.pieces)
         if filled is not None and out is not None:
             save_model(filled, out / "model.safetensors")
 
@@ -300,13 +339,9 @@ class ClusterWorker:
         """Everything that the next steps of this worker depend on, and its running totals. Nothing is in flight."""
         traffic, transport = self.world.world.traffic, self.world.transport
         return {
-            "model": self.model.state_dict(),
-            "inner": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "loader": None if self.text is None else self.text.state_dict(),
+            "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
             "steps": self.steps,
             "averaged": self.averaged,
-            "microbatches": self.node.done,
             "losses": torch.stack(self.left_over) if self.left_over else None,
             "traffic": traffic.state_dict(),
             "transport": transport.state_dict(),
@@ -318,19 +353,9 @@ class ClusterWorker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
-            raise ValueError(
-                "the checkpoint is of another model, or of other clusters: set [model] and [pipeline] in the run's "
-                "config.toml back to what they were"
-            ) from error
-        self.optimizer.load_state_dict(state["inner"])
-        self.schedule.load_state_dict(state["schedule"])
-        if self.text is not None:
-            self.text.load_state_dict(state["loader"])
+        if self.serving is not None:
+            self.serving.load_state_dict(state["serving"], state["steps"])
         self.steps, self.averaged = state["steps"], state["averaged"]
-        self.node.resume(state["microbatches"], state["steps"])
         self.left_over = [] if state["losses"] is None else list(state["losses"].to(self.device))
         self.world.transport.load_state_dict(state["transport"])
         self.world.world.traffic.load_state_dict(state["traffic"])

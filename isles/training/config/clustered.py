@@ -10,12 +10,17 @@ from isles.training.config.inner import InnerConfig
 
 
 def check_workers(clusters: Sequence[Sequence[int]], workers: int) -> None:
-    """ValueError unless so many workers make up `clusters`."""
-    nodes = sum(len(cuts) + 1 for cuts in clusters)
-    if workers != nodes:
+    """ValueError unless so many workers make up `clusters`; where there are several, more may stand by."""
+    nodes, told = sum(len(cuts) + 1 for cuts in clusters), [list(cuts) for cuts in clusters]
+    if workers < nodes:
         raise ValueError(
-            f"pipeline.clusters = {[list(cuts) for cuts in clusters]}: they are {nodes} workers, world.workers = "
-            f"{workers}; set it to {nodes}"
+            f"pipeline.clusters = {told}: they are {nodes} workers, world.workers = {workers}; set it to {nodes}, or "
+            "to more, who stand by"
+        )
+    if workers > nodes and len(clusters) == 1:
+        raise ValueError(
+            f"world.workers = {workers}, pipeline.clusters = {told}: who stands by begins with the weights of another "
+            f"cluster, and there is one; set it to {nodes}"
         )
 
 

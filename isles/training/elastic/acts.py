@@ -72,12 +72,14 @@ class Acts:
         """Called with the seconds of an inner step, before the last one of `train` exchanges."""
         self._began_at: int | None = None  # inner steps, where this worker began without moments
 
-    def take(self, donor: int, seconds: float) -> tuple[int, dict[int, int]]:
+    def take(
+        self, donor: int, seconds: float, after: int = -1, wait: float | None = None
+    ) -> tuple[int, dict[int, int]]:
         """See `States.fetch`; all of an island take states of one round. NotGiven for all where one has none."""
         for _ in range(_TRIES):
             round, left_out, why = -1, dict[int, int](), ""
             try:
-                round, left_out = self.states.fetch(donor, seconds)
+                round, left_out = self.states.fetch(donor, seconds, after=after, wait=wait)
             except NotGiven as reason:
                 why = str(reason)
             rounds = [told[0] for told in self._places.gather(round)]

@@ -174,12 +174,14 @@ class ChurnedRun:
         summary |= {"workers": len(seats), "replica_std": self.spread}
         lines = [from_line(line) for line in self.lines]
         computed = sum(transport.compute_seconds for transport in self.meeting.transports)
-        return summary | figures(self.meeting.journal, lines, self.counted(), computed)
+        membership = self.meeting.membership
+        assert membership is not None, "it was there at the end"
+        last = last_round(self.config, membership.view)
+        return summary | figures(self.meeting.journal, lines, membership, last, computed).record()
 
     def counted(self) -> int:
         """Inner steps whose work is in the weights at the end."""
-        membership = self.meeting.membership
-        return 0 if membership is None else membership.read(last_round(self.config, membership.view) + 1)
+        return int(self.summary["inner_steps_counted"])
 
 
 def pauses(trace: Iterable[ChurnEvent]) -> dict[int, list[tuple[float, float]]]:

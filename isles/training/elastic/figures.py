@@ -6,39 +6,68 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isles.comm.elastic.cells import batches, debt
 from isles.comm.elastic.journal import NAME
+from isles.comm.elastic.membership import Membership
+from isles.comm.elastic.messages import from_plain
 from isles.comm.elastic.record import EXCHANGES, RoundLine, StartLine, account, from_line, goodput, lives
+from isles.comm.view import View
+from isles.data.lots import rows
 from isles.parsing import parse_json
+from isles.schema import ElasticSummary
 
 
 def figures(
-    journal: Iterable[Mapping[str, Any]],
+    journal: Sequence[Mapping[str, Any]],
     lines: Sequence[RoundLine | StartLine],
-    counted: int,
+    membership: Membership,
+    last: int,
     computed: float | None = None,
-) -> dict[str, Any]:
-    """counted: inner steps whose work is in the weights at the end. computed: seconds of computing of all workers;
+) -> ElasticSummary:
+    """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
     None: those of the rounds that somebody heard of.
     """
-    done = account(lines)
+    done, counted = account(lines), membership.read(last + 1)
     seconds = done.seconds if computed is None else computed
     there = lives(journal, max((line.at for line in lines), default=0.0))
-    return {
-        "goodput": goodput(counted, done, there),
-        "work_lost": max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
-        "rounds": done.rounds,
-        "rounds_alone": done.alone,
-        "outcomes": dict(done.outcomes),
-        "rounds_out_of_turn": done.out_of_turn,
-        "inner_steps": done.steps,
-        "inner_steps_counted": counted,
-        "joins": there.counts["join"],
-        "losses": there.counts["gone"],
-        "leaves": there.counts["leave"],
-        "views": there.counts["view"],
-        "gifts": done.gifts,
-        "gift_bytes": done.size,
-    }
+    return ElasticSummary(
+        goodput=goodput(counted, done, there),
+        work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
+        rounds=done.rounds,
+        rounds_alone=done.alone,
+        rounds_again=there.counts["again"],
+        outcomes=dict(done.outcomes),
+        rounds_out_of_turn=done.out_of_turn,
+        inner_steps=done.steps,
+        inner_steps_counted=counted,
+        inner_steps_owed=debt(membership.account.outstanding(last + 1, membership.members())),
+        inner_steps_repeated=repeated(journal, lines),
+        joins=there.counts["join"],
+        losses=there.counts["gone"],
+        leaves=there.counts["leave"],
+        views=there.counts["view"],
+        outages=len(there.outages),
+        gifts=done.gifts,
+        gift_bytes=done.size,
+    )
+
+
+def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine]) -> int:
+    """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
+    views: dict[int, View] = {}
+    for entry in journal:
+        if entry["event"] == "view":
+            view = from_plain(entry["view"])
+            views[view.number] = view
+    read, count = set[int](), 0
+    for line in lines:
+        view = views.get(line.view) if isinstance(line, RoundLine) else None
+        place = None if view is None else view.place(line.seat)
+        if isinstance(line, RoundLine) and view is not None and place is not None:
+            places = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, line.round, place)}
+            count += len(places & read)
+            read |= places
+    return count
 
 
 def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundLine | StartLine]]:

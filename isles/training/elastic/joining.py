@@ -42,6 +42,7 @@ from isles.training.running.starting import deadlines
 
 MODEL = "model"
 _WAIT = 5.0  # seconds between looks at whether the run has ended
+_MOMENT = 0.25  # seconds for a state to come once it is copied
 _SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
 _MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
@@ -111,10 +112,10 @@ class Participant:
             load = company.load(_WAIT)
             if load is None or not self._take(load):
                 continue
-            round = None
-            while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
-                self._places.say("idle")
-                round = company.first(_WAIT)
+            round = self._first(ahead=0 if self._agrees else 1)
+            if round is not None and not self._agrees:
+                self._freshen(load, round)
+                round = self._first()
             if round is not None and self._catches_up(load, round):
                 round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
                 self._tell_start(load, round)
@@ -293,25 +294,41 @@ class Participant:
         self.company.loaded(load, self._has, left_out)
         return True
 
-    def _catches_up(self, load: Load, round: int) -> bool:
-        """The others went on while this worker waited for its first round. Where all land one mean it lands those of
-        the rounds before, or is of no use; else it takes the donor's newest state, for an old one would draw them back.
+    def _first(self, ahead: int = 0) -> int | None:
+        """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
+        round, company = None, self.company
+        while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+            self._places.say("idle")
+            round = company.first(_WAIT, ahead)
+        return round
+
+    def _freshen(self, load: Load, round: int) -> None:
+        """The others went on while this worker waited for its first round: an old state would draw them back, so it
+        takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
+        for this worker, and perhaps the donor does, who gives nothing meanwhile.
         """
-        if load.donor < 0:
+        if load.donor < 0 or round - self._has <= FRESH:
+            return
+        slow = _SLOW + 2 * load.seconds
+        wait = 2 * load.seconds + _MOMENT if load.seconds else slow
+        try:
+            self._has, _ = self._do("take", donor=load.donor, seconds=slow, after=round - 2, wait=wait)
+        except NotGiven as why:
+            self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+
+    def _catches_up(self, load: Load, round: int) -> bool:
+        """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
+        if load.donor < 0 or not self._agrees:
             return True
         donor = load.donor
         try:
-            if self._agrees:
-                self._do("follow", donor=donor, first=self._has + 1, until=round, seconds=_SLOW + 2 * load.seconds)
-                self._has = round - 1
-            elif round - self._has > FRESH:
-                self._has, _ = self._do("take", donor=load.donor, seconds=_SLOW + 2 * load.seconds)
+            patience = _SLOW + 2 * load.seconds
+            self._do("follow", donor=donor, first=self._has + 1, until=round, seconds=patience)
+            self._has = round - 1
         except NotGiven as why:
-            if self._agrees:
-                self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-                stray(self.company)
-                return False
-            self.notice(f"a newer state of worker {donor} did not come ({why}): on with that of before")
+            self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+            stray(self.company)
+            return False
         return True
 
     def _tell_start(self, load: Load, round: int) -> None:

@@ -141,9 +141,8 @@ class Keeper:
         if self.judged:
             summary["val_loss"] = self.judged[0]
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": self._ddp(len(taken))}
-        summary |= {"links": self._links(), "refused": self._refused.rows()}
-        counted = self.lighthouse.membership.read(self._last + 1)
-        summary |= figures(*recorded(self.out), counted)
+        told = figures(*recorded(self.out), self.lighthouse.membership, self._last)
+        summary |= replace(told, links=self._links(), refused=self._refused.rows()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
         self.lighthouse.wait(self._all_gone, 10.0)  # they hear it, and go

@@ -93,9 +93,12 @@ class States:
             if id(parameter) in trained
         }
 
-    def fetch(self, donor: int, seconds: float) -> tuple[int, dict[int, int]]:
+    def fetch(
+        self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None
+    ) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, -1: the one that the lighthouse keeps. The round that it is of, and whom the
-        donor was told by then to be left out. seconds: without a piece, until it counts as lost. NotGiven.
+        donor was told by then to be left out. seconds: without a piece, until it counts as lost. wait: until it is
+        offered, by default as long. after: it is to be of a round behind that one. NotGiven.
         """
         giver, what = giver_of(donor, self._place), self._joins_with
         if donor < 0:
@@ -103,7 +106,8 @@ class States:
         path = self._folder / "taken.safetensors"
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         try:
-            facts = self._gifts.take(giver, what, path, most=_STATE_COPIES * weights + _SPARE, seconds=seconds)
+            most = _STATE_COPIES * weights + _SPARE
+            facts = self._gifts.take(giver, what, path, most=most, seconds=seconds, after=after, wait=wait)
             self.taken = path.stat().st_size
             return self._adopt(path), _left_out(facts.get("left_out"))
         finally:

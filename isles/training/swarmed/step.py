@@ -23,7 +23,8 @@ from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.shares import StageShares, stage_shares
 from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.arrangement import Arrangement, StageChange
+from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, StageChange
+from isles.pipeline.swarm.entering import enter, welcome
 from isles.pipeline.swarm.gathering import gathered, state_bytes
 from isles.pipeline.swarm.gifts import give, take
 from isles.pipeline.swarm.judging import SwarmJudge
@@ -44,9 +45,14 @@ _AHEAD = 3
 """Microbatches that an origin has under way for each peer of the longest way, where nothing else is said."""
 
 
+class Left(Exception):
+    """This peer has left the swarm, as it was asked to."""
+
+
 class Swarmed:
-    """One peer. text: of an origin. become: makes this worker a peer of another stage, of a state that `state` made at
-    another one, and gives that stage and its text. `last` is what all know of the newest step.
+    """One peer. present: who is there from the start; others come when they do. text: of an origin. become: makes this
+    worker a peer of another stage, of a state that `state` made at another one, and gives that stage and its text.
+    `last` is what all know of the newest step.
     """
 
     reads = False
@@ -62,6 +68,7 @@ class Swarmed:
         text: Text | None,
         autocast: Context,
         *,
+        present: Sequence[int],
         state: Callable[[], bytes],
         become: Callable[[int, Tensor], tuple[Stage, Scheme, Text | None]],
     ) -> None:
@@ -70,10 +77,9 @@ class Swarmed:
         pipeline, self.rows = config.pipeline, config.data.batch_size_per_worker(1)
         form = self._form()
         said = to_toml(config) + repr([piece.blocks.start for piece in cut.pieces])
-        same_text(world.world, said, "its configuration or its cut points differ; start all peers with the same ones")
-        with torch.no_grad():
-            spread_from_first(world.outer, [*stage.parameters(), *stage.buffers()])
-        same_weights(world.outer, list(stage.parameters()))
+        stages = [coordinate.stage for coordinate in world.layout.coordinates]
+        if world.rank in present:
+            self._begin(said, [rank for rank in present if stages[rank] == stages[world.rank]], present)
         run = int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "little")
         largest = max(state_bytes(self._sketch(), piece) for piece in cut.pieces)
         lengths = letter_lengths(
@@ -84,8 +90,9 @@ class Swarmed:
         give(post, state)
         work = StageWork(stage, group, form, pipeline.microbatches, shares=self._shares(), autocast=autocast)
         work.text = self._microbatch
-        stages = [coordinate.stage for coordinate in world.layout.coordinates]
-        agreement = Agreement(post, group.deadlines.pipeline, range(world.size))
+        stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(stages)]
+        is_here = world.rank in present
+        agreement = Agreement(post, group.deadlines.pipeline, present if is_here else ())
         ways = ways_of(pipeline, stages, agreement.patience)
         peer = SwarmPeer(work, post, agreement, ways, seed=config.run.seed * world.size + world.rank)
         costs = stage_costs(cut)
@@ -99,6 +106,24 @@ class Swarmed:
         self.step = self.tokens = self.moves = 0
         """Steps of the run; tokens read by this peer for what it has counted; stages that it came to."""
         self.last: SwarmStep | None = None
+        self._is_arranged = False
+
+    def _begin(self, said: str, alike: Sequence[int], present: Sequence[int]) -> None:
+        """Diverged, naming the odd one, unless all who are there have one configuration, and peers of a stage the same
+        weights; those are the first one's.
+        """
+        everyone, peers = self.world.world.among(present), self.world.world.among(alike, "control")
+        same_text(everyone, said, "its configuration or its cut points differ; start all peers with the same ones")
+        with torch.no_grad():
+            spread_from_first(peers, [*self.stage.parameters(), *self.stage.buffers()])
+        same_weights(peers, list(self.stage.parameters()))
+
+    def enter(self) -> int:
+        """Come to a swarm that is at work; the step that this peer begins with."""
+        step, change = enter(self.swarm, self.world.world.others)
+        self._move(change)
+        self.step, self._is_arranged = step - 1, True
+        return step
 
     @property
     def norm(self) -> float:
@@ -108,7 +133,7 @@ class Swarmed:
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         self.step += 1
-        for change in self.swarm.arrange():
+        for change in self._arrange():
             if change.peer == self.swarm.me:
                 self._move(change)
             elif self.swarm.me == self.swarm.agreement.members[0]:
@@ -117,6 +142,16 @@ class Swarmed:
         if self.swarm.stages[self.swarm.me] == 0:
             self.tokens += len(self.swarm.peer.counted) * self.swarm.peer.work.form.sequences * self._length
         return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device)
+
+    def _arrange(self) -> list[StageChange]:
+        if self._is_arranged:  # it has just come
+            self._is_arranged = False
+            return []
+        changes = self.swarm.arrange()
+        if self.swarm.is_gone:
+            raise Left
+        welcome(self.swarm, self.step)
+        return changes
 
     def gauges(self) -> dict[str, float]:
         """What a line of metrics tells of this peer."""
@@ -131,6 +166,8 @@ class Swarmed:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         assert state is not None
         self.step, self.tokens = state["step"], state["tokens"]
+        self.swarm.arrangement.stages[:] = state["stages"]
+        self.swarm.place()
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:
         loss = self._judge.loss(lambda: () if self.text is None else self.text.validation())
@@ -149,13 +186,18 @@ class Swarmed:
         state = take(self.swarm.agreement.post, self.swarm.donors, self.swarm.agreement.patience)
         if state is None:
             raise StageLost(change.after)
-        self.stage, self.scheme, self.text = self._become(change.after, state)
-        self.swarm.peer.work.serve(self.stage, self._form(), self._shares())
-        self.swarm.parameters = self._trained()
+        self.serve(*self._become(change.after, state))
         self.moves += 1
 
+    def serve(self, stage: Stage, scheme: Scheme, text: Text | None) -> None:
+        """This stage from now on."""
+        self.stage, self.scheme, self.text = stage, scheme, text
+        self.swarm.peer.work.serve(self.stage, self._form(), self._shares())
+        self.swarm.parameters = self._trained()
+
     def _tell(self, change: StageChange) -> None:
-        told = f"worker {change.peer} goes from stage {change.before} to stage {change.after} before step {self.step}"
+        whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
+        told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}"
         self.world.report({"notice": told})
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.data import Corpus
+from isles.models import limits
 from isles.models.stages import Stage
 from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
@@ -28,7 +30,7 @@ from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.tensors import copy_to_host
 from isles.training.staged import build_stage, run_scheme, told_by_first
 from isles.training.step import Step
-from isles.training.swarmed.step import Swarmed
+from isles.training.swarmed.step import Left, Swarmed
 from isles.training.text import Text
 from isles.training.trainer import Trainer
 
@@ -42,9 +44,23 @@ class SwarmTrainer(Trainer):
 
     model_step: Swarmed
 
-    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
-        self._corpus = corpus
+    def __init__(
+        self, config: Config, world: Mesh, corpus: Corpus | None = None, present: Sequence[int] | None = None
+    ) -> None:
+        """present: who is there from the start; None: all."""
+        self._corpus, self._present = corpus, range(world.size) if present is None else present
         super().__init__(config, world, corpus)
+
+    @override
+    def run(self, out: Path | None) -> dict[str, Any] | None:
+        if self.world.rank not in self._present:
+            began = self.world.transport.now()
+            self.model_step.enter()
+            self.training_seconds += self.world.transport.now() - began  # it was blocked for so long
+        try:
+            return super().run(out)
+        except Left:
+            return None
 
     @override
     def step(self) -> None:
@@ -57,7 +73,10 @@ class SwarmTrainer(Trainer):
 
     @override
     def _judging(self) -> bool:
-        return told_by_first(self.world.world, self.text is not None and self.text.judges)
+        if self.world.rank not in self._present:
+            return self._text(self._corpus).judges
+        everyone = self.world.world.among(self._present)
+        return told_by_first(everyone, self.text is not None and self.text.judges)
 
     @override
     def _wrapped(
@@ -77,6 +96,7 @@ class SwarmTrainer(Trainer):
             stage,
             self.text,
             self.autocast,
+            present=self._present,
             state=self._state,
             become=partial(self._become, cut),
         )
@@ -93,6 +113,15 @@ class SwarmTrainer(Trainer):
         """Serve `stage` from now on, with the state that a peer of it gave."""
         tensors = load(given.numpy().tobytes())
         state: Any = join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+        served = self._rebuilt(cut, stage)
+        self.optimizer.load_weights(state["model"])
+        self.optimizer.load_inner_state(state["inner"])
+        self.optimizer.steps = state["steps"]
+        self.schedule.load_state_dict(state["schedule"])
+        return served
+
+    def _rebuilt(self, cut: Cut, stage: int) -> tuple[Stage, Scheme, Text | None]:
+        """What serves `stage`, as drawn."""
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
             self.text = self._text(self._corpus)
@@ -102,11 +131,14 @@ class SwarmTrainer(Trainer):
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, self.config.run.steps, self.config.inner)
         )
-        self.optimizer.load_weights(state["model"])
-        self.optimizer.load_inner_state(state["inner"])
-        self.optimizer.steps = state["steps"]
-        self.schedule.load_state_dict(state["schedule"])
         return made, scheme, self.text if stage == 0 else None
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        stage = state["step"]["stages"][self.world.rank]
+        if stage != self.model_step.swarm.stages[self.world.rank]:
+            self.model_step.serve(*self._rebuilt(self.model_step.cut, stage))
+        super().load_state_dict(state)
 
     @override
     def _gauges(self) -> dict[str, float]:
@@ -116,4 +148,14 @@ class SwarmTrainer(Trainer):
     def _judge(self) -> float | None:
         if not self.judges:
             return None
-        return self.model_step.judge(())
+        began = self.world.transport.now()
+        loss = self.model_step.judge(())
+        self.training_seconds += self.world.transport.now() - began  # waits of the swarm count as those of steps
+        return loss
+
+    @override
+    def conclude(self, out: Path | None) -> dict[str, Any]:
+        """Tokens are those of the steps, told by who puts the model together: some of who read them may be gone."""
+        read = self.config.run.steps * self.model_step.rows * limits(self.config.model)[0]
+        result = super().conclude(out)
+        return result | {"tokens": read if result["parameters"] else 0}

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.pipeline.ravnest.quorum import Quorum
 from isles.pipeline.ravnest.refinement import refinement
+from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
@@ -29,7 +31,7 @@ THREE = ((1, 2), (3,), ())
 @dataclass(frozen=True)
 class Plan:
     """cuts: of each cluster. moved: weights are moved apart before the first average, instead of training. victim: the
-    rank that ends, after so many messages.
+    rank that ends, after so many messages. aside: workers that stand by.
     """
 
     cuts: tuple[tuple[int, ...], ...] = THREE
@@ -41,6 +43,7 @@ class Plan:
     moved: bool = False
     victim: int | None = None
     after: int = 0
+    aside: int = 0
 
     @property
     def ranks(self) -> list[list[int]]:
@@ -54,7 +57,7 @@ class Plan:
     @property
     def workers(self) -> int:
         """In all."""
-        return sum(map(len, self.ranks))
+        return sum(map(len, self.ranks)) + self.aside
 
 
 class Killed(RuntimeError):
@@ -76,56 +79,95 @@ def samples(plan: Plan, cluster: int) -> int:
     return plan.each * (1 + 2 * cluster if plan.moved else 1)
 
 
+class Member:
+    """One worker: its place, if it has one, and what it holds there."""
+
+    def __init__(self, world: Mesh, plan: Plan) -> None:
+        self.world, self.plan = world, plan
+        stages = parts(plan)
+        names = [{n: [name for name, _ in part.named_parameters()] for n, part in enumerate(own)} for own in stages]
+        self.quorum = Quorum(world.world, ClusterSeats.of(plan.ranks, world.size))
+        self.average = ClusterAverage(
+            self.quorum, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state
+        )
+        self.cluster, self.broken, self.node = -1, False, None
+        if self.quorum.trains:
+            self.serve()
+
+    def serve(self) -> None:
+        place = self.quorum.seats.place(self.world.rank)
+        assert place is not None
+        self.cluster, here = place
+        self.stage = parts(self.plan)[self.cluster][here]
+        self.optimizer = nodes.stepper(self.plan.optimizer, list(self.stage.parameters()))
+        self.average.serve(self.stage, self.optimizer)
+        group = self.world.world.among(self.quorum.seats.clusters[self.cluster], "pipeline")
+        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncWays(in_flight=group.size))
+        self.broken = False
+
+    def step(self, stale: int) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stretch(self, numbers: range) -> None:
+        if self.node is None or not self.quorum.trains:
+            return
+        self.node.resume(numbers.start, numbers.start)
+        if self.broken:
+            self.node.refuse()
+            return
+        try:
+            is_root = self.node.group.rank == 0
+            self.node.run((text(self.cluster, number) for number in numbers) if is_root else ())
+        except PeerLost as error:
+            self.quorum.miss(error.rank)
+            self.broken = True
+
+    def mend(self, updates: int) -> None:
+        while self.quorum.mend():
+            place = self.quorum.seats.place(self.world.rank)
+            if place is not None and place[0] in self.quorum.seats.complete:
+                self.serve()
+                for weight in self.stage.parameters():
+                    weight.grad = torch.zeros_like(weight)
+                self.step(0)  # which makes the optimizer's state, to be written over
+            self.average.load(updates)
+
+
 def train(world: Mesh, plan: Plan, how: str = "raise") -> dict[str, Any]:
     """Rounds of training and averaging; weights and bytes at the end. how: the victim ends."""
     torch.set_num_threads(1)
-    stages = parts(plan)
-    held = [
-        {rank: [name for name, _ in stage.named_parameters()] for rank, stage in zip(ranks, own, strict=True)}
-        for ranks, own in zip(plan.ranks, stages, strict=True)
-    ]
-    cluster = next(number for number, ranks in enumerate(plan.ranks) if world.rank in ranks)
-    group = world.world.among(plan.ranks[cluster], "pipeline")
-    stage = stages[cluster][group.rank]
-    optimizer = nodes.stepper(plan.optimizer, list(stage.parameters()))
-    quorum = Quorum(world.world, plan.ranks)
-    average = ClusterAverage(
-        stage,
-        quorum,
-        refinement(held),
-        by_samples=plan.weights == "samples",
-        optimizer=optimizer if plan.with_state else None,
-    )
-    average.begin()
-
-    def step(stale: int) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    node = AsyncStage(stage, step, group, nodes.form(), AsyncWays(in_flight=group.size))
+    own = Member(world, plan)
+    own.average.begin()
     if plan.moved:
-        _move(stage, optimizer, cluster)
+        _move(own.stage, own.optimizer, own.cluster)
     before = world.transport.traffic["outer"].bytes_sent
     if world.rank == plan.victim:
-        _end_after(world, plan.after, how)
+        end_after(world, plan.after, how)
     whole: Sequence[int] = ()
     for round in range(plan.rounds):
         if not plan.moved:
-            numbers = range(round * plan.each, (round + 1) * plan.each)
-            node.run((text(cluster, number) for number in numbers) if group.rank == 0 else ())
-        whole = average.average(round, samples(plan, cluster))
-    moments = {
-        name: [value.clone() for value in optimizer.state[weight].values() if value is not None and value.ndim]
-        for name, weight in stage.named_parameters()
-        if weight in optimizer.state
-    }
-    return {
-        "cluster": cluster,
-        "weights": {name: weight.detach().clone() for name, weight in stage.named_parameters()},
-        "moments": moments,
+            own.stretch(range(round * plan.each, (round + 1) * plan.each))
+        whole = own.average.average(round, samples(plan, own.cluster))
+        own.mend((round + 1) * plan.each)
+    found = {
+        "cluster": own.cluster,
+        "trains": own.quorum.trains,
+        "seats": own.quorum.seats,
         "whole": list(whole),
         "sent": world.transport.traffic["outer"].bytes_sent - before,
+        "weights": {},
+        "moments": {},
     }
+    if own.node is not None:
+        state = own.optimizer.state
+        found["weights"] = {name: weight.detach().clone() for name, weight in own.stage.named_parameters()}
+        found["moments"] = {
+            name: [value.clone() for value in state[weight].values() if value is not None and value.ndim]
+            for name, weight in own.stage.named_parameters()
+            if weight in state
+        }
+    return found
 
 
 def _move(stage: Stage, optimizer: torch.optim.Optimizer, cluster: int) -> None:
@@ -146,7 +188,7 @@ def moved(name: str, cluster: int, shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _end_after(world: Mesh, messages: int, how: str) -> None:
+def end_after(world: Mesh, messages: int, how: str = "raise") -> None:
     """This worker ends when it is about to send one more message than so many."""
     transport, left = world.transport, messages
     send = transport.send

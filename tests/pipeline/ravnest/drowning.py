@@ -23,10 +23,11 @@ class Drowning(Wet):
         super().__init__(0.0)
         self.embed, self.head = nn.Embedding(256, 12), nn.Linear(12, 256)
         self.mark, self.left = Path(mark), after
+        self.blocks[-1].ends_here = True
 
     @override
     def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
-        if block is self.blocks[-1] and self.training and torch.is_grad_enabled() and not x_BTD.is_meta:
+        if hasattr(block, "ends_here") and self.training and torch.is_grad_enabled() and not x_BTD.is_meta:
             self.left -= 1
             if self.left == 0 and not self.mark.exists():
                 self.mark.mkdir()

@@ -124,11 +124,12 @@ def train(world: Mesh, rows: list[Row]) -> list[dict[str, Any] | None]:
             continue
         torch.manual_seed(10 + world.rank)
         node = made(world, row)
-        losses, passed, first = [], [], 0
+        losses, passed, played, first = [], [], [], 0
         for count in row.microbatches:
             texts = (window(number) for number in range(first, first + count)) if world.rank == 0 else ()
             losses += node.run(texts)
             passed += node.passed
+            played += [(span.task.kind, span.task.microbatch, span.start, span.end) for span in node.played]
             first += count
         results.append(
             {
@@ -137,6 +138,7 @@ def train(world: Mesh, rows: list[Row]) -> list[dict[str, Any] | None]:
                 "passed": [(one.used, one.applied) for one in passed],
                 "versions": node.most_versions,
                 "held": node.most_held,
+                "played": played,
                 "seconds": world.transport.now(),
             }
         )

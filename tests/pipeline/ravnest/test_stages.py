@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -102,6 +103,15 @@ def test_delays_of_a_second_never_deadlock(order: str, limit: int) -> None:
     done = [one[0] for one in isles.run_virtual(nodes.train, 4, links=links, args=([row],), step_seconds=1.0)]
     check(row, done, [[used for used, _ in node["passed"]] for node in done])
     assert all(node["held"] <= limit and node["versions"] <= limit + 1 for node in done)
+    for one, other in itertools.pairwise(done):
+        assert 1 <= queued(one, other, "F") <= limit and (1 <= queued(other, one, "B") <= limit or other is done[-1])
+
+
+def queued(sender: dict[str, Any], taker: dict[str, Any], kind: str) -> int:
+    """Messages at most that were made and not yet taken, at any moment."""
+    moments = [(end, 1) for own, _, _, end in sender["played"] if own == kind]
+    moments += [(start, -1) for own, _, start, _ in taker["played"] if own == kind]
+    return max(itertools.accumulate(change for _, change in sorted(moments)))
 
 
 def test_a_steady_cluster_is_as_fast_as_its_stages() -> None:

@@ -114,6 +114,19 @@ def train(world: Mesh, setting: Setting) -> Any:
     return done
 
 
+def timed(world: Mesh, setting: Setting) -> list[float]:
+    """Seconds of the worker's clock that each step takes."""
+    torch.set_num_threads(1)
+    swarm = swarm_of(world, setting)
+    took = []
+    for number in range(1, setting.steps + 1):
+        swarm.peer.work.text = lambda microbatch, number=number: text(microbatch, number)
+        began = world.transport.now()
+        swarm.step()
+        took.append(world.transport.now() - began)
+    return took
+
+
 @cache
 def whole(setting: Setting) -> list[tuple[dict[str, Tensor], float]]:
     """The same in one process: gradients summed in microbatch order."""

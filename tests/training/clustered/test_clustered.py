@@ -11,11 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import isles
+from isles.comm.mesh import Mesh
+from isles.data import Corpus, load_corpus
 from isles.training.clustered.dry import dry_clusters
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
-from tests.cli.command import isles
+from isles.training.running.starting import deadlines
+from isles.training.worker import train_worker
+from tests.cli.command import isles as command
+from tests.pipeline.ravnest import averages
 
 SETTINGS = [
     "model.layers=4",
@@ -53,7 +59,9 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -> None:
-    read = config("run.checkpoint_every=6", "pipeline.average_optimizer=true", 'pipeline.stage_lr="1/(1+tau)"')
+    """One worker stands by."""
+    more = ("pipeline.average_optimizer=true", 'pipeline.stage_lr="1/(1+tau)"', "world.workers=7")
+    read = config("run.checkpoint_every=6", *more)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     summary = train(read, whole)
     shutil.copytree(whole, cut)
@@ -70,22 +78,55 @@ def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -
     assert ages[2] == ages[4] == ages[5] == 0  # leaves
     plan = dry_clusters(read)
     counted = sum(summary["channels"][name]["bytes_sent"] for name in ("pipeline", "outer"))
-    assert sum(plan.bytes_sent) / 6 == counted
-    assert plan.averages == 3
+    assert sum(plan.bytes_sent) / 7 == counted
+    assert plan.averages == 3 and plan.agreements == plan.aside == 1
 
 
 @pytest.mark.long
 def test_gloo_gives_the_same_model(tmp_path: Path) -> None:
+    """And goes on from its checkpoint to the same bits."""
     for backend in ("virtual", "distributed"):
-        train(config(f"world.backend={backend}"), tmp_path / backend)
-    ours, theirs = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("virtual", "distributed"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        made = config(f"world.backend={backend}", "run.checkpoint_every=6")
+        train(made, tmp_path / backend)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "distributed", again)
+    for name in ("summary.json", "model.safetensors"):
+        (again / name).unlink()
+    train(read_config(str(again / "config.toml"), {}, []), again, resume=6)
+    ours, *others = (
+        load_file(str(tmp_path / name / "model.safetensors")) for name in ("virtual", "distributed", "again")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for theirs in others for name in ours)
+
+
+def ends_after(world: Mesh, config: Config, corpus: Corpus, victim: int, messages: int) -> dict[str, Any] | None:
+    """What a worker comes to; `victim` ends before it sends one more message than so many."""
+    if world.rank == victim:
+        averages.end_after(world, messages)
+    return train_worker(world, config, corpus=corpus)
+
+
+@pytest.mark.parametrize(("victim", "messages"), [(0, 40), (3, 25)])
+def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, messages: int) -> None:
+    """One that stands by takes the root's place, with its text, or a leaf's: three clusters at the end."""
+    made = config("world.workers=7", "replicas.sync_every=3", "run.validate_every=0")
+    corpus = load_corpus(made.data)
+    done = isles.run_virtual(
+        ends_after, 7, links="lan", args=(made, corpus, victim, messages), deadlines=deadlines(made), return_errors=True
+    )
+    assert [rank for rank, one in enumerate(done) if isinstance(one, Exception)] == [victim], done
+    left = [one for one in done if not isinstance(one, Exception)]
+    assert sum(one["val_loss_replica"] is not None for one in left) == 3
+    assert len({one["val_loss_replica"] for one in left} - {None}) == 1
+    assert sum(one["val_loss"] is not None for one in left) == 1
+    told = max(left, key=lambda one: one["parameters"])
+    assert told["val_loss"] is not None and told["val_loss"] < 5.5
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after", [9, 31])
-def test_a_killed_worker_takes_its_cluster_out_of_the_run(tmp_path: Path, after: int) -> None:
-    """By SIGKILL, over gloo: the run ends with a model of the others'."""
+@pytest.mark.parametrize(("after", "workers"), [(9, 6), (31, 6), (31, 7)])
+def test_a_killed_worker_takes_its_cluster_out_of_the_run(tmp_path: Path, after: int, workers: int) -> None:
+    """By SIGKILL, over gloo: the run ends with a model of the others', or of all where one stood by."""
     own = [one for one in SETTINGS if not one.startswith("model.")] + [
         "world.backend=distributed",
         "model.factory=tests.pipeline.ravnest.drowning:make",
@@ -93,16 +134,18 @@ def test_a_killed_worker_takes_its_cluster_out_of_the_run(tmp_path: Path, after:
         "model.vocab=256",
         f'model.options={{mark = "{tmp_path / "mark"}", after = {after}}}',
         "run.steps=20",
+        f"world.workers={workers}",
     ]
     sets = [word for one in own for word in ("--set", one)]
     (tmp_path / "plain.toml").write_text("")
-    code, _, error = isles(
+    code, _, error = command(
         "train", str(tmp_path / "plain.toml"), "--out", str(tmp_path / "run"), *sets, folder=tmp_path
     )
     assert code == 0, error
     assert (tmp_path / "mark").exists() and "the others go on without it" in error
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["workers"] in (3, 4, 5) and summary["val_loss"] is not None
+    assert summary["workers"] == workers - 1 and summary["val_loss"] is not None
+    assert ("in place of one that was lost" in error) == (workers == 7)
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -116,6 +159,7 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     ("more", "words"),
     [
         (["world.workers=5"], "pipeline.clusters = [[1, 2], [3], []]: they are 6 workers, world.workers = 5"),
+        (["world.workers=4", "pipeline.clusters=[[2]]"], "another cluster, and there is one; set it to 2"),
         (["replicas.method=diloco"], 'replicas.method = "diloco": clusters average weights'),
         (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
         (["pipeline.clip=model"], 'pipeline.clip = "model" wants all stages at one step'),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import isles
 from isles.comm.mesh import Mesh
 from isles.memory.meter import MemoryMeter
+from isles.training.clustered.cuts import cluster_cuts
 from isles.training.clustered.dry import dry_clusters
-from isles.training.clustered.node import ClusterWorker
+from isles.training.clustered.serving import Serving
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -39,20 +39,21 @@ def config(*more: str) -> Config:
     return read_config(None, {}, [*CLUSTER, *more])
 
 
+def serving(config: Config) -> Serving:
+    """What this worker of the one cluster holds."""
+    made: list[Serving] = []
+    world = isles.mesh().arranged(layout_of(config))
+    made.append(Serving(config, world, cluster_cuts(config)[0], lambda stale: made[0].step(stale), None))
+    return made[0]
+
+
 def rates(_: Mesh, config: Config) -> list[float]:
     """Of each update."""
-    worker = ClusterWorker(config, isles.mesh().arranged(layout_of(config)))
+    own = serving(config)
     found: list[float] = []
-    worker.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"]))
-    worker.node.run(texts(worker, 8))
+    own.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"]))
+    own.node.run(own.batches(8))
     return found
-
-
-def texts(worker: ClusterWorker, batches: int) -> Any:
-    if worker.text is None:
-        return ()
-    whole = [worker.text.batch() for _ in range(batches)]
-    return (part for batch in whole for part in batch.split(worker.node.form.sequences))
 
 
 def test_stage_lr_divides_by_how_old_a_gradient_is() -> None:
@@ -70,11 +71,11 @@ def test_stage_lr_divides_by_how_old_a_gradient_is() -> None:
 
 def peak(_: Mesh, config: Config) -> int:
     """Bytes of all storages that a node's operations make."""
-    worker = ClusterWorker(config, isles.mesh().arranged(layout_of(config)))
-    given, meter = texts(worker, 6), MemoryMeter()
-    meter.track(*worker.model.parameters())
+    own, meter = serving(config), MemoryMeter()
+    given = list(own.batches(6))
+    meter.track(*own.model.parameters())
     with meter:
-        worker.node.run(given)
+        own.node.run(given)
     return meter.peak
 
 

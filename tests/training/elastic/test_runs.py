@@ -92,12 +92,12 @@ def events(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def leisurely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of 50 ms, which leave the machine to the others."""
-    one_round = Participant._round
+def leisurely(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 50 ms, or so many seconds, which leave the machine to the others."""
+    one_round, seconds = Participant._round, getattr(request, "param", 0.05)
 
     def slowly(worker: Participant, *place: int) -> bool:
-        time.sleep(0.05)
+        time.sleep(seconds)
         return one_round(worker, *place)
 
     monkeypatch.setattr(Participant, "_round", slowly)
@@ -184,11 +184,10 @@ def test_exchanges_while_the_lighthouse_is_away(tmp_path: Path, listens: bool) -
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("leisurely", [0.3], indirect=True)
 @pytest.mark.usefixtures("leisurely")
 def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its sixth round on its distance from the mean of the others is at most twice the largest of theirs: it has
-    a state of some rounds before, and rounds are short here.
-    """
+    """From its third round on its distance from the mean of the others is at most twice the largest of theirs."""
     anchors: dict[int, dict[int, Tensor]] = {}
 
     def noted(acts: Acts, round: int, left_out: Mapping[Any, int]) -> None:
@@ -211,7 +210,7 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     world.stop()
     world.rest()
     looked = 0
-    for round in range(begun + 6, begun + 12):
+    for round in range(begun + 2, begun + 12):
         there = anchors[round]
         if seat in there and len(there) == 4:
             others = [anchor for other, anchor in there.items() if other != seat]

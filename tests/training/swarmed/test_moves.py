@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus, load_corpus
 from isles.training.config.sections import Config
 from isles.training.placement import layout_of
+from isles.training.staged import planned_cut
+from isles.training.swarmed.step import stage_costs
 from isles.training.swarmed.trainer import SwarmTrainer
 from tests.pipeline.swarm import killing
 from tests.training.swarmed.test_swarmed import alone, config, furthest
@@ -83,3 +86,57 @@ def test_a_donor_that_is_lost_is_replaced_by_the_next(alone: Any) -> None:
         check_alike(done)
         weights = {name: tensor for each in done if each is not None for name, tensor in each["weights"].items()}
         assert furthest(weights, alone[1]) < 1e-12
+
+
+class Timed(SwarmTrainer):
+    """Remembers when each step ended, and who served what in it."""
+
+    ends: list[tuple[float, list[int]]]
+
+    def step(self) -> None:
+        super().step()
+        members = self.model_step.swarm.agreement.members
+        stages = [stage if rank in members else -1 for rank, stage in enumerate(self.model_step.swarm.stages)]
+        self.ends = [*getattr(self, "ends", []), (self.world.transport.now(), stages)]
+
+
+def timed(world: Mesh, read: Config, corpus: Corpus) -> list[tuple[float, list[int]]]:
+    trainer = Timed(read, world.arranged(layout_of(read)), corpus)
+    trainer.run(None)
+    return trainer.ends
+
+
+@pytest.mark.long
+def test_a_stage_that_loses_half_of_its_peers_gets_others() -> None:
+    """3 stages x 4 equal peers, 2 of the last stage lost: 85 % of what 10 peers can do, after two looks."""
+    period, microbatches = 30.0, 96
+    read = config(
+        "pipeline.peers=[4,4,4]",
+        "world.workers=12",
+        "pipeline.rebalance=throughput",
+        f"pipeline.rebalance_every={period}",
+        "pipeline.hysteresis=0.05",
+        "data.batch_size=96",
+        f"pipeline.microbatches={microbatches}",
+        "pipeline.forward_deadline=1e6",
+        "pipeline.backward_deadline=1e6",
+        "run.validate_every=0",
+        "run.steps=10",
+    )
+    seconds = 96.0  # of a step on one worker
+    more = {"links": "lan", "step_seconds": seconds}
+    done = killing.run(timed, 12, (read, load_corpus(read.data)), {8: 700, 9: 700}, **more)
+    ends = next(each[0] for each in done if each is not None)
+    costs = stage_costs(planned_cut(read))
+    whole = sum(costs)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        """Microbatches a second of so many peers a stage."""
+        return min(count / cost for count, cost in zip(counts, costs, strict=True)) * whole * microbatches / seconds
+
+    lost_in = next(number for number, (_, stages) in enumerate(ends) if -1 in stages)
+    best = max(rate((a, b, 10 - a - b)) for a in range(1, 9) for b in range(1, 10 - a))
+    settled = next(number for number, (end, _) in enumerate(ends) if end > ends[lost_in][0] + 2 * period) + 1
+    reached = microbatches / (ends[settled + 1][0] - ends[settled][0])
+    print("reached", reached / best, "without", rate((4, 4, 2)) / best, [stages for _, stages in ends][-1])
+    assert reached >= 0.85 * best

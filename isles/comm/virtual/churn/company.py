@@ -152,11 +152,11 @@ class VirtualCompany:
             self._load = None
         self.ask(Reload())
 
-    def first(self, seconds: float) -> int | None:
+    def first(self, seconds: float, ahead: int = 0) -> int | None:
         """See `Company.first`."""
-        self.wait(lambda: self.member.first() is not None or self._is_off(), seconds)
+        self.wait(lambda: self.member.first(ahead) is not None or self._is_off(), seconds)
         with self._worker:
-            return None if self.member.call != self.member.ready else self.member.first()
+            return None if self.member.call != self.member.ready else self.member.first(ahead)
 
     def _is_off(self) -> bool:
         return self.member.call != self.member.ready or self.ended is not None

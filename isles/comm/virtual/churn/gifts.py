@@ -30,7 +30,7 @@ class VirtualGifts:
         self.taken: list[int] = []
         self._transport, self._company, self._others = transport, company, others
         self._offers: dict[str, tuple[Path, dict[str, Any]]] = {}
-        self._waiting: dict[int, str] = {}  # what each seat waits for
+        self._waiting: dict[int, tuple[str, int]] = {}  # what each seat waits for, and behind which round
         self._sent: dict[int, tuple[int, int, bytes, dict[str, Any]]] = {}  # to each seat: number, size, content, facts
         self._number = 0
         others[str(company.seat)] = self
@@ -43,12 +43,12 @@ class VirtualGifts:
         self._offers[what] = path, dict(facts)
         with self._company.turn:
             for seat, wanted in list(self._waiting.items()):
-                if wanted == what:
+                if wanted[0] == what and self._is_newer(*wanted):
                     self._send(seat, what)
 
     def is_wanted(self, what: str) -> bool:
         """See `Giver.is_wanted`."""
-        return what in self._waiting.values()
+        return any(what == wanted for wanted, _ in self._waiting.values())
 
     def withdraw(self, what: str) -> None:
         """See `Giver.withdraw`."""
@@ -60,16 +60,26 @@ class VirtualGifts:
         if offer is not None:
             offer[0].unlink(missing_ok=True)
 
-    def take(self, giver: str, what: str, path: Path, *, most: int, seconds: float) -> dict[str, Any]:
+    def take(
+        self,
+        giver: str,
+        what: str,
+        path: Path,
+        *,
+        most: int,
+        seconds: float,
+        after: int = -1,
+        wait: float | None = None,
+    ) -> dict[str, Any]:
         """See `isles.comm.elastic.gifts.take`."""
-        other, own = self._others.get(giver), self._company
+        other, own, wait = self._others.get(giver), self._company, seconds if wait is None else wait
         if other is None:
             raise NotGiven("there is none")
         with own.turn:
             other._sent.pop(own.seat, None)
-            other._ask(own.seat, what)
-        if not own.wait(lambda: own.seat in other._sent or own.member.lost(other._company.seat), seconds):
-            raise NotGiven(f"nothing came within {seconds:g} s")
+            other._ask(own.seat, what, after)
+        if not own.wait(lambda: own.seat in other._sent or own.member.lost(other._company.seat), wait):
+            raise NotGiven(f"nothing came within {wait:g} s")
         if own.seat not in other._sent:
             raise NotGiven("it is gone")
         number, size, content, facts = other._sent.pop(own.seat)
@@ -84,9 +94,12 @@ class VirtualGifts:
     def _receive(self, seat: int, number: int, size: int) -> Steps[None]:
         yield self._transport.recv(seat, torch.empty(size, dtype=torch.uint8), Tag("control", _GIFTS + number))
 
-    def _ask(self, seat: int, what: str) -> None:
-        self._waiting[seat] = what
-        if what in self._offers and not self._company.is_away:
+    def _is_newer(self, what: str, after: int) -> bool:
+        return what in self._offers and self._offers[what][1].get("round", after + 1) > after
+
+    def _ask(self, seat: int, what: str, after: int) -> None:
+        self._waiting[seat] = what, after
+        if self._is_newer(what, after) and not self._company.is_away:
             self._send(seat, what)
 
     def _send(self, seat: int, what: str) -> None:

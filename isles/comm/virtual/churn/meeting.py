@@ -161,6 +161,7 @@ class VirtualMeeting:
     def _restart(self) -> None:
         now = self.timeline.now
         self.membership = Membership(self.rules, self.journal, until=now + GRACE)
+        self.journal.append({"event": "lit", "at": round(now, 3)})
         for seat in self.alive():
             if seat not in self._cut:
                 self._at(now + _BACK, partial(self._return, seat))

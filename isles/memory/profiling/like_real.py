@@ -1,4 +1,4 @@
-"""Numbers that models ask for while they are profiled without any."""
+"""Where fake tensors go another way than real ones, and take other bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _MOST = 2**24  # entries
+_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
 
 
-class KnownPositions(TorchDispatchMode):
-    """Within a FakeTensorMode: integers that come from no weight and no batch, such as positions, keep their numbers.
+class LikeReal(TorchDispatchMode):
+    """Within a FakeTensorMode, so that a step without numbers takes the bytes of one with.
 
-    Models look at them: one of transformers asks whether its positions are those of several texts in a row, and builds
-    a mask for its attention where it cannot know, which takes other bytes than the run does.
+    Integers that come from no weight and no batch, such as positions, keep their numbers. Models look at them: one of
+    transformers asks whether its positions are those of several texts in a row, and where it cannot know builds a mask
+    for its attention. The statistics of a batch norm of bfloat16 with weights of float32 are float32, which the fake
+    operation does not know.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _NORMS and args[1] is not None and args[0].dtype != args[1].dtype:
+            made, *statistics = func(*args, **kwargs)
+            return made, *(one.to(args[1].dtype) for one in statistics)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(one, FakeTensor) for one in given) or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)

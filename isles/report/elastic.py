@@ -1,0 +1,171 @@
+"""The panels of a run whose workers come and go: members over time, and the life of each seat in a lane.
+
+They are made of RUN/members.jsonl and RUN/exchanges.jsonl (`isles.comm.elastic.record`); a line that is none is left
+out. Seconds are counted from the first entry, of the lighthouse's clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from isles.comm.elastic.journal import NAME
+from isles.comm.elastic.record import EXCHANGES, LATE, WHOLE, Lives, RoundLine, StartLine, from_line, lives
+from isles.parsing import parse_json
+from isles.report.panels import Chart, Lane, Lanes, Panel, Polyline, Stretch
+from isles.report.rundir import Run, finite
+from isles.report.series import Point
+from isles.report.units import format_bytes, format_count
+
+SEATS = 32
+_REASONS = 8  # that are named
+_LOOKS = {WHOLE: "compute", LATE: "transfer"}
+_KEYS = (
+    ("compute", "rounds with others"),
+    ("transfer", "late: counts in the next round"),
+    ("blocked", "rounds alone, or whose exchange failed"),
+    ("away", "there, and not in a round: waits for a state or a view"),
+    ("other", "the lighthouse is away"),
+)
+T = TypeVar("T")
+
+
+def elastic_panels(run: Run) -> list[Panel]:
+    """None for a run in which nobody comes and goes."""
+    entries = list(_usable(run.path / NAME, _entry))
+    if not entries:
+        return []
+    start = min(entry["at"] for entry in entries)
+    lines = list(_usable(run.path / EXCHANGES, from_line))
+    there = lives(entries, max((line.at for line in lines), default=0.0))
+    if there.end <= start:
+        return []
+    return [_members(there, start), _seats(there, lines, start)]
+
+
+def counts_in_words(counts: Any) -> str:
+    """Of a table of numbers, whatever a file holds."""
+    return _listed(counts, format_count)
+
+
+def bytes_in_words(links: Any) -> str:
+    """Of a table of bytes."""
+    return _listed(links, format_bytes)
+
+
+def refusals_in_words(rows: Any) -> str:
+    """Who was refused how often, and why, the most frequent first."""
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        return json.dumps(rows)
+    told = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
+    words = [f"seat {row.get('seat')}, {row.get('times')} times: {row.get('reason')}" for row in told[:_REASONS]]
+    more = [f"and {len(told) - _REASONS} more"] if len(told) > _REASONS else []
+    return "; ".join(words + more) or "nothing"
+
+
+def _listed(table: Any, form: Callable[[Any], str]) -> str:
+    if not isinstance(table, Mapping) or any(finite(value) is None for value in table.values()):
+        return json.dumps(table)
+    return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
+
+
+def _members(there: Lives, start: float) -> Panel:
+    """How many are connected, and how many are in the newest view."""
+    changes = sorted(
+        change
+        for stretches in there.present.values()
+        for since, until in stretches
+        for change in ((since, 1), (until, -1))
+    )
+    connected, count = [(0.0, 0.0)], 0
+    for at, change in changes:
+        if at < there.end:
+            connected += [(at - start, float(count)), (at - start, float(count + change))]
+        count += change
+    connected.append((there.end - start, connected[-1][1]))
+    in_view: list[Point] = [(0.0, 0.0)]
+    for at, _, _, seats in there.views:
+        in_view += [(at - start, in_view[-1][1]), (at - start, float(len(seats)))]
+    in_view.append((there.end - start, in_view[-1][1]))
+    title = "Members over time"
+    picture = Chart(
+        title=title,
+        x_label="seconds since the first one came",
+        lines=[
+            Polyline(points=in_view, css="series1", name="in the newest view"),
+            Polyline(points=connected, css="series0", name="connected"),
+        ],
+    )
+    keys = [("series0", "connected"), ("series1", "in the newest view, which begins some rounds later")]
+    return Panel(heading=title, picture=picture, keys=keys)
+
+
+def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Panel:
+    """A lane for each of the first seats, with its rounds, and one for the lighthouse where it was away."""
+    by_seat: dict[int, list[RoundLine]] = {}
+    for line in lines:
+        if isinstance(line, RoundLine):
+            by_seat.setdefault(line.seat, []).append(line)
+    begun = {(line.seat, line.first): line for line in lines if isinstance(line, StartLine)}
+    lanes = []
+    for seat, stretches in sorted(there.present.items())[:SEATS]:
+        pieces = []
+        own = sorted(by_seat.get(seat, []), key=lambda line: line.at)
+        done = [(line.at - line.seconds, line.at) for line in own]
+        for since, until in (gap for stretch in stretches for gap in _without(stretch, done)):
+            pieces.append(Stretch(start=since - start, end=until - start, css="away", row=0, hint="waits,"))
+        for line in own:
+            first = begun.get((seat, line.round))
+            donor = f", with the state of {first.donor}" if first is not None and first.donor >= 0 else ""
+            hint = f"round {line.round}{donor}: {line.outcome},"
+            css = _LOOKS.get(line.outcome, "blocked")
+            at = line.at - start
+            pieces.append(Stretch(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
+        lanes.append(Lane(label=f"seat {seat}", stretches=pieces))
+    if there.outages:
+        away = [
+            Stretch(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")
+            for since, until in there.outages
+        ]
+        lanes.append(Lane(label="lighthouse", stretches=away))
+    title = "Seats"
+    end = there.end - start
+    picture = Lanes(title=title, x_label="seconds since the first one came", start=0.0, end=end, lanes=lanes)
+    notes = ["A lane ends where its worker died, left, or was cut off."]
+    if len(there.present) > SEATS:
+        notes.append(f"The first {SEATS} of {len(there.present)} seats.")
+    drawn = {piece.css for lane in lanes for piece in lane.stretches}
+    return Panel(heading=title, picture=picture, keys=[key for key in _KEYS if key[0] in drawn], notes=notes)
+
+
+def _without(stretch: tuple[float, float], done: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What of a stretch of time is in none of `done`, which are in order."""
+    since, until = stretch
+    for begins, ends in done:
+        if begins > since and ends <= until:
+            yield since, begins
+        since = max(since, ends)
+    if since < until:
+        yield since, until
+
+
+def _entry(value: Any) -> dict[str, Any]:
+    """A line of the journal, as far as it is read here. ValueError where it is none."""
+    at, event = value["at"], value["event"]
+    if finite(at) is None or not isinstance(event, str):
+        raise ValueError("no entry")
+    lives([value])
+    return value
+
+
+def _usable(path: Path, read: Callable[[Any], T]) -> Iterator[T]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield read(parse_json(line))
+            except (ValueError, TypeError, KeyError):
+                continue

@@ -1,0 +1,149 @@
+"""What a worker of a run in clusters holds in its place: a stage, its optimizer and schedule, and at the root
+the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.comm.layout import Coordinate, Layout
+from isles.comm.mesh import Mesh
+from isles.data import Corpus
+from isles.models import autocast, limits
+from isles.pipeline.evaluation import Judge
+from isles.pipeline.pipeline import Cut, form_of
+from isles.pipeline.ravnest.seats import ClusterSeats
+from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.shares import stage_shares
+from isles.training.config.inner import inner_optimizer, lr_factor
+from isles.training.config.sections import Config
+from isles.training.staged import build_stage, run_scheme
+from isles.training.text import Text
+
+
+def layout_of_seats(seats: ClusterSeats, size: int) -> Layout:
+    """Where all workers are now. Who stands by, or has lost its place, is in a column without a first stage."""
+    places = [seats.place(position) for position in range(size)]
+    return Layout(
+        tuple(
+            Coordinate(size + position, 1, 0) if place is None else Coordinate(*place, 0)
+            for position, place in enumerate(places)
+        )
+    )
+
+
+class Serving:
+    """world: arranged as it is now. cut: of its cluster. update: see `isles.pipeline.ravnest.stage.StaleUpdate`."""
+
+    def __init__(
+        self, config: Config, world: Mesh, cut: Cut, update: Callable[[int], None], corpus: Corpus | None
+    ) -> None:
+        self.config, self.world, self.cut = config, world, cut
+        self.text = Text(config, world, corpus) if world.place.stage == 0 else None
+        scheme = run_scheme(config, cut)
+        self.model = build_stage(config, cut, scheme, world.place.stage, world.local_rank)
+        self.optimizer = inner_optimizer(self.model, config.inner, "adamw")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
+        )
+        self.device = next(self.model.parameters()).device
+        context, vocab = limits(config.model)
+        sequences = config.data.batch_size_per_worker(config.replicas_in_all)
+        form = form_of(self.model, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
+        self.samples = sequences
+        """Sequences of an update."""
+        cast = partial(autocast, config.model, self.device)
+        self.node = AsyncStage(self.model, update, world.stage, form, self._ways(), autocast=cast)
+        self.judge = Judge(self.model, world.stage, form, home=False, autocast=cast)
+
+    def _ways(self) -> AsyncWays:
+        pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.place.stage]
+        shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
+        return AsyncWays(
+            in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else len(self.cut.pieces),
+            every=pipeline.microbatches,
+            order=pipeline.order,
+            recompute=pipeline.recompute,
+            shares=shares,
+        )
+
+    def begin_after(self, updates: int) -> None:
+        """As all are after so many, but for weights and optimizer state, which are here to be written over."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.optimizer.step()  # which makes the state
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        for _ in range(updates):
+            self.schedule.step()
+        self.at(updates)
+        if self.text is not None:
+            self.text.go_on_after(updates)
+
+    def at(self, updates: int) -> None:
+        """The next microbatch is the one behind so many updates."""
+        self.node.resume(updates * self.config.pipeline.microbatches, updates)
+
+    def batches(self, updates: int) -> Iterator[Tensor]:
+        """What the root feeds."""
+        if self.text is not None:
+            for _ in range(updates):
+                yield from self.text.batch().split(self.node.form.sequences)
+
+    def validation(self) -> Iterator[Tensor]:
+        """What the root judges."""
+        return iter(()) if self.text is None else self.text.validation()
+
+    def step(self, stale: int) -> None:
+        """An update by the gradients in place, so many updates old, which are cleared."""
+        config, optimizer = self.config, self.optimizer
+        if config.inner.max_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if config.pipeline.stage_lr == "1/(1+tau)":
+            for group in optimizer.param_groups:
+                group["lr"] /= 1 + stale
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.zero_grad()
+        self.schedule.step()
+
+    @property
+    def tokens_an_update(self) -> int:
+        """Read here."""
+        return 0 if self.text is None else self.samples * self.node.form.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next updates depend on. Nothing is in flight."""
+        return {
+            "model": self.model.state_dict(),
+            "inner": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "loader": None if self.text is None else self.text.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
+        """Continue exactly from `state_dict`. ValueError for that of another model or cut."""
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
+            raise ValueError(
+                "the checkpoint is of another model, or of other clusters: set [model] and [pipeline] in the run's "
+                "config.toml back to what they were"
+            ) from error
+        self.optimizer.load_state_dict(state["inner"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.text is not None:
+            self.text.load_state_dict(state["loader"])
+        self.at(updates)

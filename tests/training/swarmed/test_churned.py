@@ -1,0 +1,104 @@
+"""Swarms on the virtual clock whose peers die, come and leave: the weights of one process, and nobody hangs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from isles.training.swarmed.churned import ChurnedSwarm
+from tests.cli.command import isles
+from tests.training.swarmed.test_swarmed import SWARM, alone, config, furthest, train
+
+__all__ = ["alone"]
+
+
+def write(path: Path, events: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(event) + "\n" for event in sorted(events, key=lambda event: event["at"])))
+    return str(path)
+
+
+EVENTS = [
+    {"at": 0.15, "kill": 3},
+    {"at": 0.25, "join": 1},
+    {"at": 0.5, "leave": 6},
+    {"at": 0.6, "join": 2},
+    {"at": 0.9, "kill": 0},
+    {"at": 1.3, "leave": 7},
+]
+
+
+def run(folder: Path, events: list[dict[str, Any]], *more: str) -> tuple[ChurnedSwarm, dict[str, Any], Any]:
+    folder.mkdir(exist_ok=True)
+    trace = write(folder / "trace.jsonl", events)
+    swarm = ChurnedSwarm(config(*more), trace, folder / "run", lambda line: None, lambda notice: None)
+    summary = swarm.run()
+    return swarm, summary, load_file(str(folder / "run" / "model.safetensors"))
+
+
+def test_who_comes_and_goes_changes_nothing(alone: Any, tmp_path: Path) -> None:
+    swarm, summary, weights = run(tmp_path / "a", EVENTS)
+    assert furthest(weights, alone[1]) < 1e-12
+    assert summary["val_loss"] == pytest.approx(alone[0]["val_loss"], abs=1e-12)
+    assert summary["tokens"] == alone[0]["tokens"]
+    assert {key: summary[key] for key in ("joins", "deaths", "leaves")} == {"joins": 3, "deaths": 2, "leaves": 2}
+    assert sorted(swarm.results) == [1, 2, 4, 5, 8, 9] and 0 < summary["compute_utilisation"] < 1
+    _, again, same = run(tmp_path / "b", EVENTS)
+    assert furthest(weights, same) == 0 and again["virtual_seconds"] == summary["virtual_seconds"]
+
+
+@pytest.mark.long
+def test_the_command_takes_a_trace(tmp_path: Path) -> None:
+    sets = [word for each in SWARM if "backend" not in each for word in ("--set", each)]
+    (tmp_path / "plain.toml").write_text("")
+    trace = write(tmp_path / "trace.jsonl", EVENTS)
+    code, out, error = isles("simulate", "plain.toml", "--churn", trace, "--json", *sets, folder=tmp_path)
+    assert code == 0, error
+    assert "worker 7 comes to stage" in error and "joins" in out
+
+
+def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a swarm has no lighthouse"):
+        run(tmp_path / "a", [{"at": 1.0, "lighthouse": 3}])
+
+
+def soak(steps: int, every: float, seed: int, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Every so many seconds somebody who is there goes, or a new one comes; from 4 to 10 are there."""
+    drawn, here, events, latest = random.Random(seed), list(range(7)), [], 7
+    for number in range(1, steps):
+        if len(here) <= 6 or (len(here) < 10 and drawn.random() < 0.5):
+            events.append({"at": number * every, "join": 1})
+            here.append(latest)
+            latest += 1
+        else:
+            gone = here.pop(drawn.randrange(len(here)))
+            events.append({"at": number * every, drawn.choice(kinds): gone})
+    return events
+
+
+@pytest.mark.long
+def test_soak(tmp_path: Path) -> None:
+    """1,000 steps; about every 10 of them a peer is killed or joins."""
+    more = ("run.steps=1000", "run.validate_every=250", "run.log_every=100", "world.links=lan")
+    single, _ = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
+    _, summary, _ = run(tmp_path / "many", soak(100, 1.0, 3, ("kill",)), *more, "pipeline.rebalance=throughput")
+    print(summary["joins"], summary["deaths"], summary["virtual_seconds"])
+    assert abs(summary["val_loss"] - single["val_loss"]) < 1e-9
+    assert summary["deaths"] > 40
+
+
+@pytest.mark.long
+def test_a_hundred_that_leave_lose_nothing(alone: Any, tmp_path: Path) -> None:
+    more = ("run.steps=200", "run.validate_every=0", "run.log_every=100", "world.links=lan")
+    single, expected = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
+    events = soak(230, 0.08, 5, ("leave",))
+    swarm, summary, weights = run(tmp_path / "many", events, *more)
+    print(summary["leaves"], summary["virtual_seconds"])
+    assert summary["leaves"] >= 100 and summary["tokens"] == single["tokens"]
+    assert furthest(weights, expected) < 1e-9
+    again = [each.model_step.swarm.peer.counts for each in swarm.trainers.values()]
+    assert sum(each.repaired + each.begun_again + each.sent_again for each in again) == 0
