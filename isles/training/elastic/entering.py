@@ -130,7 +130,11 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, giver_of(company.seat, 0), tell)
+
+        def lost(giver: str) -> bool:
+            return giver.isdecimal() and company.lost(int(giver))
+
+        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost)
         stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:

@@ -310,9 +310,10 @@ class Participant:
         if load.donor < 0 or round - self._has <= FRESH:
             return
         slow = _SLOW + 2 * load.seconds
-        wait = 2 * load.seconds + _MOMENT if load.seconds else slow
         try:
-            self._has, _ = self._do("take", donor=load.donor, seconds=slow, after=round - 2, wait=wait)
+            self._has, _ = self._do(
+                "take", donor=load.donor, seconds=slow, after=round - 2, wait=2 * load.seconds + _MOMENT
+            )
         except NotGiven as why:
             self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
 
