@@ -134,10 +134,6 @@ class Summary:
     """Of the simulated clock; None where there is none."""
     seed: int
     corpus_sha256: str
-    links: Mapping[str, int] | None = None
-    """Of a run whose workers come and go: bytes that they sent to each other direct and relayed, and relayed_here, the
-    lighthouse's own count of those, with what frames and encryption add; else None, and left out.
-    """
     memory: Mapping[str, Any] | None = None
     """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
     out.
@@ -147,3 +143,50 @@ class Summary:
         """What stands in the file."""
         absent = ("stages", "pipeline_bubble", "replicas", "islands", "bytes_across_per_worker", "memory")
         return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSummary:
+    """What stands in summary.json besides where workers come and go."""
+
+    goodput: float
+    """Share of the time for which workers were there that they spent in inner steps whose work is in the model."""
+    work_lost: float
+    """Share of the computing whose work is in nobody's weights."""
+    rounds: int
+    """Of all workers."""
+    rounds_alone: float
+    """Share of the rounds without anybody else's work."""
+    rounds_again: int
+    """Exchanges that were tried again."""
+    outcomes: Mapping[str, int]
+    """Rounds by how their exchange ended: whole, late, alone, or the name of an error."""
+    rounds_out_of_turn: int
+    """Whose worker could not know which data is its own."""
+    inner_steps: int
+    inner_steps_counted: int
+    """Whose work is in the model."""
+    inner_steps_owed: int
+    """Of the data, that nobody has read for good."""
+    inner_steps_repeated: int
+    """Of the data, that were read twice."""
+    joins: int
+    losses: int
+    """Connections that broke."""
+    leaves: int
+    views: int
+    outages: int
+    """Times that the lighthouse was started again."""
+    gifts: int
+    """States given to joiners."""
+    gift_bytes: int
+    links: Mapping[str, int] | None = None
+    """Bytes that workers sent to each other direct and relayed, and relayed_here, the lighthouse's own count of those,
+    with what frames and encryption add; left out on a simulated network.
+    """
+    refused: list[dict[str, Any]] | None = None
+    """By whom (-1: the lighthouse) of which seat, why and how often; left out on a simulated network."""
+
+    def record(self) -> dict[str, Any]:
+        """What stands in the file."""
+        return {key: value for key, value in asdict(self).items() if value is not None}

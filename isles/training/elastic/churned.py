@@ -177,7 +177,7 @@ class ChurnedRun:
         membership = self.meeting.membership
         assert membership is not None, "it was there at the end"
         last = last_round(self.config, membership.view)
-        return summary | figures(self.meeting.journal, lines, membership, last, computed)
+        return summary | figures(self.meeting.journal, lines, membership, last, computed).record()
 
     def counted(self) -> int:
         """Inner steps whose work is in the weights at the end."""

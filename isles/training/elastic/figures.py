@@ -14,6 +14,7 @@ from isles.comm.elastic.record import EXCHANGES, RoundLine, StartLine, account, 
 from isles.comm.view import View
 from isles.data.lots import rows
 from isles.parsing import parse_json
+from isles.schema import ElasticSummary
 
 
 def figures(
@@ -22,33 +23,33 @@ def figures(
     membership: Membership,
     last: int,
     computed: float | None = None,
-) -> dict[str, Any]:
+) -> ElasticSummary:
     """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
     None: those of the rounds that somebody heard of.
     """
     done, counted = account(lines), membership.read(last + 1)
     seconds = done.seconds if computed is None else computed
     there = lives(journal, max((line.at for line in lines), default=0.0))
-    return {
-        "goodput": goodput(counted, done, there),
-        "work_lost": max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
-        "rounds": done.rounds,
-        "rounds_alone": done.alone,
-        "rounds_again": there.counts["again"],
-        "outcomes": dict(done.outcomes),
-        "rounds_out_of_turn": done.out_of_turn,
-        "inner_steps": done.steps,
-        "inner_steps_counted": counted,
-        "inner_steps_owed": debt(membership.account.outstanding(last + 1, membership.members())),
-        "inner_steps_repeated": repeated(journal, lines),
-        "joins": there.counts["join"],
-        "losses": there.counts["gone"],
-        "leaves": there.counts["leave"],
-        "views": there.counts["view"],
-        "outages": len(there.outages),
-        "gifts": done.gifts,
-        "gift_bytes": done.size,
-    }
+    return ElasticSummary(
+        goodput=goodput(counted, done, there),
+        work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
+        rounds=done.rounds,
+        rounds_alone=done.alone,
+        rounds_again=there.counts["again"],
+        outcomes=dict(done.outcomes),
+        rounds_out_of_turn=done.out_of_turn,
+        inner_steps=done.steps,
+        inner_steps_counted=counted,
+        inner_steps_owed=debt(membership.account.outstanding(last + 1, membership.members())),
+        inner_steps_repeated=repeated(journal, lines),
+        joins=there.counts["join"],
+        losses=there.counts["gone"],
+        leaves=there.counts["leave"],
+        views=there.counts["view"],
+        outages=len(there.outages),
+        gifts=done.gifts,
+        gift_bytes=done.size,
+    )
 
 
 def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine]) -> int:

@@ -103,6 +103,11 @@ def prepare(
         absent = ", ".join(str(worker) for worker in range(after) if worker not in checkpoints.seats(whole))
         notes = [f"workers {absent} begin with what their stages' peers saved"] if absent else []
         return Resumption(config, whole, notes)
+    if config.pipeline.routing == "ravnest" and after == saved.world.workers and not anew and config.pipeline.clusters:
+        back = ", ".join(str(worker) for worker in range(after) if worker not in seats)
+        notes = _changed(checkpoints.manifest(step), config, run)
+        told = f"note: workers {back} had been lost: they load the others' weights at the next average, or stand by"
+        return Resumption(config, step, [*notes, told])
     if config.pipeline.routing in ("ravnest", "swarm"):
         raise ValueError(
             f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "

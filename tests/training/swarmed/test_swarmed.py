@@ -67,7 +67,9 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("consistency", ["exact", "strict", "relaxed"])
+@pytest.mark.parametrize(
+    "consistency", ["exact", *(pytest.param(other, marks=pytest.mark.long) for other in ("strict", "relaxed"))]
+)
 def test_a_run_is_one_process_that_accumulates(alone: Any, tmp_path: Path, consistency: str) -> None:
     summary, weights = train(config(f"pipeline.consistency={consistency}"), tmp_path / "run")
     assert furthest(weights, alone[1]) < 1e-12
@@ -77,6 +79,7 @@ def test_a_run_is_one_process_that_accumulates(alone: Any, tmp_path: Path, consi
         assert json.loads(line).get("peers", 7) == 7
 
 
+@pytest.mark.long
 def test_one_peer_a_stage_has_the_same_bits(alone: Any, tmp_path: Path) -> None:
     more = ("pipeline.peers=[1,1,1]", "world.workers=3", "inner.max_norm=0")
     _, ours = train(config(*more), tmp_path / "run")
