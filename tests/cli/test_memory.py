@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_a_person_reads_what_fsdp_takes(memory) -> None:
     code, _, err = memory(*words)
     assert (code, err.count("\n")) == (2, 1)
     assert 'set memory.method = "checkpoint"' in err
+
+
+def test_an_answer_comes_soon(memory) -> None:
+    began = time.process_time()
+    code, out, err = memory("--set", "model.size=10M", "--machine", "RTX 3060", "--device-budget", "200MB")
+    assert code == 0, err
+    assert "no plan is below" in out
+    assert time.process_time() - began < 10  # of computing: other programs of this machine do not count
 
 
 def test_a_program_reads_json(memory, tmp_path: Path) -> None:
