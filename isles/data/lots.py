@@ -18,23 +18,29 @@ _SPARE = 1 << 52
 _SPARE_OF_A_SEAT = 1 << 32
 
 
-def rows(start: int, fresh: Sequence[int], place: int, step: int, *, batch_size: int) -> np.ndarray:
+def rows(
+    start: int, fresh: Sequence[int], place: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)
+) -> np.ndarray:
     """(batch_size,) positions of one batch, int64.
 
     start: batches that come before the round's first. fresh: steps of the round by place. place, step: whose batch it
-    is, and which of its steps. ValueError where that place takes no such step.
+    is, and which of its steps. reader: which worker of that place's island reads it, and of how many: the batches of
+    them all are one of the place. ValueError where that place takes no such step.
     """
     if not (0 <= place < len(fresh) and 0 <= step < fresh[place]):
         raise ValueError(f"place {place} has no step {step} in a round of {list(fresh)} steps")
     before = start + sum(min(count, step) for count in fresh)
     taking = sum(count > step for count in fresh)
     position = sum(count > step for count in fresh[:place])
-    return before * batch_size + np.arange(batch_size, dtype=np.int64) * taking + position
+    number, readers = reader
+    rows = np.arange(batch_size, dtype=np.int64)
+    return (before * batch_size + rows * taking + position) * readers + number
 
 
-def spare_rows(seat: int, step: int, *, batch_size: int) -> np.ndarray:
+def spare_rows(seat: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:
     """(batch_size,) positions, int64, that are in nobody's cells: the `step`-th batch that `seat` reads out of turn."""
     if not 0 <= seat < 1 << 20 or step < 0:
         raise ValueError(f"seat {seat} has no spare batch {step}")
-    first = _SPARE + seat * _SPARE_OF_A_SEAT + step * batch_size
-    return first + np.arange(batch_size, dtype=np.int64)
+    number, readers = reader
+    first = _SPARE + seat * _SPARE_OF_A_SEAT + step * batch_size * readers
+    return first + np.arange(batch_size, dtype=np.int64) * readers + number

@@ -355,7 +355,7 @@ class Plain(Replica):
 
 def refuse_shared(own: Group, across: Group, mend: str) -> None:
     """ValueError where other workers are both in this one's replica (`own`) and replicas of it (`across`)."""
-    if set(own.ranks) & set(across.ranks) != {across.transport.rank}:
+    if own.transport is across.transport and set(own.ranks) & set(across.ranks) != {across.transport.rank}:
         raise ValueError(f"the replica's group and the group across replicas share other workers: {mend}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,26 @@ def test_a_person_reads_which_stage_fits(memory) -> None:
     code, _, err = memory("--stages", "3", "--set", "model.tie_embeddings=true")
     assert (code, err.count("\n")) == (2, 1)
     assert "model.tie_embeddings = false" in err
+
+
+def test_a_person_reads_what_fsdp_takes(memory) -> None:
+    """Its weights are its own: what would move them is no choice."""
+    words = ["--set", "replicas.method=fsdp", "--set", "world.backend=distributed", "--machine", "RTX 3060"]
+    code, out, err = memory(*words, "--method", "checkpoint", "--compare")
+    assert code == 0, err
+    told = [line.split()[0] for line in out[out.index("method  ") :].split("\n\n")[0].splitlines()[1:]]
+    assert told == ["checkpoint"]
+    code, _, err = memory(*words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert 'set memory.method = "checkpoint"' in err
+
+
+def test_an_answer_comes_soon(memory) -> None:
+    began = time.process_time()
+    code, out, err = memory("--set", "model.size=2M", "--machine", "RTX 3060", "--device-budget", "100MB")
+    assert code == 0, err
+    assert "no plan is below" in out
+    assert time.process_time() - began < 10  # of computing: other programs of this machine do not count
 
 
 def test_a_program_reads_json(memory, tmp_path: Path) -> None:

@@ -133,6 +133,29 @@ def test_an_idle_lane_ends_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> 
     engine.close()
 
 
+def test_nobody_waits_for_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = torch.optim.AdamW.step
+
+    def slow(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            go_on.wait(30)
+        real(*args)
+
+    model, managed = managed_decoder(HOST, Paced())
+    monkeypatch.setattr(torch.optim.AdamW, "step", slow)
+    with pytest.raises(KeyboardInterrupt), managed:
+        one_step(model, managed)
+        assert begun.wait(30)
+        threading.Timer(0.1, go_on.set).start()
+        raise KeyboardInterrupt
+    assert not _threads()
+    with pytest.raises(RuntimeError, match=r"the update of blocks\.\d will not come: the run .* was given up"):
+        managed.state_dict()
+    assert model.state_dict()
+
+
 def test_every_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane that never does what it should: the computation says so, and goes no further."""
     monkeypatch.setattr("isles.memory.engines.base.DEADLINE", 0.2)

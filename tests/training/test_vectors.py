@@ -10,14 +10,19 @@ from safetensors.torch import load_file
 
 from isles.memory.disk import disk_vectors
 from isles.memory.meter import MemoryMeter
+from isles.replicas import METHODS
+from isles.replicas import method as method_of
+from isles.replicas.loop.outer import OuterSync
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tensors import write_tensors
 from tests.training.test_memory import _config, _launch, _left
 
+OUTER = [name for name in METHODS if issubclass(method_of(name), OuterSync)]
+
 
 @pytest.mark.parametrize(
-    "method", ["noloco", *(pytest.param(one, marks=pytest.mark.long) for one in ("diloco", "sparseloco"))]
+    "method", [one if one == "noloco" else pytest.param(one, marks=pytest.mark.long) for one in OUTER]
 )
 def test_vectors_on_disk_keep_the_bits(method: str, tmp_path: Path) -> None:
     words = [f"replicas.method={method}", "run.checkpoint_every=3"]

@@ -59,7 +59,8 @@ def given_token(token: str | None) -> Token:
 
 
 def _join(address: str, token: Token, listen: str | None, data: str | None, device: str | None) -> None:
-    from isles.training.elastic.entering import Here, take_part
+    from isles.training.elastic.entering import Here
+    from isles.training.elastic.part import take_part
 
     listening, announced = (None, "") if listen is None else place(listen)
     here = Here(data=data, device=device, listen=listening, announced=announced)

@@ -156,12 +156,17 @@ def _quiet() -> Iterator[None]:
 def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | None]:
     from isles.memory.plan import InfeasibleBudget
     from isles.memory.search import METHODS
-    from isles.training.memory import planned
+    from isles.training.memory import planned, refusals
 
     found: dict[str, MemoryPlan | None] = {}
     for name in METHODS:
+        other = replace(asked, memory=replace(asked.memory, method=name, plan=""))
         try:
-            found[name] = planned(replace(asked, memory=replace(asked.memory, method=name, plan="")), made, here)
+            refusals(other)
+        except ValueError:
+            continue  # the run takes no such plan
+        try:
+            found[name] = planned(other, made, here)
         except InfeasibleBudget:
             found[name] = None
     return found

@@ -207,24 +207,7 @@ class Company:
 
     def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
         """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
-        said = message if isinstance(message, bytes) else encode(message)
-        done, answers = threading.Event(), list[bytes | None]()
-
-        def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            answers.append(reply)
-            done.set()
-
-        try:
-            self._session.ask(key, said, answered, attachment=self._signature, seconds=seconds, urgent=True)
-        except OSError:
-            return None
-        if not done.wait(seconds + 1.0) or answers[0] is None:
-            return None
-        try:
-            return decode(answers[0], limit=_LONGEST_ANSWER) if answers[0] else True
-        except ValueError as error:
-            _LOG.warning("the lighthouse: %s", error)
-            return None
+        return ask(self._session, self._signature, message, seconds, key)
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
@@ -338,3 +321,25 @@ class Company:
             )
         except OSError:
             _LOG.debug("the session is closed")
+
+
+def ask(session: Session, word: bytes, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
+    """What the lighthouse answers to `message` of the seat whose `signature` is `word`; see `Company.ask`."""
+    said = message if isinstance(message, bytes) else encode(message)
+    done, answers = threading.Event(), list[bytes | None]()
+
+    def answered(reply: bytes | None, refusal: bytes | None) -> None:
+        answers.append(reply)
+        done.set()
+
+    try:
+        session.ask(key, said, answered, attachment=word, seconds=seconds, urgent=True)
+    except OSError:
+        return None
+    if not done.wait(seconds + 1.0) or answers[0] is None:
+        return None
+    try:
+        return decode(answers[0], limit=_LONGEST_ANSWER) if answers[0] else True
+    except ValueError as error:
+        _LOG.warning("the lighthouse: %s", error)
+        return None

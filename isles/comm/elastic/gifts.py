@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,13 +86,15 @@ class _Offer:
 @dataclass
 class Giver:
     """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come.
-    notice: called with a line for a person where something could not be offered.
+    notice: called with a line for a person where something could not be offered. lost: whether the giver of that name
+    is gone, who is asked for nothing any more.
     """
 
     session: Session
     name: str
     notice: Callable[[str], None]
     patient: bool = True
+    lost: Callable[[str], bool] = lambda name: False
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
@@ -142,7 +145,8 @@ class Giver:
         wait: float | None = None,
     ) -> dict[str, Any]:
         """What another one offers; see `take`."""
-        return take(self.session, giver, what, path, most=most, seconds=seconds, after=after, wait=wait)
+        lost = partial(self.lost, giver)
+        return take(self.session, giver, what, path, most=most, seconds=seconds, after=after, wait=wait, lost=lost)
 
     def close(self) -> None:
         """What is being written ends first."""
@@ -238,14 +242,15 @@ def take(
     seconds: float,
     after: int = -1,
     wait: float | None = None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Fetch `what` from `giver` into the file `path`; what is said beside it.
 
     most: bytes that are taken. seconds: without a piece, after which it counts as lost; wait: until it is offered, by
-    default as long. after: take none of this round or an earlier one. NotGiven where it does not come, is too long, or
-    is not what was offered. Not to be called in the session's thread.
+    default as long. after: take none of this round or an earlier one. lost: whether the giver is gone. NotGiven where
+    it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
     """
-    taking = _Taking(session, f"{GIFT}/{giver}", what, after)
+    taking = _Taking(session, f"{GIFT}/{giver}", what, after, lost)
     facts = taking.open(seconds if wait is None else wait)
     size, number = facts["size"], facts["number"]
     if size > most:
@@ -263,8 +268,8 @@ def take(
 class _Taking:
     """One fetch. Answers come in the session's thread; the taker waits for them in its own."""
 
-    def __init__(self, session: Session, key: str, what: str, after: int) -> None:
-        self._session, self._key, self._what, self._after = session, key, what, after
+    def __init__(self, session: Session, key: str, what: str, after: int, lost: Callable[[], bool]) -> None:
+        self._session, self._key, self._what, self._after, self._lost = session, key, what, after, lost
         self._answers: dict[int, _Answer] = {}
         self._changed = threading.Condition()
 
@@ -278,6 +283,8 @@ class _Taking:
                 return _facts(reply)
             if refusal == b"never":
                 raise NotGiven("there is none")
+            if self._lost():
+                raise NotGiven("it is gone")
             time.sleep(_AGAIN)
         raise NotGiven(f"nothing came within {seconds:g} s")
 
@@ -310,8 +317,12 @@ class _Taking:
             raise NotGiven(str(error)) from None
 
     def _wait(self, offset: int, seconds: float) -> _Answer:
+        until = time.monotonic() + seconds + 1.0
         with self._changed:
-            self._changed.wait_for(lambda: offset in self._answers, seconds + 1.0)
+            while offset not in self._answers and time.monotonic() < until:
+                if self._lost():
+                    raise NotGiven("it is gone")
+                self._changed.wait_for(lambda: offset in self._answers, min(_AGAIN, seconds + 1.0))
             return self._answers.pop(offset, (None, None))
 
 

@@ -37,7 +37,7 @@ _SEATS = 1 << 20
 _HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")  # tag, number, offset, total, sender, introduction
 Answered = Callable[[bytes | None, bytes | None], None]
 WAYS = ("direct", "relayed")  # how bytes go
-_MAIL, _SEAT = "isles/mail", "isles/seat"
+_MAIL, _SEAT = "mail", "seat"
 
 
 class Guide(Protocol):
@@ -73,7 +73,8 @@ class ElasticTransport(OnHostClock):
     """One worker's end. `session`: to the lighthouse; `seat`: its number; `size`: of the world that it begins in.
 
     resent: chunks sent again. carried: bytes of the chunks that went out, "direct" and "relayed". gone, back: called
-    with a seat, in a session's thread, when its last connection breaks and when there is one.
+    with a seat, in a session's thread, when its last connection breaks and when there is one. place: this worker's in
+    an island, of which workers at that place in others are reached.
     """
 
     native = False
@@ -87,8 +88,10 @@ class ElasticTransport(OnHostClock):
         gone: Callable[[int], None] = lambda seat: None,
         back: Callable[[int], None] = lambda seat: None,
         guide: Guide | None = None,
+        place: int = 0,
     ) -> None:
         super().__init__()
+        self._room = f"isles/place/{place}" if place else "isles"
         self.rank, self.size, self.resent = seat, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
         self._relay, self._gone, self._back = session, gone, back
@@ -104,9 +107,9 @@ class ElasticTransport(OnHostClock):
 
     def link(self, session: Session, peer: int | None) -> None:
         """Reach `peer`, or whoever is there, over `session` too."""
-        session.serve(f"{_MAIL}/{self.rank}", self._take)
-        session.watch(f"{_SEAT}/{'*' if peer is None else peer}", partial(self._changed, session))
-        session.present(f"{_SEAT}/{self.rank}")
+        session.serve(f"{self._room}/{_MAIL}/{self.rank}", self._take)
+        session.watch(f"{self._room}/{_SEAT}/{'*' if peer is None else peer}", partial(self._changed, session))
+        session.present(f"{self._room}/{_SEAT}/{self.rank}")
 
     @property
     def refused(self) -> Refusals:
@@ -207,7 +210,7 @@ class ElasticTransport(OnHostClock):
                     self.carried["relayed" if way is self._relay else "direct"] += len(chunk)
             answered(reply, refusal)
 
-        way.ask(f"{_MAIL}/{peer}", chunk, settled, attachment=head, seconds=seconds)
+        way.ask(f"{self._room}/{_MAIL}/{peer}", chunk, settled, attachment=head, seconds=seconds)
 
     def _changed(self, session: Session, key: str, there: bool) -> None:
         """Somebody is there, or not any more, as far as `session` knows."""

@@ -50,7 +50,9 @@ class LaneEvent:
             run()
 
     def wait(self, what: str) -> None:
-        """Return once it has happened. LaneFailed as soon as any lane has failed; TimeoutError after ten minutes."""
+        """Return once it has happened. LaneFailed as soon as any lane has failed; RuntimeError once the engine is
+        closed; TimeoutError after ten minutes.
+        """
         if not self.happened:
             self._engine.wait_for(self, what)
 
@@ -68,6 +70,7 @@ class Engine(ABC):
         self.moves = Moves() if moves is None else moves
         self.changed = threading.Condition(threading.RLock())
         self.failed: tuple[str, BaseException] | None = None
+        self.closed = False
 
     def event(self, happened: bool = False) -> LaneEvent:
         """A new one."""
@@ -103,7 +106,9 @@ class Engine(ABC):
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
         with self.changed:
-            come = self.changed.wait_for(lambda: event.happened or self.failed is not None, DEADLINE)
+            come = self.changed.wait_for(lambda: event.happened or self.failed is not None or self.closed, DEADLINE)
         self.check()
+        if self.closed and not event.happened:
+            raise RuntimeError(f"memory: {what} will not come: the run under the plan was given up")
         if not come:
             raise TimeoutError(f"memory: {what} did not come within {DEADLINE:.0f} s")

@@ -84,6 +84,9 @@ class Paced(Engine):
             thread.join(DEADLINE)
             if thread.is_alive():
                 raise TimeoutError(f"memory: the {lane} lane did not end within {DEADLINE:.0f} s")
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def _serve(self, lane: EngineLane) -> None:
         torch.set_num_threads(self.threads(lane))  # of this thread alone

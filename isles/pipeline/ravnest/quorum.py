@@ -179,17 +179,23 @@ class Quorum:
                             return False
                         del words[other]
                 waited = [work for works, _ in running.values() for work in works if not work.done()]
-                yield AnyOf([*waited, *(work for work, _ in words.values())])
+                if not any(map(_goes_on, running.values())):  # none was done since, which would be waited for in vain
+                    yield AnyOf([*waited, *(work for work, _ in words.values())])
         finally:
             for protocol in running:
                 protocol.close()
         return True
 
 
+def _goes_on(waiting: tuple[Sequence[Work], int]) -> bool:
+    works, needed = waiting
+    return sum(work.done() for work in works) >= needed
+
+
 def _advance(running: dict[Steps[Any], tuple[Sequence[Work], int]]) -> bool:
     """Step all protocols as far as they go; whether one is left. What a work failed with is raised."""
     for protocol, (works, needed) in list(running.items()):
-        while sum(work.done() for work in works) >= needed:
+        while _goes_on((works, needed)):
             for work in works:
                 if work.error is not None:
                     raise work.error

@@ -7,10 +7,9 @@ After inner step t, for the fragments that the cadence names:
     send       encode and start the exchange of the snapshot with this round's group
     land       reading, outer rule on the anchor, landing on the live weights
 
-A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.loop.sweep`).
-
-`reference` is what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights
-are coarser than float32: rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
+A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.loop.sweep`). `reference` is
+what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights are coarser than
+float32: rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
 """
 
 from __future__ import annotations
@@ -363,6 +362,7 @@ class OuterSync(ReplicaSync):
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
+        fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
         if not flight.payload.whole:
             self._skipped(fragment, flight.payload.broken)
             if not self.parts.reading.needs_own:

@@ -160,8 +160,10 @@ class QuorumCourier(Courier):
         flight.payload = fragment.latest = answer
         self._work -= delivery.steps
         self._drop()
+        if self._deliveries.is_missed(word):
+            fragment.keep_until = max(fragment.keep_until, delivery.round)
         self._land(flight, None)
-        self._deliveries.landed(delivery.round, self._deliveries.is_missed(word))
+        self._deliveries.landed(delivery.round)
 
     def _catch_up(self, fragment: Fragment, delivery: Delivery) -> bool:
         """Land what the others landed without this worker, whose work stays its own. False where it cannot be had."""
@@ -173,7 +175,7 @@ class QuorumCourier(Courier):
         fragment.rounds += 1
         fragment.latest = answer
         self._land(Flight(fragment, 0, answer, None), None)
-        self._deliveries.landed(delivery.round, False)
+        self._deliveries.landed(delivery.round)
         return True
 
     def _drop(self) -> None:

@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 
 def tokens_a_step(config: Config, replicas: int) -> int:
-    """Tokens that so many replicas train on in an inner step."""
+    """Tokens that so many replicas, islands or single workers, train on in an inner step."""
     from isles.models.factory import limits
 
-    rows = config.data.batch_size * (replicas if config.data.batch_mode == "per_worker" else 1)
+    readers = replicas * config.world.inner
+    rows = config.data.batch_size * (readers if config.data.batch_mode == "per_worker" else 1)
     return rows * config.inner.accumulation * limits(config.model).context
 
 

@@ -18,6 +18,7 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import CONFIG, HELLO
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
@@ -31,8 +32,8 @@ from isles.training.config.reading import resolve
 from isles.training.config.sections import LEASE, Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.joining import Participant
+from isles.training.elastic.states import giver_of
 from isles.training.elastic.terms import in_rounds
-from isles.training.running.starting import first_interrupt
 from isles.version import __version__
 
 _PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
@@ -54,18 +55,12 @@ class Here:
     announced: str = ""
 
 
-def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
-    """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
-
-    Arguments and errors as `in_run`; OSError also where the run goes on without this worker.
-    """
-    with in_run(address, token, here, tell=tell) as worker:
-        tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
-        with first_interrupt(worker.leaving.set):
-            ending = worker.run()
+def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
+    """Until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
+    tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
+    ending, ended = worker.run(), worker.company.ended
     if ending == "left":
         return f"left the run after inner step {worker.optimizer.steps}; the others go on"
-    ended = worker.company.ended
     if isinstance(ended, Over) and ended.reason:
         raise OSError(f"the run goes on without this worker: {printable(ended.reason, 300)}")
     return f"the run is over; its model and report are at the lighthouse ({address})"
@@ -77,43 +72,75 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
 
     ValueError, in one line, for what a person can mend; OSError where nobody answers.
     """
+    with ExitStack() as stack:
+        entrance = admitted(stack, address, token, here, tell=tell)
+        yield stack.enter_context(seated(entrance, IslandGroup(), tell=tell))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrance:
+    """A session with the lighthouse, and what it was asked first."""
+
+    session: Session
+    token: Token
+    config: Config
+    here: Here
+    folder: Path
+
+
+def admitted(stack: ExitStack, address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> Entrance:
+    """Come to the lighthouse, until `stack` ends. Errors as `in_run`."""
     zenoh()  # or what to install, before anything else
     host, port = parse_address(address, "HOST:PORT")
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
+    mine = _fetched(host, port, token, folder / "credentials", tell)
+    session = stack.enter_context(_opened(mine, address, LEASE))
+    config = _configuration(_asked(session, CONFIG, b""), here)
+    lease = config.world.lease
+    if lease != LEASE:
+        session.close()
+        session = stack.enter_context(_opened(mine, address, lease))
+    return Entrance(session=session, token=token, config=config, here=here, folder=folder)
+
+
+@contextmanager
+def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
+    """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
+    session, config, here, folder = entrance.session, entrance.config, entrance.here, entrance.folder
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-        mine = _fetched(host, port, token, folder / "credentials", tell)
-        session = stack.enter_context(_opened(mine, address, LEASE))
-        config = _configuration(_asked(session, CONFIG, b""), here)
-        lease = config.world.lease
-        if lease != LEASE:
-            session.close()
-            session = stack.enter_context(_opened(mine, address, lease))
         torch.set_num_threads(config.world.threads)
         corpus = load_corpus(config.data)
         entry = _seat(session, corpus.sha256, tell)
+        places.say("seat", seat=entry.seat, key=entry.key)
         company = Company(session, entry)
         stack.callback(company.close)
-        links = DirectLinks(session, entry, company.ask, token.secret, folder / "links", lease=lease, notice=tell)
+        links = DirectLinks(
+            session, entry, company.ask, entrance.token.secret, folder / "links", lease=config.world.lease, notice=tell
+        )
         stack.callback(links.close)
         if here.listen is not None:
             links.listen(*here.listen, announced=here.announced)
         transport = ElasticTransport(
             session,
             company.seat,
-            config.world.workers,
+            config.replicas_in_all,
             gone=lambda seat: company.connection(seat, broken=True),
             back=lambda seat: company.connection(seat, broken=False),
             guide=links,
         )
         stack.callback(transport.close)
         links.start(transport)
-        gifts = Giver(session, str(company.seat), tell)
+
+        def lost(giver: str) -> bool:
+            return giver.isdecimal() and company.lost(int(giver))
+
+        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost)
         stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:
             return {"carried": transport.carried, "refused": session.refused.rows()}
 
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells)
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells, places)
         stack.callback(worker.close)
         yield worker
 

@@ -15,36 +15,30 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any, Literal, cast
 
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.cells import batches
 from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.island import IslandGroup, LeadingRoster
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Load, Over
 from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
-from isles.comm.elastic.roster import ElasticRoster
 from isles.comm.elastic.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
-from isles.comm.layout import grid_of
-from isles.comm.mesh import Mesh
 from isles.comm.transport import Transport
 from isles.data import Corpus
-from isles.replicas.loop.joining import enter
-from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
-from isles.training.draws import draws_seed
-from isles.training.elastic.means import Means, missed, shadow
-from isles.training.elastic.states import FRESH, WARM_UP, States
-from isles.training.elastic.terms import is_quorum, lands_together, last_round, positions, sync_every
+from isles.training.elastic.acts import Acts
+from isles.training.elastic.means import missed
+from isles.training.elastic.states import FRESH
+from isles.training.elastic.terms import is_quorum, lands_together, last_round, sync_every
 from isles.training.records.saved import load_weights
 from isles.training.running.starting import deadlines
-from isles.training.trainer import Trainer
 
 MODEL = "model"
 _WAIT = 5.0  # seconds between looks at whether the run has ended
@@ -58,6 +52,7 @@ Ending = Literal["finished", "left", "over", "again"]
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
     transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
+    places: the workers of the island that this worker leads.
     """
 
     def __init__(
@@ -70,6 +65,7 @@ class Participant:
         folder: Path,
         notice: Callable[[str], None],
         tells: Callable[[], Mapping[str, Any]] = dict,
+        places: IslandGroup | None = None,
     ) -> None:
         self._tells = tells
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
@@ -83,17 +79,28 @@ class Participant:
         self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
-        world = Mesh(world=alone, layout=grid_of(1), report=self._report)
-        torch.manual_seed(draws_seed(config.run.seed, company.seat))
-        self.roster = ElasticRoster(company, alone)
+        self._places = places or IslandGroup()
+        self.roster = LeadingRoster(company, alone, self._places)
         self._is_quorum = is_quorum(config)
         self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed
-        self.trainer = Trainer(config, world, corpus, self.roster)
-        assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
-        self.optimizer, self.text = self.trainer.optimizer, self.trainer.text
-        self._means = Means(self.optimizer, gifts, folder)
-        self._states = States(self.optimizer, gifts, folder, config.world.join_state, lambda: self._last)
-        self._began_at: int | None = None  # inner steps, where this worker began without moments
+        self._acts = Acts(
+            config,
+            alone,
+            self.roster,
+            self._places,
+            gifts,
+            corpus,
+            folder,
+            report=self._report,
+            last=lambda: self._last,
+        )
+        self._acts.paced = company.pace
+        self.trainer, self.optimizer = self._acts.trainer, self._acts.optimizer
+
+    def _do(self, act: str, **facts: Any) -> Any:
+        """Have this worker, and the others of its island, do something together (`Acts`)."""
+        self._places.say(act, **facts)
+        return getattr(self._acts, act)(**facts)
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -101,6 +108,7 @@ class Participant:
         while ending == "again" and company.ended is None:
             if self.leaving.is_set() and not self._asked_to_leave:
                 return "left"
+            self._places.say("idle")
             load = company.load(_WAIT)
             if load is None or not self._take(load):
                 continue
@@ -111,15 +119,15 @@ class Participant:
             if round is not None and self._catches_up(load, round):
                 round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
                 self._tell_start(load, round)
-                self._began_at = (round - 1) * sync_every(self.config) if self._states.lacks_moments else None
                 ending = self._train(round)
         if ending == "finished":
             self._conclude()
+        self._places.say("end")
         return ending if company.ended is None or ending != "again" else "over"
 
     def close(self) -> None:
         """Give back threads of its own."""
-        self.trainer.memory.close()
+        self._acts.close()
 
     # Rounds
 
@@ -153,24 +161,7 @@ class Participant:
     def _enter(self, round: int, steps: int) -> None:
         self.roster.begin_anew()
         self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
-        enter(self.optimizer, round, steps)
-        self._schedule_at(steps)
-
-    def _schedule_at(self, steps: int) -> None:
-        """The rates of the step after so many."""
-        schedule = self.trainer.schedule
-        schedule.last_epoch = steps
-        warmth = self._warmth(steps)
-        for group, base, factor in zip(
-            self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(steps) * warmth
-
-    def _warmth(self, steps: int) -> float:
-        """Share of the rate that a worker has who began without the moments of others."""
-        if self._began_at is None:
-            return 1.0
-        return min(1.0, (steps + 1 - self._began_at) / (WARM_UP * sync_every(self.config)))
+        self._do("enter", round=round, steps=steps, began_at=steps if self._acts.states.lacks_moments else None)
 
     def _round(self, round: int, every: int) -> int:
         """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
@@ -181,16 +172,12 @@ class Participant:
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare
         self._tried = round
-        self.text.take_from(positions(self.config, company.member.views, cell, company.seat, round, self._spare))
+        began, waited = self.transport.now(), self._waited()
+        done = round * every - steps  # one that takes fewer steps a round counts as far as the others
+        read = [] if cell is None else batches(company.member.views, cell, round, cast(int, place))
+        self._do("train", done=done, batches=read, spare=spare)
         if cell is None:
             self._spare += every
-        self.optimizer.steps = round * every - steps  # one that takes fewer steps a round counts as far as the others
-        self._schedule_at(self.optimizer.steps)
-        began, waited, away = self.transport.now(), self._waited(), self.transport.away_seconds
-        for left in reversed(range(steps)):
-            self.trainer.step()
-            if left == 1:  # the last one exchanges, too, and waits for others
-                company.pace((self.transport.now() - began - self.transport.away_seconds + away) / (steps - 1))
         took = self.transport.now() - began
         if steps == 1:
             company.pace(max(took - (self._waited() - waited), 0.0))
@@ -218,9 +205,7 @@ class Participant:
             self._tell()
         if self._is_quorum:
             return self._skipped(round)
-        if self._agrees:
-            self._means.landed(round)
-        self._copy_states(round)
+        self._do("landed", round=round, left_out=company.left_out())
         return 1
 
     def _skipped(self, round: int) -> int:
@@ -230,12 +215,12 @@ class Participant:
             self.company.skip(other)
         return over
 
-    def _landed(self, round: int, is_missed: bool) -> None:
+    def _landed(self, round: int) -> None:
         """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
-        self._means.landed(round, is_missed=is_missed)
-        shown = self.optimizer.evaluation_weights() if self._states.are_wanted else nullcontext()
+        self._acts.means.landed(round)
+        shown = self.optimizer.evaluation_weights() if any(self._acts.states.wanted()) else nullcontext()
         with shown:  # the anchors, for what was learned since is this worker's own
-            self._copy_states(round)
+            self._acts.copy(round, self.company.left_out())
 
     def _missed(self, word: Word) -> Missed | None:
         """The mean of a round for which this worker was late."""
@@ -269,7 +254,7 @@ class Participant:
     def _judged(self, round: int, *, first: bool) -> float | None:
         """The first of the view looks at the text kept for validation, where that is due."""
         due = first and round < self._last and self._passes(round, self.config.run.validate_every)
-        return self.trainer.validate() if due else None
+        return self._do("look") if due else None
 
     def _passes(self, round: int, number: int) -> bool:
         """Whether a multiple of so many inner steps is among those of `round`; 0: never."""
@@ -278,7 +263,7 @@ class Participant:
 
     def _leaves(self, round: int) -> bool:
         """Whether this worker leaves before `round`: the first one of a view without it."""
-        if not self.leaving.is_set():
+        if not self._is_leaving(round):
             return False
         if not self._asked_to_leave:
             self._asked_to_leave = True
@@ -288,17 +273,18 @@ class Participant:
         until = self.company.until()
         return (until is not None and round >= until) or self.transport.now() > self._leave_by
 
-    # States
+    def _is_leaving(self, round: int) -> bool:
+        island = self._places.mesh
+        if island is not None and island.stop_here(round - 1):
+            self.leaving.set()
+        return self.leaving.is_set()
 
-    def _copy_states(self, round: int) -> None:
-        """For whoever has asked: a copy of everything, right after the landing of `round`."""
-        if self._states.landed(round, self.company.left_out()):
-            self._means.copied(round)
+    # States
 
     def _take(self, load: Load) -> bool:
         """Begin with the state that the lighthouse names; False where it did not come."""
         try:
-            self._has, left_out = self._states.fetch(load.donor, _SLOW + 2 * load.seconds)
+            self._has, left_out = self._do("take", donor=load.donor, seconds=_SLOW + 2 * load.seconds)
         except NotGiven as why:
             if load.donor >= 0:
                 self.notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
@@ -312,6 +298,7 @@ class Participant:
         """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
         round, company = None, self.company
         while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+            self._places.say("idle")
             round = company.first(_WAIT, ahead)
         return round
 
@@ -323,9 +310,10 @@ class Participant:
         if load.donor < 0 or round - self._has <= FRESH:
             return
         slow = _SLOW + 2 * load.seconds
-        wait = 2 * load.seconds + _MOMENT if load.seconds else slow
         try:
-            self._has, _ = self._states.fetch(load.donor, slow, after=round - 2, wait=wait)
+            self._has, _ = self._do(
+                "take", donor=load.donor, seconds=slow, after=round - 2, wait=2 * load.seconds + _MOMENT
+            )
         except NotGiven as why:
             self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
 
@@ -333,10 +321,10 @@ class Participant:
         """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
         if load.donor < 0 or not self._agrees:
             return True
-        path, donor = self.folder / "taken.safetensors", str(load.donor)
+        donor = load.donor
         try:
             patience = _SLOW + 2 * load.seconds
-            shadow(self.optimizer, self.gifts, donor, range(self._has + 1, round), path, patience)
+            self._do("follow", donor=donor, first=self._has + 1, until=round, seconds=patience)
             self._has = round - 1
         except NotGiven as why:
             self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
@@ -349,9 +337,9 @@ class Participant:
             seat=self.company.seat,
             first=round,
             donor=load.donor if self._has else -1,
-            copied=self._states.of,
+            copied=self._acts.states.of,
             has=self._has,
-            size=self._states.taken,
+            size=self._acts.states.taken,
             at=self.transport.now(),
         )
         self.company.report({"start": as_line(line)})
@@ -360,9 +348,7 @@ class Participant:
 
     def _conclude(self) -> None:
         """Offer what this worker came to; judge the one model where it is asked to."""
-        for fragment in self.optimizer.fragments:
-            fragment.ahead = None  # there is no round that it was sent ahead for
-        result = self.trainer.conclude(self.folder)
+        result = self._do("conclude")
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
         self._tell()
         self.company.report({"result": result})

@@ -3,7 +3,7 @@
 RUN/config.toml         at once
 RUN/members.jsonl       who joined, left, was lost, and every view: the lighthouse's memory
 RUN/metrics.jsonl       what the workers report, by seat
-RUN/state.safetensors   the newest state that a member has sent here, every run.checkpoint_every steps
+RUN/states/             the newest state that a member has sent here, every run.checkpoint_every steps
 RUN/model.safetensors   the mean over the members of the last view, at the end
 RUN/summary.json        at the end: its presence means that the run is complete
 
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,16 @@ from isles.comm.elastic.record import EXCHANGES, as_line, from_line
 from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import WAYS
 from isles.comm.errors import PeerLost
-from isles.durable import settle, write_text
+from isles.durable import write_text
 from isles.launch.fields import Unfit, integer, table
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.joining import MODEL
+from isles.training.elastic.kept import KeptStates
 from isles.training.elastic.refused import RefusalBook
-from isles.training.elastic.states import STATE
+from isles.training.elastic.states import STATE, giver_of, kept_as
 from isles.training.elastic.terms import lands_together, last_round, rules, sync_every
 from isles.training.records.events import Schema
 from isles.training.records.rundir import METRICS, SUMMARY, held
@@ -100,9 +102,8 @@ class Keeper:
             self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.session, self.giver = session, Giver(session, LIGHTHOUSE, self.on_notice, patient=False)
-            state = self.out / "state.safetensors"
-            if state.exists():
-                self.giver.offer(STATE, state, {})
+            self._states = KeptStates(self.out / "states", self.config.world.inner)
+            self._offer_states()
             self.lighthouse = Lighthouse(
                 session,
                 rules(self.config),
@@ -175,17 +176,20 @@ class Keeper:
 
     def _save(self) -> bool:
         """Fetch a member's state, so that the run outlives its workers."""
-        state = self.out / "state.safetensors"
-        fresh = state.with_suffix(".partial")
         for seat in self.lighthouse.members():
-            try:
-                take(self.session, str(seat), STATE, fresh, most=_MOST, seconds=self.config.world.outer_deadline)
-            except NotGiven:
-                continue
-            settle(fresh, state)
-            self.giver.offer(STATE, state, {})
-            return True
+            with contextlib.suppress(NotGiven):
+                if self._states.save(partial(self._fetch, seat)):
+                    self._offer_states()
+                    return True
         return False
+
+    def _fetch(self, seat: int, place: int, path: Path) -> int:
+        giver, patience = giver_of(seat, place), self.config.world.outer_deadline
+        return take(self.session, giver, STATE, path, most=_MOST, seconds=patience).get("round", -1)
+
+    def _offer_states(self) -> None:
+        for place, path in enumerate(self._states.newest()):
+            self.giver.offer(kept_as(place), path, {})
 
     def _collect(self, seats: Sequence[int]) -> list[int]:
         """Fetch the models of `seats`, and write their mean; whose they are. Who is lost meanwhile costs its share."""

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.gifts import Gifts, NotGiven
 from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
+from isles.training.records.tensors import write_tensors
 
 KEPT = 16
 _MEAN = "mean"
@@ -30,25 +31,23 @@ class Means:
 
     def __init__(self, optimizer: OuterSync, gifts: Gifts, folder: Path) -> None:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
-        self._since: int | None = None  # the round after which a state was copied
         self._offered: list[int] = []
 
     def copied(self, round: int) -> None:
-        """This worker's state after `round` has been given to somebody."""
-        self._since = round
+        """This worker's state after `round` has been given to somebody: the means of the next ones are kept for it."""
+        (fragment,) = self._optimizer.fragments
+        fragment.keep_until = round + KEPT
 
-    def landed(self, round: int, *, is_missed: bool = False) -> None:
-        """Right after the landing of `round`, while its mean is still there. is_missed: somebody was late for it, and
-        comes to ask.
-        """
-        if is_missed or (self._since is not None and self._since < round <= self._since + KEPT):
-            (fragment,) = self._optimizer.fragments
-            answer = fragment.latest
-            assert answer is not None, "it has just landed"
+    def landed(self, round: int) -> None:
+        """Right after the landing of `round`: its mean, where it was kept."""
+        (fragment,) = self._optimizer.fragments
+        answer = fragment.latest
+        if fragment.kept is not None and answer is not None:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
-            save_file({_MEAN: answer.buffer}, str(path))
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
-            self._gifts.offer(_name(round), path, {**facts, "digest": fragment.digest})
+            facts |= {"digest": fragment.digest}
+            kept = {_MEAN: fragment.kept}
+            self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         for old in [old for old in self._offered if old <= round - KEPT]:
             self._gifts.withdraw(_name(old))

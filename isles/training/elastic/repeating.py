@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,10 +31,9 @@ from isles.training.config.sections import Config
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.joining import MODEL, Ending, Participant
-from isles.training.elastic.means import shadow
 from isles.training.elastic.script import Life, Script, script
 from isles.training.elastic.states import ANCHORS, STATE
-from isles.training.elastic.terms import in_rounds, lands_together, last_round, sync_every
+from isles.training.elastic.terms import in_rounds, lands_together, last_round
 from isles.training.records.rundir import held
 
 _FOREVER = 1e9  # seconds of the virtual clock: what is on record comes
@@ -48,6 +47,8 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     entries, lines = recorded(run)
     if not lines or not any(entry["event"] == "view" for entry in entries):
         raise ValueError(f"{run}: holds no record of exchanges (members.jsonl, exchanges.jsonl): name an elastic run")
+    if config.world.inner > 1:
+        raise ValueError("world.inner: runs of islands are not repeated")
     made = script(entries, lines, agrees=lands_together(config))
     world = replace(config.world, backend="virtual", links="lan")
     config = in_rounds(replace(config, world=world), simulated=True)
@@ -103,11 +104,9 @@ class Repeater(Participant):
         for life in self.company.own:
             self.company.begin_life(life)
             if life.start.donor >= 0:
-                self._states.fetch(life.start.donor, _FOREVER)
+                self._acts.take(life.start.donor, _FOREVER)
                 if self._agrees:
-                    path, missed = self.folder / "taken.safetensors", range(life.start.copied + 1, life.start.first)
-                    shadow(self.optimizer, self.gifts, str(life.start.donor), missed, path, _FOREVER)
-            self._began_at = (life.start.first - 1) * sync_every(self.config) if self._states.lacks_moments else None
+                    self._acts.follow(life.start.donor, life.start.copied + 1, life.start.first, _FOREVER)
             ending = self._train(life.start.first)
         if ending == "finished":
             self.company.ended = Over()
@@ -123,7 +122,7 @@ class RepeatedCompany(VirtualCompany):
     mixing: Mixing
 
     def __init__(self, made: Script, worker: Any, last: int, ended_with: Callable[[int, Any], None]) -> None:
-        super().__init__(self, worker)
+        super().__init__(cast(Any, None), worker)  # nobody is asked
         self.own = made.lives.get(self.seat, ())
         self.current = 0
         self._script, self._last, self._ended_with = made, last, ended_with

@@ -10,7 +10,7 @@ A donor copies its state once, right after a landing; the copy becomes a file, a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,32 @@ _SPARE = 1 << 20  # bytes of a state beside its tensors
 class States:
     """Those that this worker gives and takes. folder: for files on their way. last: the last round of the run.
 
-    taken, of: bytes of the newest one that was taken, and its round. lacks_moments: whether it came without the inner
-    optimizer's.
+    place: this worker's in its island. taken, of: bytes of the newest one that was taken, and its round. lacks_moments:
+    whether it came without the inner optimizer's.
     """
 
     def __init__(
-        self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: Callable[[], int]
+        self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: Callable[[], int], place: int = 0
     ) -> None:
+        self._place = place
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
         self.taken, self.of, self.lacks_moments = 0, 0, False
 
-    @property
-    def are_wanted(self) -> bool:
-        """Whether somebody has asked for one."""
-        return any(self._gifts.is_wanted(what) for what in (STATE, ANCHORS))
+    def wanted(self) -> list[bool]:
+        """Of `STATE` and `ANCHORS`, which somebody has asked this worker for."""
+        return [self._gifts.is_wanted(what) for what in (STATE, ANCHORS)]
 
-    def landed(self, round: int, left_out: dict[int, int]) -> bool:
-        """Right after the landing of `round`: copy what somebody has asked for; whether that was done. left_out: who
-        was told by then to be left out, and of which view.
+    def landed(self, round: int, left_out: dict[int, int], wanted: Sequence[bool]) -> bool:
+        """Right after the landing of `round`: copy what is `wanted`; whether something was. left_out: who was told by
+        then to be left out, and of which view.
         """
         done = False
-        for what in (STATE, ANCHORS):
+        for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
             if round - self._copied[what] >= FRESH:
                 self._gifts.shut(what)
-            if self._gifts.is_wanted(what):
+            if is_wanted:
                 self._copied[what], done = round, True
                 self._offer(what, round, left_out)
         return done
@@ -100,7 +100,9 @@ class States:
         donor was told by then to be left out. seconds: without a piece, until it counts as lost. wait: until it is
         offered, by default as long. after: it is to be of a round behind that one. NotGiven.
         """
-        giver, what = (LIGHTHOUSE, STATE) if donor < 0 else (str(donor), self._joins_with)
+        giver, what = giver_of(donor, self._place), self._joins_with
+        if donor < 0:
+            giver, what = LIGHTHOUSE, kept_as(self._place)
         path = self._folder / "taken.safetensors"
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         try:
@@ -136,6 +138,16 @@ class States:
             if fragment.residual is not None:
                 fragment.residual.zero_()  # what the donor holds back it will still send itself
         return round
+
+
+def giver_of(seat: int, place: int) -> str:
+    """Under which name the worker at a place of that seat's island gives."""
+    return f"{seat}/{place}" if place else str(seat)
+
+
+def kept_as(place: int) -> str:
+    """Under which name the lighthouse keeps the state of a place in an island."""
+    return f"{STATE}-{place}" if place else STATE
 
 
 def _left_out(told: Any) -> dict[int, int]:

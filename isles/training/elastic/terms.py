@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
-
-import numpy as np
 
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
-from isles.data.lots import rows, spare_rows
 from isles.replicas import method
 from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve
@@ -85,10 +81,20 @@ def check(config: Config, *, simulated: bool = False) -> None:
             'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
             "it out"
         )
-    if config.world.inner > 1 or config.pipeline.stages > 1:
+    if config.pipeline.stages > 1:
         raise ValueError(
-            "world.inner, pipeline.stages: where workers come and go each is a whole replica; take them out, or use "
-            "isles train --nodes"
+            "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
+            "--nodes"
+        )
+    if config.world.inner > 1 and (simulated or is_quorum(config) or not lands_together(config)):
+        raise ValueError(
+            f"world.inner = {config.world.inner}: islands come and go with methods of one mean for all, such as "
+            'diloco, with on_late = "wait", and not on the virtual clock: take it out'
+        )
+    if is_quorum(config) and config.world.inner > 1:
+        raise ValueError(
+            'replicas.on_late = "quorum": workers of an island would have to land amid a round together; choose "wait", or '
+            "world.inner = 1"
         )
     if config.world.silence != SILENCE:
         raise ValueError(
@@ -148,7 +154,7 @@ def batches_in_all(config: Config) -> int:
 def rules(config: Config) -> Rules:
     """Of the lighthouse."""
     return Rules(
-        founders=config.world.workers,
+        founders=config.replicas_in_all,
         sync_every=sync_every(config),
         agrees=lands_together(config),
         last=None if config.run.tokens else last_round(config, None),
@@ -156,22 +162,3 @@ def rules(config: Config) -> Rules:
         batches=batches_in_all(config) if config.run.tokens else None,
         quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
     )
-
-
-def positions(
-    config: Config, views: Mapping[int, View], view: View | None, seat: int, round: int, spare: int
-) -> Iterator[np.ndarray]:
-    """What `seat` reads in `round`: (b,) places of the data's order for each backward pass.
-
-    view: whose cell it reads; None: out of turn, from its own stretch, of which it has read `spare` batches.
-    """
-    size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
-    if view is None:
-        steps = [spare_rows(seat, spare + h, batch_size=size * accumulation) for h in range(sync_every(config))]
-    else:
-        place = view.place(seat)
-        assert place is not None, "its cell is read by a member"
-        batches = cells.batches(views, view, round, place)
-        steps = [rows(*batch, batch_size=size * accumulation) for batch in batches]
-    for step in steps:
-        yield from np.split(step, accumulation)

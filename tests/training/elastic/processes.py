@@ -17,6 +17,7 @@ from isles.comm.credentials import read
 from isles.training.config.reading import to_toml
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.test_runs import small
+from tests.training.elastic.warm import Worker
 
 FOUNDERS = 2
 
@@ -41,6 +42,7 @@ class Processes:
         config = small(folder, steps, founders, "inner.lr=0.001", *settings)
         (folder / "config.toml").write_text(to_toml(config))
         self.started: list[subprocess.Popen[bytes]] = []
+        self.warm: list[Worker] = []
         words = ["lighthouse", str(folder / "config.toml"), "--host", host, "--port", port, "--out", str(self.out)]
         self.light = self.start(*words, on=on)
         self.until(lambda: (self.out / "config.toml").exists())
@@ -57,6 +59,13 @@ class Processes:
     def join(self, *more: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         return self.start("join", self.address, "--token", self.token, *more, on=on)
 
+    def warm_join(self, *more: str, pause: float = 0.25) -> Worker:
+        """A worker that need not load torch; each of its rounds takes `pause` seconds and some."""
+        log = self.folder / f"warm-{len(self.warm)}.log"
+        words = ["join", self.address, "--token", self.token, *more]
+        self.warm.append(Worker(words, self.folder, log, pause))
+        return self.warm[-1]
+
     def until(self, over: Callable[[], object], seconds: float = 90.0) -> None:
         ends = time.monotonic() + seconds
         while not over():
@@ -67,7 +76,7 @@ class Processes:
         return "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in sorted(self.folder.glob("*.log")))
 
     def end(self) -> None:
-        for process in self.started:
+        for process in (*self.started, *self.warm):
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()

@@ -6,17 +6,20 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.lighthouse import Lighthouse
+from isles.training.elastic.acts import Acts
 from isles.training.elastic.joining import Participant
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import events, small
 
 pytest.importorskip("zenoh")
 INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
+ADAM = ("replicas.method=fedadam",)  # whose landing uses up the mean
 Digests = Mapping[int, Mapping[int, int]]
 
 
@@ -24,17 +27,17 @@ Digests = Mapping[int, Mapping[int, int]]
 def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
     """By round and seat, of what was landed; rounds take 50 ms."""
     found: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    one_round, copy_state = Participant._round, Participant._copy_states
+    one_round, landed = Participant._round, Acts.landed
 
-    def noted(worker: Participant, round: int) -> None:
-        found[round][worker.company.seat] = worker.optimizer.fragments[0].digest
-        copy_state(worker, round)
+    def noted(acts: Acts, round: int, left_out: Mapping[Any, int]) -> None:
+        found[round][acts.seat] = acts.optimizer.fragments[0].digest
+        landed(acts, round, left_out)
 
     def slowly(worker: Participant, *place: int) -> bool:
         time.sleep(0.05)
         return one_round(worker, *place)
 
-    monkeypatch.setattr(Participant, "_copy_states", noted)
+    monkeypatch.setattr(Acts, "landed", noted)
     monkeypatch.setattr(Participant, "_round", slowly)
     return found
 
@@ -62,9 +65,12 @@ def all_alike(digests: Digests) -> bool:
     return all(len(set(seats.values())) == 1 for seats in digests.values())
 
 
-def test_who_lands_a_round_has_what_the_others_have(tmp_path: Path, digests: Digests) -> None:
+@pytest.mark.parametrize("settings", [INT8, pytest.param(ADAM, marks=pytest.mark.long)])
+def test_who_lands_a_round_has_what_the_others_have(
+    tmp_path: Path, digests: Digests, settings: tuple[str, ...]
+) -> None:
     """One of three vanishes: the others repeat the round without it. A joiner lands with them from its first one on."""
-    world = Run(small(tmp_path, 6000, 3, *INT8), tmp_path / "run")
+    world = Run(small(tmp_path, 6000, 3, *settings), tmp_path / "run")
     first, _, third = (world.join() for _ in range(3))
     world.until(lambda: len(digests) >= 4)
     world.vanish(third)
@@ -77,6 +83,7 @@ def test_who_lands_a_round_has_what_the_others_have(tmp_path: Path, digests: Dig
     begun = landed(digests, joined)[0]
     end(world)
     assert begun > last + 5 and all_alike(digests)
+    assert not any("did not come" in notice for notice in world.notices)
     shared = [round for round in landed(digests, joined) if len(digests[round]) == 3]
     assert len(shared) >= 3  # with both founders
     every_round = sorted(digests)

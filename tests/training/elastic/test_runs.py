@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from isles.training.config.reading import gather
 from isles.training.config.sections import Config
+from isles.training.elastic.acts import Acts
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.terms import elastic
 from tests.training.elastic.runs import Run
@@ -137,7 +139,7 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     """
     world = Run(small(tmp_path, 60_000, 2, "run.checkpoint_every=50"), tmp_path / "run")
     first, second = world.join(), world.join()
-    world.until(lambda: (world.out / "state.safetensors").exists())
+    world.until(lambda: list((world.out / "states").glob("round-*")))
     world.stop()
     assert world.summary is None  # stopped, not over
     before = world.step(first)
@@ -188,12 +190,12 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """From its third round on its distance from the mean of the others is at most twice the largest of theirs."""
     anchors: dict[int, dict[int, Tensor]] = {}
 
-    def noted(worker: Participant, round: int) -> None:
-        anchors.setdefault(round, {})[worker.company.seat] = worker.optimizer.fragments[0].anchor.clone()
-        copy_state(worker, round)
+    def noted(acts: Acts, round: int, left_out: Mapping[Any, int]) -> None:
+        anchors.setdefault(round, {})[acts.seat] = acts.optimizer.fragments[0].anchor.clone()
+        landed(acts, round, left_out)
 
-    copy_state = Participant._copy_states
-    monkeypatch.setattr(Participant, "_copy_states", noted)
+    landed = Acts.landed
+    monkeypatch.setattr(Acts, "landed", noted)
     world = Run(small(tmp_path, 6000, 3, "inner.lr=0.002"), tmp_path / "run")
     founders = [world.join() for _ in range(3)]
     world.until(lambda: min(map(world.step, founders)) >= 10 * EVERY)

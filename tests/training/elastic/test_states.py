@@ -74,7 +74,9 @@ def handed_over(tmp_path: Path, kind: JoinState) -> tuple[OuterSync, OuterSync, 
                 taking = States(joiner, Giver(guest, "4", lambda notice: None), tmp_path, kind, lambda: 9)
                 stop = threading.Event()
                 rounds = threading.Thread(
-                    target=lambda: [giving.landed(2, {5: 1}) for _ in iter(lambda: stop.wait(0.01), True)]
+                    target=lambda: [
+                        giving.landed(2, {5: 1}, giving.wanted()) for _ in iter(lambda: stop.wait(0.01), True)
+                    ]
                 )
                 rounds.start()
                 try:
@@ -137,7 +139,7 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
                         while not giver.is_wanted(STATE):
                             time.sleep(0.001)
                         began = time.thread_time()
-                        assert giving.landed(2 + trial * FRESH, {})
+                        assert giving.landed(2 + trial * FRESH, {}, giving.wanted())
                         ratios.append((time.thread_time() - began) / one_copy)
                         taking.join(60.0)
                         assert taken.stat().st_size >= size

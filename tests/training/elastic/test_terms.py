@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isles.cli.resume import resume
+from isles.comm.elastic.cells import batches
 from isles.comm.view import View
 from isles.training.config.reading import gather, resolve
+from isles.training.elastic.acts import positions
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse import Keeper
-from isles.training.elastic.terms import elastic, last_round, positions, rules
+from isles.training.elastic.terms import elastic, last_round, rules
 from isles.training.running.run import launch
 from tests.training.runs import TINY
 
@@ -86,11 +88,15 @@ def test_cells_are_read_in_passes() -> None:
     """With accumulation a worker reads what it would have read in a batch of that size; together all of it, once."""
     made = config("run.steps=20", "world.workers=3", "inner.accumulation=2")
     view = View(0, 1, (4, 7, 9), (5, 5, 5))
-    read = [np.concatenate(list(positions(made, {0: view}, view, seat, 1, 0))) for seat in view.seats]
-    assert all(len(list(positions(made, {0: view}, view, seat, 1, 0))) == 10 for seat in view.seats)
+    cells = [batches({0: view}, view, 1, place) for place in range(3)]
+    passes = [list(positions(made, seat, cell, 0)) for seat, cell in zip(view.seats, cells, strict=True)]
+    read = [np.concatenate(each) for each in passes]
+    assert all(len(each) == 10 for each in passes)
     assert sorted(np.concatenate(read).tolist()) == list(range(3 * 5 * 2 * 2))
-    out_of_turn = np.concatenate(list(positions(made, {}, None, 7, 1, 0)))
+    out_of_turn = np.concatenate(list(positions(made, 7, [], 0)))
     assert out_of_turn.min() > 1 << 50 and len(set(out_of_turn.tolist())) == 20
+    shares = [np.concatenate(list(positions(made, 4, cells[0], 0, (number, 2)))) for number in range(2)]
+    assert not set(shares[0].tolist()) & set(shares[1].tolist())  # of an island's two workers
 
 
 def test_the_mean_of_models(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -22,12 +23,16 @@ _LOADED = ["torch._dynamo", "isles.cli", "isles.training.elastic.entering", "tes
 
 
 class Worker:
-    """One process, with as much of `subprocess.Popen` as tests of processes need."""
+    """One process, with as much of `subprocess.Popen` as tests of processes need. pause: seconds that it sleeps in each
+    round, so that rounds take a while and the machine is left to others.
+    """
 
-    def __init__(self, words: Sequence[str], folder: Path, log: Path) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, log: Path, pause: float = 0.0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_LOADED)
-        self._process: ForkServerProcess = context.Process(target=_work, args=(list(words), str(folder), str(log)))
+        self._process: ForkServerProcess = context.Process(
+            target=_work, args=(list(words), str(folder), str(log), pause)
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -39,6 +44,17 @@ class Worker:
             return []
         text = self._written.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def gaps(self, start: float = 0.0, end: float = float("inf")) -> list[float]:
+        """Seconds between the ends of two rounds, between two moments of the monotonic clock."""
+        return [
+            late - early for early, late in pairwise(one["at"] for one in self.rounds() if start <= one["at"] <= end)
+        ]
+
+    def grown(self, before: int) -> int:
+        """Bytes of memory more than `before`."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") - before
 
     def poll(self) -> int | None:
         """The exit code, once it has ended."""
@@ -79,7 +95,7 @@ def _nothing() -> None:
     pass
 
 
-def _work(words: list[str], folder: str, log: str) -> None:
+def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     """In the new process."""
     os.chdir(folder)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -93,9 +109,11 @@ def _work(words: list[str], folder: str, log: str) -> None:
     one_round = Participant._round
 
     def noted(worker: Participant, round: int, every: int) -> bool:
-        landed = one_round(worker, round, every)
+        time.sleep(pause)
+        landed = bool(one_round(worker, round, every))
         seats, outcome = worker.roster.outcome(round)
         line = {"seat": worker.company.seat, "round": round, "seats": seats, "outcome": outcome, "landed": landed}
+        line["digest"] = worker.optimizer.fragments[0].digest
         written.write(json.dumps({**line, "at": time.monotonic()}) + "\n")
         return landed
 

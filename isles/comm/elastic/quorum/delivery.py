@@ -106,13 +106,13 @@ class Delivery:
 
 class Deliveries:
     """How a worker makes them. alone: its group of itself. fetch: a mean that it missed, None where nobody gives it;
-    landed: called after each landing with its round, and whether somebody was late for it.
+    landed: called after each landing with its round.
     """
 
     def __init__(self, line: LighthouseLine, alone: Group) -> None:
         self.line, self._alone = line, alone
         self.fetch: Callable[[Word], Missed | None] = lambda word: None
-        self.landed: Callable[[int, bool], None] = lambda round, missed: None
+        self.landed: Callable[[int], None] = lambda round: None
         self.late = 0
         """Rounds whose mean was taken without this worker."""
 

@@ -1,0 +1,194 @@
+"""What the workers of a member do together: one worker by itself, or all those of an island.
+
+leader      decides, says what is next (`isles.comm.elastic.island`), and does it too
+follower    hears what is next, and does it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isles.comm.elastic.cells import Batch
+from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.island import FollowingRoster, IslandGroup, LeadingRoster
+from isles.comm.errors import Malformed
+from isles.comm.group import Group
+from isles.comm.layout import grid_of
+from isles.comm.mesh import Mesh
+from isles.data import Corpus
+from isles.data.lots import rows, spare_rows
+from isles.replicas.loop.joining import enter
+from isles.replicas.loop.outer import OuterSync
+from isles.training.config.sections import Config
+from isles.training.draws import draws_seed
+from isles.training.elastic.means import Means, shadow
+from isles.training.elastic.states import WARM_UP, States, giver_of
+from isles.training.elastic.terms import lands_together, sync_every
+from isles.training.trainer import Trainer
+
+_TRIES = 5
+
+
+class Acts:
+    """This worker's part. alone: its seat, by itself, over what goes between seats; places: its island's workers.
+    folder: for files on their way. last: the run's last round, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        alone: Group,
+        roster: LeadingRoster | FollowingRoster,
+        places: IslandGroup,
+        gifts: Gifts,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        report: Callable[[Any], None],
+        last: Callable[[], int],
+    ) -> None:
+        self._config, self._alone, self.folder = config, alone, folder
+        world = Mesh(world=alone, layout=grid_of(1), report=report)
+        if places.mesh is not None:
+            world = replace(places.mesh, layout=grid_of(places.size, inner=places.size), report=report)
+        self.reader = world.reader
+        self.seat = alone.transport.rank
+        place, workers = self.reader
+        torch.manual_seed(draws_seed(config.run.seed, self.seat * workers + place))
+        self.trainer = Trainer(config, world, corpus, roster)
+        assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
+        self.optimizer, self._text, self._roster = self.trainer.optimizer, self.trainer.text, roster
+        self.means = Means(self.optimizer, gifts, folder)
+        self.states = States(self.optimizer, gifts, folder, config.world.join_state, last, place=place)
+        self._gifts, self._places = gifts, places
+        self.paced: Callable[[float], None] = lambda seconds: None
+        """Called with the seconds of an inner step, before the last one of `train` exchanges."""
+        self._began_at: int | None = None  # inner steps, where this worker began without moments
+
+    def take(
+        self, donor: int, seconds: float, after: int = -1, wait: float | None = None
+    ) -> tuple[int, dict[int, int]]:
+        """See `States.fetch`; all of an island take states of one round. NotGiven for all where one has none."""
+        for _ in range(_TRIES):
+            round, left_out, why = -1, dict[int, int](), ""
+            try:
+                round, left_out = self.states.fetch(donor, seconds, after=after, wait=wait)
+            except NotGiven as reason:
+                why = str(reason)
+            rounds = [told[0] for told in self._places.gather(round)]
+            if min(rounds) < 0:
+                raise NotGiven(why or f"worker {rounds.index(min(rounds))} of this island got none")
+            if min(rounds) == max(rounds):
+                return round, left_out
+        raise NotGiven("the workers of this island got states of different rounds")
+
+    def follow(self, donor: int, first: int, until: int, seconds: float) -> None:
+        """Land the means of rounds `first` to `until - 1` as `donor` has. NotGiven for all where one could not, or none
+        came within `seconds`.
+        """
+        giver = giver_of(donor, self.reader[0])
+        path, why = self.folder / "taken.safetensors", ""
+        try:
+            shadow(self.optimizer, self._gifts, giver, range(first, until), path, seconds)
+        except NotGiven as reason:
+            why = str(reason)
+        if not all(told[0] for told in self._places.gather(int(not why))):
+            raise NotGiven(why or "another worker of this island could not land them")
+
+    def enter(self, round: int, steps: int, began_at: int | None) -> None:
+        """Begin with `round`, after so many inner steps. began_at: of inner steps, where this is without moments."""
+        self._began_at = began_at
+        enter(self.optimizer, round, steps)
+        self.schedule_at(steps)
+
+    def schedule_at(self, steps: int) -> None:
+        """The rates of the step after so many."""
+        schedule = self.trainer.schedule
+        schedule.last_epoch = steps
+        warmth = 1.0
+        if self._began_at is not None:
+            warmth = min(1.0, (steps + 1 - self._began_at) / (WARM_UP * sync_every(self._config)))
+        for group, base, factor in zip(
+            self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(steps) * warmth
+
+    def train(self, done: int, batches: Sequence[Sequence[Any]], spare: int) -> None:
+        """Inner steps after `done` of them, one a batch; the last one exchanges. batches: see `cells.Batch`; where
+        there are none, these are read out of turn, as `spare` have been before.
+        """
+        count = len(batches) or sync_every(self._config)
+        self._text.take_from(positions(self._config, self.seat, map(Batch._make, batches), spare, self.reader))
+        self.optimizer.steps = done
+        self.schedule_at(done)
+        transport = self._alone.transport
+        began, away = transport.now(), transport.away_seconds
+        for left in reversed(range(count)):
+            self.trainer.step()
+            if left == 1:  # the last one exchanges, too, and waits for others
+                self.paced((transport.now() - began - transport.away_seconds + away) / (count - 1))
+
+    def look(self) -> float | None:
+        """Validation loss."""
+        return self.trainer.validate()
+
+    def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
+        """Right after `round`: its mean and copies for whoever has asked, see `Means` and `States`."""
+        if lands_together(self._config):
+            self.means.landed(round)
+        self.copy(round, left_out)
+
+    def copy(self, round: int, left_out: Mapping[Any, int]) -> None:
+        """See `States.landed`."""
+        told = self._places.gather(*map(int, self.states.wanted()))
+        wanted = [any(each) for each in zip(*told, strict=True)]
+        if self.states.landed(round, {int(seat): number for seat, number in left_out.items()}, wanted):
+            self.means.copied(round)
+
+    def conclude(self) -> dict[str, Any]:
+        """See `Trainer.conclude`."""
+        for fragment in self.optimizer.fragments:
+            fragment.ahead = None  # there is no round that it was sent ahead for
+        return self.trainer.conclude(self.folder)
+
+    def close(self) -> None:
+        """Give back threads of its own."""
+        self.trainer.memory.close()
+
+
+def follow_leader(acts: Acts, places: IslandGroup) -> None:
+    """Do what the leader says, until it says that this is the end."""
+    while (said := places.hear())["act"] != "end":
+        act = said.pop("act")
+        with suppress(NotGiven):  # the leader knows, and says what then
+            match act:
+                case "take" | "follow" | "enter" | "train" | "look" | "landed" | "conclude":
+                    getattr(acts, act)(**said)
+                case "idle":
+                    pass
+                case _:
+                    raise Malformed(-1, f"the leader of this island says {act!r}")
+
+
+def positions(
+    config: Config, seat: int, batches: Iterable[Batch], spare: int, reader: tuple[int, int] = (0, 1)
+) -> Iterator[np.ndarray]:
+    """What `seat` reads: (b,) places of the data's order for each backward pass.
+
+    batches: one an inner step; where there are none, a round's out of turn from its own stretch, of which it has read
+    `spare`. reader: see `isles.data.lots.rows`.
+    """
+    size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
+    steps = [rows(*batch, batch_size=size * accumulation, reader=reader) for batch in batches]
+    if not steps:
+        stretch = range(spare, spare + sync_every(config))
+        steps = [spare_rows(seat, number, batch_size=size * accumulation, reader=reader) for number in stretch]
+    for step in steps:
+        yield from np.split(step, accumulation)

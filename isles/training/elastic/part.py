@@ -1,0 +1,46 @@
+"""Taking part in a run whose workers come and go: as one worker, or as the workers of an island."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from isles.comm.credentials import Token
+from isles.comm.elastic.island import IslandGroup
+from isles.comm.errors import CommError
+from isles.errors import printable
+from isles.launch.workers import LocalWorkers, raise_first
+from isles.training.config.sections import Config
+from isles.training.elastic.entering import Here, admitted, seated, train
+from isles.training.elastic.island import island_worker
+from isles.training.running.starting import deadlines, first_interrupt
+
+
+def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
+    """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
+    Where the run is one of islands this starts the workers of one, in processes of their own.
+
+    Arguments and errors as `in_run`; OSError also where the run goes on without this worker.
+    """
+    with ExitStack() as stack:
+        entrance = admitted(stack, address, token, here, tell=tell)
+        if entrance.config.world.inner == 1:
+            with seated(entrance, IslandGroup(), tell=tell) as worker, first_interrupt(worker.leaving.set):
+                return train(worker, address, tell)
+        config = entrance.config
+    return _as_island(config, (address, token, here))
+
+
+def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
+    """All workers of an island, in processes of their own; how it ended. OSError where one of them is lost: the island
+    leaves the run then.
+    """
+    world = config.world
+    pool = LocalWorkers(island_worker, world.inner, args=where, threads=world.threads, deadlines=deadlines(config))
+    try:
+        with first_interrupt(pool.stop):
+            results = pool.join()
+        raise_first(results, pool.failures)
+    except CommError as error:
+        raise OSError(f"this island has left the run, for it lost a worker: {printable(str(error), 300)}") from None
+    return results[0]
