@@ -369,7 +369,7 @@ class Participant:
         except NotGiven as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        self.company.report({"judged": self.trainer.judge_saved(path, "the lighthouse")})
+        self.company.report({"judged": self._acts.judge(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""

@@ -41,8 +41,8 @@ def test_without_churn_they_are_those_of_the_fixed_world(tmp_path: Path, inside:
         world.until(lambda: all(process.poll() is not None for process in joined))
         assert [process.returncode for process in world.started] == [0, 0, 0], world.logs()
     config = small(tmp_path, 20, 4, "inner.lr=0.001", *ISLANDS, f"world.inside={inside}")
-    gloo = replace(config, world=replace(config.world, backend="gloo"))
-    run(gloo, tmp_path / "fixed")
+    real = replace(config, world=replace(config.world, backend="distributed"))
+    run(real, tmp_path / "fixed")
     mine, other = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("run", "fixed"))
     assert mine.keys() == other.keys() and all(mine[name].equal(other[name]) for name in mine)
 
