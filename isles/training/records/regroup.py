@@ -95,6 +95,11 @@ def prepare(
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
     if seats == list(range(after)) and not anew:
         return Resumption(config, step, _changed(checkpoints.manifest(step), config, run))
+    if config.pipeline.routing == "ravnest" and after == saved.world.workers and not anew and config.pipeline.clusters:
+        back = ", ".join(str(worker) for worker in range(after) if worker not in seats)
+        notes = _changed(checkpoints.manifest(step), config, run)
+        told = f"note: workers {back} had been lost: they load the others' weights at the next average, or stand by"
+        return Resumption(config, step, [*notes, told])
     if config.pipeline.routing in ("ravnest", "swarm"):
         raise ValueError(
             f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
