@@ -47,8 +47,12 @@ def test_who_comes_and_goes_changes_nothing(alone: Any, tmp_path: Path) -> None:
     assert summary["tokens"] == alone[0]["tokens"]
     assert {key: summary[key] for key in ("joins", "deaths", "leaves")} == {"joins": 3, "deaths": 2, "leaves": 2}
     assert sorted(swarm.results) == [1, 2, 4, 5, 8, 9] and 0 < summary["compute_utilisation"] < 1
-    _, again, same = run(tmp_path / "b", EVENTS)
-    assert furthest(weights, same) == 0 and again["virtual_seconds"] == summary["virtual_seconds"]
+
+
+@pytest.mark.long
+def test_the_same_again(tmp_path: Path) -> None:
+    (_, first, ours), (_, second, theirs) = (run(tmp_path / name, EVENTS) for name in "ab")
+    assert furthest(ours, theirs) == 0 and first["virtual_seconds"] == second["virtual_seconds"]
 
 
 @pytest.mark.long
@@ -85,7 +89,7 @@ def test_soak(tmp_path: Path) -> None:
     """1,000 steps; about every 10 of them a peer is killed or joins."""
     more = ("run.steps=1000", "run.validate_every=250", "run.log_every=100", "world.links=lan")
     single, _ = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
-    _, summary, _ = run(tmp_path / "many", soak(100, 1.0, 3, ("kill",)), *more, "pipeline.rebalance=throughput")
+    _, summary, _ = run(tmp_path / "many", soak(100, 0.35, 3, ("kill",)), *more, "pipeline.rebalance=throughput")
     print(summary["joins"], summary["deaths"], summary["virtual_seconds"])
     assert abs(summary["val_loss"] - single["val_loss"]) < 1e-9
     assert summary["deaths"] > 40
@@ -95,7 +99,7 @@ def test_soak(tmp_path: Path) -> None:
 def test_a_hundred_that_leave_lose_nothing(alone: Any, tmp_path: Path) -> None:
     more = ("run.steps=200", "run.validate_every=0", "run.log_every=100", "world.links=lan")
     single, expected = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
-    events = soak(230, 0.08, 5, ("leave",))
+    events = soak(230, 0.03, 5, ("leave",))
     swarm, summary, weights = run(tmp_path / "many", events, *more)
     print(summary["leaves"], summary["virtual_seconds"])
     assert summary["leaves"] >= 100 and summary["tokens"] == single["tokens"]
