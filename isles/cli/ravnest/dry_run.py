@@ -56,7 +56,7 @@ def _print(plan: ClusteredRun) -> None:
     ]
     print_table(Table(heads=heads, rows=rows, names=0))
     if plan.aside:
-        print(f"\n{plan.aside} more workers stand by for who is lost")
+        print(f"\nworkers beside these that stand by for who is lost: {plan.aside}")
     mean = sum(plan.bytes_sent) / len(plan.bytes_sent)
     print(
         f"\n{plan.averages} averages over {plan.segments} segments; {format_bytes(mean)} a worker in the whole run, "

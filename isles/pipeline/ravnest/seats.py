@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,16 @@ class ClusterSeats:
         seated = {position for cluster in clusters for position in cluster}
         waiting = tuple(position for position in range(size) if position not in seated)
         return cls(tuple(map(tuple, clusters)), waiting)
+
+    @classmethod
+    def of_plain(cls, plain: Sequence[Any]) -> ClusterSeats:
+        """From `to_plain`."""
+        clusters, waiting, lost, out = plain
+        return cls(tuple(map(tuple, clusters)), tuple(waiting), frozenset(lost), frozenset(out))
+
+    def to_plain(self) -> list[Any]:
+        """For a checkpoint."""
+        return [list(map(list, self.clusters)), list(self.waiting), sorted(self.lost), sorted(self.out)]
 
     @property
     def whole(self) -> list[int]:
@@ -60,6 +71,11 @@ class ClusterSeats:
         hit = {number for number, cluster in enumerate(self.clusters) if not set(cluster).isdisjoint(lost)}
         waiting = tuple(position for position in self.waiting if position not in lost)
         return replace(self, waiting=waiting, lost=self.lost | set(lost), out=self.out | hit)
+
+    def returned(self) -> ClusterSeats:
+        """All who were lost are here again, without what they held: in their old places, or standing by."""
+        seated = {position for cluster in self.clusters for position in cluster}
+        return replace(self, waiting=(*self.waiting, *sorted(self.lost - seated)), lost=frozenset())
 
     def mended(self) -> ClusterSeats:
         """Who stands by takes the places of the lost, first where the fewest are; a cluster that stays without somebody

@@ -42,7 +42,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import first_nan
 from isles.training.records.saved import save_model
 from isles.training.records.timeline import Timeline
-from isles.training.staged import hold_against_whole, on_host, told_by_first
+from isles.training.staged import hold_against_whole, on_host
 from isles.training.step import WAITS
 from isles.training.text import Text
 
@@ -51,13 +51,17 @@ LONGEST = 200
 
 
 class ClusterWorker:
-    """One worker. corpus: that of `config.data`, where it was loaded already."""
+    """One worker. corpus: that of `config.data`, where it was loaded already. seats: who serves what; None: as the run
+    begins.
+    """
 
-    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None) -> None:
+    def __init__(
+        self, config: Config, world: Mesh, corpus: Corpus | None = None, seats: ClusterSeats | None = None
+    ) -> None:
         self.config, self.world, self.corpus = config, world, corpus
         world.world.ledger.trust.ratio = config.world.trust_ratio
         self.cuts = cuts = cluster_cuts(config)
-        self.quorum = Quorum(world.world, ClusterSeats.of(ranks_of(cuts), world.size))
+        self.quorum = Quorum(world.world, seats or ClusterSeats.of(ranks_of(cuts), world.size))
         self._opening(cuts)
         self.average = ClusterAverage(
             self.quorum,
@@ -72,7 +76,8 @@ class ClusterWorker:
         """Whether a node of its cluster is lost, and nobody has taken its place yet."""
         if self.quorum.trains:
             self._serve()
-        self.judges = told_by_first(world.world, self.text is not None and self.text.judges)
+        judges = torch.tensor([self.text is not None and self.text.judges])
+        self.judges = any(map(bool, world.world.all_gather(judges, channel="control")))
         self.steps = self.averaged = self.told = 0
         """Updates; those at the last average; losses of the stretch that were told."""
         self.left_over: list[Tensor] = []
@@ -340,6 +345,7 @@ class ClusterWorker:
         traffic, transport = self.world.world.traffic, self.world.transport
         return {
             "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
+            "seats": self.quorum.seats.to_plain(),
             "steps": self.steps,
             "averaged": self.averaged,
             "losses": torch.stack(self.left_over) if self.left_over else None,
@@ -354,6 +360,8 @@ class ClusterWorker:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
         if self.serving is not None:
+            if state["serving"] is None:  # of a cluster that was broken, as not all knew
+                raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
             self.serving.load_state_dict(state["serving"], state["steps"])
         self.steps, self.averaged = state["steps"], state["averaged"]
         self.left_over = [] if state["losses"] is None else list(state["losses"].to(self.device))
@@ -365,15 +373,8 @@ class ClusterWorker:
         self.timeline = Timeline(self.world.rank, resumed=True)
         restore_draws(state, self.device)
 
-
-def train_clustered(
-    world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
-) -> dict[str, Any] | None:
-    """What each worker of such a run does; see `isles.training.worker.train_worker`."""
-    node = ClusterWorker(config, world, corpus)
-    if resume is None:
-        node.average.begin()
-    else:
-        assert out is not None
-        node.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
-    return node.run(out)
+    def come_back(self, state: dict[str, Any]) -> None:
+        """Take part again, without a state of one's own. state: of another worker."""
+        self.steps, self.averaged = state["steps"], state["averaged"]
+        self.clock_before = state["clock_seconds"] - self.world.transport.now()
+        self.timeline = Timeline(self.world.rank, resumed=True)

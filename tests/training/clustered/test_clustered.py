@@ -17,6 +17,8 @@ from isles.data import Corpus, load_corpus
 from isles.training.clustered.dry import dry_clusters
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.regroup import prepare
 from isles.training.running.run import launch
 from isles.training.running.starting import deadlines
 from isles.training.worker import train_worker
@@ -106,7 +108,7 @@ def ends_after(world: Mesh, config: Config, corpus: Corpus, victim: int, message
     return train_worker(world, config, corpus=corpus)
 
 
-@pytest.mark.parametrize(("victim", "messages"), [(0, 40), (3, 25)])
+@pytest.mark.parametrize(("victim", "messages"), [(0, 40), pytest.param(3, 25, marks=pytest.mark.long)])
 def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, messages: int) -> None:
     """One that stands by takes the root's place, with its text, or a leaf's: three clusters at the end."""
     made = config("world.workers=7", "replicas.sync_every=3", "run.validate_every=0")
@@ -121,6 +123,23 @@ def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, message
     assert sum(one["val_loss"] is not None for one in left) == 1
     told = max(left, key=lambda one: one["parameters"])
     assert told["val_loss"] is not None and told["val_loss"] < 5.5
+
+
+def test_a_lost_worker_comes_back_when_the_run_is_resumed(tmp_path: Path) -> None:
+    """Its cluster was out, and is whole again from the next average on."""
+    out, read = tmp_path / "run", config("run.checkpoint_every=6")
+    train(read, out)
+    for name in ("summary.json", "model.safetensors"):
+        (out / name).unlink()
+    checkpoints = Checkpoints(out)
+    facts = {key: value for key, value in checkpoints.manifest(6).items() if key not in ("workers", "seats", "step")}
+    checkpoints.commit(6, [0, 1, 2, 4, 5], facts, keep=0)  # as if worker 3 had been lost
+    ready = prepare(out, None)
+    assert "workers 3 had been lost: they load the others' weights" in ready.notes[-1]
+    summary = train(ready.config, out, resume=ready.step)
+    assert summary["workers"] == 6 and summary["val_loss"] == summary["val_loss_replicas"]
+    seen = {line["worker"] for line in lines(out) if line["step"] > 8}
+    assert seen == set(range(6))
 
 
 @pytest.mark.long

@@ -79,7 +79,7 @@ def peak(_: Mesh, config: Config) -> int:
     return meter.peak
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_node_holds_what_its_dry_run_says(recompute: bool) -> None:
     """Counted by every storage. Beside it lie messages, one that is awaited and one under way each way, and what an
     operation of a backward pass makes and drops: three tensors of the widest; and single numbers.
