@@ -12,6 +12,7 @@ from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.seats import seat_of
 from isles.training.swarmed.trainer import SwarmTrainer
 from isles.training.trainer import Trainer
 
@@ -30,5 +31,8 @@ def train_worker(
     with trainer.memory:
         if resume is not None:
             assert out is not None
-            trainer.load_state_dict(Checkpoints(out).read_shard(resume, world.rank))
+            checkpoints, seat = Checkpoints(out), world.rank
+            if isinstance(trainer, SwarmTrainer):
+                seat = seat_of(checkpoints, resume, world.rank)
+            trainer.load_state_dict(checkpoints.read_shard(resume, seat))
         return trainer.run(out)

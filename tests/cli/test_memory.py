@@ -70,7 +70,7 @@ def test_a_person_reads_what_fsdp_takes(memory) -> None:
 
 def test_an_answer_comes_soon(memory) -> None:
     began = time.process_time()
-    code, out, err = memory("--set", "model.size=10M", "--machine", "RTX 3060", "--device-budget", "200MB")
+    code, out, err = memory("--set", "model.size=2M", "--machine", "RTX 3060", "--device-budget", "100MB")
     assert code == 0, err
     assert "no plan is below" in out
     assert time.process_time() - began < 10  # of computing: other programs of this machine do not count

@@ -9,8 +9,8 @@ not know to be lost:
 
 Guarantee. Whoever is lost, as many as there are and at any moment, all who are left come to the same answer, and it
 holds what each of them said. That needs what a closed connection gives: who is taken for lost sends nothing any more.
-Two who only lost each other are parted by the others' words: the higher position leaves. Without a loss it is one
-round, of one letter to each of the others, and the word of the decision.
+Who is lost to somebody alone, for it sent what cannot be, leaves as well; of two who lost each other, the higher.
+Without a loss it is one round, of one letter to each of the others, and the word of the decision.
 
 Why: who heard the same ones in two rounds knows what any of them knew when the second began, and nobody else can still
 speak. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous Message-passing Systems (2010).
@@ -18,7 +18,7 @@ speak. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,16 +61,16 @@ class Agreement:
         self.post.turn_over()
         size = self.post.mail.group.size
         known = self._flood([*as_words(self.lost, size), *own])
-        self._settle_members({position: from_words(said, size) for position, said in known.items()})
+        self._settle_members(known.keys() - self._accused(known))
         return {position: known[position][words_for(size) :] for position in self.members}
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         known = {self.me: tuple(own)}
         before = set(self.members) - {self.me}
-        number = 1
+        barred, number = set[int](), 1
         while True:
             self._tell(number, known)
-            heard, decision = self._listen(number, len(own))
+            heard, decision = self._listen(number, len(own), barred)
             if decision is not None:
                 known = decision
                 break
@@ -79,6 +79,7 @@ class Agreement:
             if heard.keys() == before:
                 break
             before, number = set(heard), number + 1
+            barred = self._accused(known) - {self.me}
         self._tell(number + 1, known, _DECIDED)
         return known
 
@@ -90,15 +91,15 @@ class Agreement:
                 self.post.mail.send(position, note, rows.view(-1).view(torch.uint8))
 
     def _listen(
-        self, number: int, width: int
+        self, number: int, width: int, barred: Collection[int]
     ) -> tuple[dict[int, dict[int, tuple[int, ...]]], dict[int, tuple[int, ...]] | None]:
-        """The words of this round by who said them; or a decision."""
+        """The words of this round by who said them; or a decision. barred: who is not listened to any more."""
         heard: dict[int, dict[int, tuple[int, ...]]] = {}
         now = self.post.mail.group.transport.now
         until = now() + self.patience
         while True:
             self.post.sort()
-            for letter in self.post.words():
+            for letter in (each for each in self.post.words() if each.sender not in barred):
                 word = self._read(letter.sender, letter.body, width)
                 if word is None:
                     continue
@@ -108,7 +109,9 @@ class Agreement:
                     heard[letter.sender] = word
                 elif letter.note.number > number:
                     self.post.keep(letter)
-            missing = set(self.members) - {self.me} - heard.keys() - self.lost
+            missing = set(self.members) - {self.me} - heard.keys() - self.lost - set(barred)
+            for word in heard.values():  # who is lost to somebody may be silent here for that
+                missing -= {each for said in word.values() for each in from_words(said, self.post.mail.group.size)}
             if not missing:
                 return heard, None
             if now() >= until:
@@ -128,19 +131,19 @@ class Agreement:
         self.post.mail.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
         return None
 
-    def _settle_members(self, known: Mapping[int, set[int]]) -> None:
-        """known: whom each has lost."""
-        before = self.members
-        accusers: dict[int, set[int]] = {position: set() for position in known}
-        for accuser, lost in known.items():
-            for position in lost & known.keys():
-                accusers[position].add(accuser)
-        out = {
+    def _accused(self, known: Mapping[int, Sequence[int]]) -> set[int]:
+        """Who is to leave, as somebody has lost it. Of two who have lost each other it is the higher one."""
+        size = self.post.mail.group.size
+        lost = {position: from_words(said, size) for position, said in known.items()}
+        return {
             position
-            for position, by in accusers.items()
-            if any(not (position in accusers[other] and other > position) for other in by)
+            for accuser, theirs in lost.items()
+            for position in theirs & known.keys()
+            if not (accuser in lost[position] and accuser > position)
         }
-        self.members = tuple(sorted(known.keys() - out))
+
+    def _settle_members(self, left: Collection[int]) -> None:
+        before, self.members = self.members, tuple(sorted(left))
         for position in set(before) - set(self.members) - {self.me}:
             rank = self.post.mail.group.ranks[position]
             self.post.mail.give_up(position, PeerLost(rank, "as the others say"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -43,13 +43,16 @@ class SwarmWays:
 
 @dataclass(slots=True)
 class _Under:
-    """A microbatch under way here: whom it came from, whom it went to and since when, and whether that is done."""
+    """A microbatch under way here: whom it came from, whom it went to last and since when, and whether that is done.
+    asked: all whom it went to, whose gradients are taken.
+    """
 
     done: OpenPass
     sender: int | None
     receiver: int | None = None
     since: float = 0.0
     taken: bool = False
+    asked: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -183,18 +186,18 @@ class SwarmPeer:
         self.post.sort()
         for letter in self.post.work():
             kind, sender, number = letter.note.kind, letter.sender, letter.note.number
-            if kind == FORWARD:
+            if kind == FORWARD and self.stage and sender in self.stages[self.stage - 1]:
                 self._forwards.append(letter)
             elif kind == BACKWARD:
                 under = self._under.get(number)
-                if under is not None:
+                if under is not None and sender in under.asked:
                     under.receiver = None  # nobody is waited for any more
                     self._backwards.append(letter)
             elif kind == TAKEN:
                 under = self._under.get(number)
                 if under is not None and under.receiver == sender and not under.taken:
                     under.taken, under.since = True, self.now()
-            elif kind == HOME:
+            elif kind == HOME and sender in self.stages[0]:
                 self._home.add(sender)
 
     def _originate(self, microbatch: int) -> None:
@@ -235,6 +238,7 @@ class SwarmPeer:
         except Refused as error:
             assert source is not None
             self.post.mail.refuse(source, error)
+            under.receiver = source  # which is lost now: somebody else is asked
             return
         self._queued.append(self.queue)
         del self._under[number]
@@ -258,6 +262,7 @@ class SwarmPeer:
         receiver = self._balancer.choose(besides=late) if route is None else route.after(self.me)
         assert receiver is not None
         under.receiver, under.since, under.taken = receiver, self.now(), False
+        under.asked.add(receiver)
         self._send(receiver, FORWARD, number, under.done.sent)
 
     def _route(self, number: int) -> PartialRoute | None:

@@ -45,6 +45,7 @@ from isles.training.records.recut import (
     with_boundary,
     with_stages,
 )
+from isles.training.records.seats import newest_whole
 from isles.training.records.totals import latest_clock, total_traffic
 from isles.version import __version__
 
@@ -83,7 +84,7 @@ def prepare(
     stages, or it is going on; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
-    step = _chosen(checkpoints, run, step)
+    asked, step = step, _chosen(checkpoints, run, step)
     saved, config = _configs(run, checkpoints.manifest(step), workers, stages, trust=trust)
     path = run / "config.toml"
     if missing := _SECTIONS - read_toml(str(path)).keys():
@@ -95,6 +96,13 @@ def prepare(
     anew = is_cut and (saved.pipeline.stages != config.pipeline.stages or first_blocks(saved) != first_blocks(config))
     if seats == list(range(after)) and not anew:
         return Resumption(config, step, _changed(checkpoints.manifest(step), config, run))
+    if config.pipeline.routing == "swarm" and not anew and config.world.workers == saved.world.workers:
+        whole = newest_whole(checkpoints) if asked is None else step
+        if whole is None:
+            raise ValueError(f"{run}: no checkpoint has the weights of every stage; start again")
+        absent = ", ".join(str(worker) for worker in range(after) if worker not in checkpoints.seats(whole))
+        notes = [f"workers {absent} begin with what their stages' peers saved"] if absent else []
+        return Resumption(config, whole, notes)
     if config.pipeline.routing == "ravnest" and after == saved.world.workers and not anew and config.pipeline.clusters:
         back = ", ".join(str(worker) for worker in range(after) if worker not in seats)
         notes = _changed(checkpoints.manifest(step), config, run)
@@ -103,7 +111,7 @@ def prepare(
     if config.pipeline.routing in ("ravnest", "swarm"):
         raise ValueError(
             f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
-            "all workers of before, from a checkpoint that all wrote: name an earlier one with --step, if there is one"
+            "all workers of before, clusters from a checkpoint that all wrote (--step names an earlier one)"
         )
     if elsewhere := checkpoints.absent(step):
         raise ValueError(

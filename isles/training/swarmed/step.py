@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isles.comm.collectives.mail import Mail
 from isles.comm.collectives.same import same_text
+from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models import limits, sketch
 from isles.models.stages import Stage
@@ -46,7 +47,7 @@ _AHEAD = 3
 
 
 class Left(Exception):
-    """This peer has left the swarm, as it was asked to."""
+    """This peer has left the swarm, as it was asked to, or has come too late."""
 
 
 class Swarmed:
@@ -119,8 +120,13 @@ class Swarmed:
         same_weights(peers, list(self.stage.parameters()))
 
     def enter(self) -> int:
-        """Come to a swarm that is at work; the step that this peer begins with."""
-        step, change = enter(self.swarm, self.world.world.others)
+        """Come to a swarm that is at work; the step that this peer begins with. Left where nobody is there any more, of
+        those who came before: workers are numbered as they come.
+        """
+        try:
+            step, change = enter(self.swarm, range(self.world.rank))
+        except PeerLost:
+            raise Left from None
         self._move(change)
         self.step, self._is_arranged = step - 1, True
         return step

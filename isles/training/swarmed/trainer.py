@@ -53,11 +53,11 @@ class SwarmTrainer(Trainer):
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
-        if self.world.rank not in self._present:
-            began = self.world.transport.now()
-            self.model_step.enter()
-            self.training_seconds += self.world.transport.now() - began  # it was blocked for so long
         try:
+            if self.world.rank not in self._present:
+                began = self.world.transport.now()
+                self.model_step.enter()
+                self.training_seconds += self.world.transport.now() - began  # it was blocked for so long
             return super().run(out)
         except Left:
             return None

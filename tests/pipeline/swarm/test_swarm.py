@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import cache
@@ -32,9 +33,16 @@ def virtual(setting: Setting, seed: int = 0) -> list[Any]:
 @pytest.mark.parametrize("consistency", ["exact", "strict", "relaxed"])
 @pytest.mark.parametrize("served", [(2, 1), (1, 3, 2), (3, 3, 3)])
 def test_without_losses_it_is_one_process_that_accumulates(served: tuple[int, ...], consistency: Any) -> None:
-    for seed in (0, 1):
-        setting = Setting(peers=served, consistency=consistency, seed=seed, steps=2)
-        assert furthest(setting, virtual(setting, seed)) < CLOSE
+    setting = Setting(peers=served, consistency=consistency, seed=sum(served), steps=2)
+    assert furthest(setting, virtual(setting, setting.seed)) < CLOSE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("served", itertools.product((1, 2, 3), repeat=3))
+def test_any_seed_and_any_peers(served: tuple[int, ...], seed: int) -> None:
+    setting = Setting(peers=served, seed=seed)
+    assert furthest(setting, virtual(setting, seed)) < CLOSE
 
 
 def test_one_peer_a_stage_is_one_process_to_the_bit() -> None:

@@ -78,9 +78,10 @@ def test_who_moves_has_the_bits_of_the_others(alone: Any) -> None:
     assert furthest(weights, alone[1]) < 1e-12
 
 
+@pytest.mark.long
 def test_a_donor_that_is_lost_is_replaced_by_the_next(alone: Any) -> None:
     """The first peer of the stage that others come to dies, at moments around the first step with a move."""
-    for victim, message in ((5, 170), (5, 180), (5, 200)):
+    for victim, message in [(5, message) for message in range(150, 240, 10)]:
         done = run({victim: message}, *MOVES, "pipeline.peers=[4,1,2]", "world.workers=7")
         assert done[victim] is None
         check_alike(done)

@@ -1,0 +1,98 @@
+"""A peer that sends what cannot be is named, counted and left out; the others' step is that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import isles
+from isles.comm.collectives.mail import MAGIC, MailNote
+from isles.comm.errors import CommError
+from isles.comm.mesh import Mesh
+from isles.pipeline.swarm.post import BACKWARD, FORWARD, GIFT, MEAN, SHARD, TAKEN, WELCOME, WORD
+from isles.pipeline.swarm.swarm import Swarm
+from tests.pipeline.swarm.peers import Setting, furthest, swarm_of, text
+
+SETTING = Setting(microbatches=12, charged=True, patience=100.0)
+LIAR = 4  # of stage 1, whose peers are 3, 4 and 5
+LINKS = isles.Links(bandwidth=1e7, latency=0.02)
+
+
+def spoil(swarm: Swarm, what: str) -> None:
+    """Make this peer send it."""
+    work, post, mail = swarm.peer.work, swarm.agreement.post, swarm.agreement.post.mail
+    honest_forward, honest_backward = work.forward, work.backward
+
+    def forward(*args: Any) -> Any:
+        done = honest_forward(*args)
+        assert done.sent is not None
+        done.sent = torch.full_like(done.sent, 0xFF)
+        return done
+
+    def backward(*args: Any) -> Any:
+        booked = honest_backward(*args)
+        object.__setattr__(booked, "back", torch.full_like(booked.back, 0xFF))
+        return booked
+
+    turn = post.turn
+
+    def everybody(kind: int, nbytes: int) -> None:
+        for other in mail.group.others:
+            mail.send(other, MailNote(kind, 0, turn), torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None)
+
+    if what == "activations":
+        work.forward = forward  # type: ignore[method-assign]
+    elif what == "gradients":
+        work.backward = backward  # type: ignore[method-assign]
+    elif what == "word":
+        turn += 1
+        everybody(WORD, 24)
+    elif what == "share":
+        everybody(SHARD, 8)
+        everybody(MEAN, 8)
+    elif what == "length":
+        everybody(FORWARD, 3)
+    elif what == "long":
+        everybody(WELCOME, 1 << 20)
+    elif what == "another run":
+        for other in mail.group.others:
+            head = torch.tensor([MAGIC, 1, FORWARD, 0, 0, 0, 0, 0, 0, 0])
+            mail.group.call("pipeline", round=0).send(other, head, 62)
+    elif what == "unasked":  # is no letter for those who get it, and changes nothing
+        everybody(TAKEN, 0)
+        everybody(GIFT, 100)
+        form = work.form
+        everybody(BACKWARD, form.gradient_bytes + form.loss_dtype.itemsize)
+
+
+def train(world: Mesh, what: str) -> Any:
+    torch.set_num_threads(1)
+    swarm = swarm_of(world, SETTING)
+    swarm.peer.work.text = lambda microbatch: text(microbatch, 1)
+    if world.rank == LIAR:
+        spoil(swarm, what)
+    try:
+        result = swarm.step()
+    except CommError as error:
+        return str(error)
+    mail = swarm.agreement.post.mail
+    mail.settle()
+    gradients = {name: parameter.grad for name, parameter in swarm.peer.work.stage.named_parameters()}
+    return [(gradients, result.loss)], dict(mail.refused), str(mail.lost.get(LIAR)), swarm.agreement.members
+
+
+@pytest.mark.parametrize(
+    "what", ["activations", "gradients", "word", "length", "long", "another run", "share", "unasked"]
+)
+def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
+    done = isles.run_virtual(train, 9, links=LINKS, args=(what,), step_seconds=0.3)
+    honest = [each for rank, each in enumerate(done) if rank != LIAR]
+    assert furthest(SETTING, [each[0] for each in honest]) < 1e-12
+    if what in ("unasked", "share"):
+        return
+    assert sum(each[1].get(LIAR, 0) for each in honest) >= 1 and all(set(each[1]) <= {LIAR} for each in honest)
+    assert any("worker 4" in each[2] for each in honest)
+    assert all(each[3] == (0, 1, 2, 3, 5, 6, 7, 8) for each in honest)
+    assert isinstance(done[LIAR], str)  # it has ended, by whatever it saw of that first

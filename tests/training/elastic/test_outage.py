@@ -1,0 +1,102 @@
+"""The lighthouse is killed for eight seconds and lit again; a warm worker joins. Real processes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training.elastic.processes import Processes
+from tests.training.elastic.test_runs import events
+from tests.training.elastic.warm import Worker
+
+pytest.importorskip("zenoh")
+AWAY = 8.0  # seconds
+
+
+def whole(worker: Worker, start: float, end: float) -> int:
+    """Rounds with others that it had between two moments."""
+    return sum(one["outcome"] == "whole" and start <= one["at"] <= end for one in worker.rounds())
+
+
+def landed(worker: Worker, start: float, end: float) -> int:
+    return sum(one["landed"] and start <= one["at"] <= end for one in worker.rounds())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "direct"), [("noloco", True), ("noloco", False), ("diloco", False)], ids=["direct", "relayed", "diloco"]
+)
+def test_the_lighthouse_is_killed(tmp_path: Path, method: str, direct: bool) -> None:
+    """Linked directly they go on with each other, relayed alone and at once, and what lands together waits. Lit again,
+    all are back within ten seconds in their own seats, and others can join.
+    """
+    world = Processes(tmp_path, f"replicas.method={method}", founders=3)
+    try:
+        more = ["--listen", "127.0.0.1:0"] if direct else []
+        trio = [world.warm_join(*more) for _ in range(3)]
+        world.until(lambda: min(len(one.rounds()) for one in trio) > 30)
+        seats = [one.rounds()[-1]["seat"] for one in trio]
+        usual = statistics.median(gap for one in trio for gap in one.gaps())
+        world.light.kill()
+        world.light.wait()
+        out = time.monotonic()
+        time.sleep(AWAY)
+        end = time.monotonic()
+        together = sum(whole(one, out + 1.0, end) for one in trio)
+        did = [landed(one, out + 1.0, end) for one in trio]
+        world.light = world.start("resume", str(world.out), "--workers", "0")
+        said = world.folder / f"{len(world.started) - 1}.log"
+        world.until(lambda: "to join" in said.read_text(), 60.0)  # the command itself loads torch
+        lit = time.monotonic()
+        world.until(lambda: all(whole(one, lit, time.monotonic()) for one in trio), 60.0)
+        moments = [next(r["at"] for r in one.rounds() if r["at"] > lit and r["outcome"] == "whole") for one in trio]
+        back = max(moments) - lit
+        joiner = world.warm_join()
+        began = time.monotonic()
+        world.until(lambda: whole(joiner, began, time.monotonic()), 60.0)
+        took = time.monotonic() - began
+        gap = max(gap for one in trio for gap in one.gaps(out - 1.0, end))
+        print(
+            f"{method} {'direct' if direct else 'relayed'}: away {AWAY:g} s: {together} rounds together, {did} landed, "
+            f"longest gap {gap:.2f} s (median {usual:.2f}); back after {back:.1f} s; a join {took:.1f} s"
+        )
+        assert [one.rounds()[-1]["seat"] for one in trio] == seats and gap <= usual + 2.0
+        assert back <= 10.0
+        if method == "diloco":
+            assert sum(did) == 0
+        else:
+            assert min(did) >= 0.5 * AWAY / usual and (together > 0) == direct
+        assert not [one for one in events(world.out, "join") if one["seat"] in seats[3:]]
+    finally:
+        world.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_warm_worker_joins(tmp_path: Path, method: str) -> None:
+    """Its first exchange with others within five seconds; where all land one mean it has their hash from then on."""
+    world = Processes(tmp_path, f"replicas.method={method}", founders=3)
+    try:
+        trio = [world.warm_join() for _ in range(3)]
+        world.until(lambda: min(len(one.rounds()) for one in trio) > 20)
+        times = []
+        for _ in range(3):
+            began = time.monotonic()
+            joiner = world.warm_join()
+            world.until(lambda joiner=joiner: whole(joiner, 0.0, time.monotonic()), 60.0)
+            times.append(next(one["at"] for one in joiner.rounds() if one["outcome"] == "whole") - began)
+            world.until(lambda joiner=joiner: len(joiner.rounds()) > 5)
+            if method == "diloco":
+                others = {one["round"]: one["digest"] for one in trio[0].rounds() if one["landed"]}
+                mine = {one["round"]: one["digest"] for one in joiner.rounds() if one["landed"]}
+                shared = mine.keys() & others.keys()
+                assert len(shared) >= 4 and all(mine[round] == others[round] for round in shared)
+        print(f"{method}: from the start of a joiner to its first exchange {[round(took, 2) for took in times]} s")
+        assert statistics.median(times) <= 5.0
+        late = [one for worker in trio for one in worker.rounds() if one["outcome"] == "DeadlinePassed"]
+        assert not late
+    finally:
+        world.end()
