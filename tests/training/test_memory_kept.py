@@ -111,12 +111,12 @@ def test_fsdp_keeps_its_bits(plan: str, accumulation: int, keeps: bool) -> None:
 def test_a_scaler_may_skip_steps(plan: str) -> None:
     def trained(remade: bool) -> tuple[list[float], list[Tensor], float]:
         model = Decoder(SHAPE)
-        optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
+        optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
         under = Remade(plan_of(profiled(DECODER, "none"), tuple(LETTERS[one] for one in PLANS[plan])), model)
         if not remade:
             under.close()
         losses = []
-        for step in range(30):
+        for step in range(12):
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = model(DECODER.batch(step)).loss
             scaler.scale(loss).backward()
@@ -129,7 +129,7 @@ def test_a_scaler_may_skip_steps(plan: str) -> None:
         return losses, [parameter.detach().clone() for parameter in model.parameters()], scaler.get_scale()
 
     wanted, got = trained(False), trained(True)
-    assert 1 < got[2] < 2.0**40  # steps were skipped
+    assert 1 < got[2] < 2.0**22  # steps were skipped
     assert (got[0], got[2]) == (wanted[0], wanted[2])
     assert len(set(got[0])) > 3  # and others were not
     assert all(map(torch.equal, got[1], wanted[1]))

@@ -247,7 +247,9 @@ class Swarm:
         clock = as_number(said[members[0]].clock)
         self._going = self._may_go([peer for peer in members if said[peer].leaves])
         staying = [peer for peer in members if peer not in self._going]
-        self._next = self.arrangement.change(clock, staying, told, sorted(asked - set(members)))
+        self._next = self.arrangement.change(
+            clock, staying, told, sorted(peer for peer in asked if self.stages[peer] == NOWHERE)
+        )
         own = means[self.stages[self.me]]
         return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, told)
 

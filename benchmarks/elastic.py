@@ -1,0 +1,267 @@
+"""What the engine of elastic worlds costs: exchanges on slow lines, processor time, signs of life.
+
+    python -m benchmarks.elastic [line cpu beats ...] [--turns 5] [--json]
+
+line    a pair exchanges 25 MB, both at once: over a direct link of 200 Mbit/s, and relayed where each end has 100
+        Mbit/s; the share of the line's rate that payload gets. Three machines as network namespaces: Linux and root
+cpu     a pair exchanges 64 MB on loopback: CPU seconds of both for each GB sent, elastic, beside gloo's and those of
+        plain sockets with TLS (Python's ssl, two threads an end)
+beats   a worker that only beats each second and is watched: its CPU seconds in a second, which is what an inner loop
+        that keeps a core busy gives to them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks._machines import machines, unavailable
+from benchmarks._measure import Row, report
+from isles.comm import credentials
+from isles.comm.elastic.session import open_session
+from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.tags import Tag
+
+SLOW, FAST = 25 << 20, 64 << 20  # bytes of an exchange
+BEATS = 15.0  # seconds
+Turn = Callable[[int], None]
+
+
+# What runs in a process of its own
+
+
+def router(folder: str, address: str) -> None:
+    """A lighthouse's session, until its input ends."""
+    session = open_session("router", credentials.read(Path(folder)), listen=address)
+    print("ready", flush=True)
+    sys.stdin.read()
+    session.close()
+
+
+def elastic(folder: str, address: str, seat: str, own: str, size: str, turns: str) -> None:
+    """One of a pair. own: address of this machine to listen at (seat 0) or of the other to dial, "" for relayed."""
+    mine, me = credentials.read(Path(folder)), int(seat)
+    with ExitStack() as stack:
+        session = open_session("client", mine, connect=address)
+        stack.callback(session.close)
+        transport = ElasticTransport(session, me, 2)
+        stack.callback(transport.close)
+        if own:
+            door = credentials.read(Path(folder).parent / "own")
+            where: dict[str, Any] = {"listen" if me == 0 else "connect": own}
+            time.sleep(1.0 * me)
+            link = open_session("router" if me == 0 else "client", door, **where)
+            stack.callback(link.close)
+            transport.link(link, None if me == 0 else 0)
+        while (transport.way(1 - me) is session) == bool(own):
+            time.sleep(0.05)
+        _exchange(lambda turn: _both(transport, me, int(size), turn), int(turns))
+        time.sleep(2.0)  # the other one may still wait for the last receipt
+
+
+def _both(transport: ElasticTransport, me: int, size: int, turn: int) -> None:
+    sent, got = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    works = [transport.recv(1 - me, got, Tag("outer", turn)), transport.send(1 - me, sent, Tag("outer", turn))]
+    while not all(work.done() for work in works):
+        time.sleep(0.001)
+    assert not any(work.error for work in works)
+
+
+def gloo(port: str, seat: str, size: str, turns: str) -> None:
+    """One of a pair over torch.distributed."""
+    import torch.distributed as dist
+
+    me = int(seat)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me, world_size=2)
+    sent, got = torch.zeros(int(size), dtype=torch.uint8), torch.empty(int(size), dtype=torch.uint8)
+
+    def both(turn: int) -> None:
+        for work in (dist.irecv(got, 1 - me, tag=turn), dist.isend(sent, 1 - me, tag=turn)):
+            assert work is not None
+            work.wait()
+
+    _exchange(both, int(turns))
+    dist.destroy_process_group()
+
+
+def tls(folder: str, port: str, seat: str, size: str, turns: str) -> None:
+    """One of a pair over a socket with TLS, a thread for each direction."""
+    mine, me, length = credentials.read(Path(folder)), int(seat), int(size)
+    if me == 0:
+        with socket.create_server(("127.0.0.1", int(port))) as door:
+            line, _ = door.accept()
+        talk = credentials.server_context(mine).wrap_socket(line, server_side=True)
+    else:
+        while True:
+            try:
+                line = socket.create_connection(("127.0.0.1", int(port)))
+                break
+            except ConnectionError:
+                time.sleep(0.05)
+        talk = credentials.client_context(mine).wrap_socket(line, server_hostname=credentials.NAME)
+    sent, got = bytes(1 << 20), memoryview(bytearray(1 << 20))
+
+    def send() -> None:
+        for _ in range(length >> 20):
+            talk.sendall(sent)
+
+    def both(_: int) -> None:
+        thread, left = threading.Thread(target=send), length
+        thread.start()
+        while left:
+            left -= talk.recv_into(got[: min(left, 1 << 20)])
+        thread.join()
+
+    _exchange(both, int(turns))
+
+
+def _exchange(both: Turn, turns: int) -> None:
+    """Some exchanges, after one to warm up; prints seconds of each, and CPU seconds of all."""
+    both(0)
+    seconds, before = list[float](), _cpu()
+    for turn in range(1, turns + 1):
+        began = time.perf_counter()
+        both(turn)
+        seconds.append(time.perf_counter() - began)
+    print(json.dumps({"seconds": seconds, "cpu": _cpu() - before}), flush=True)
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def beating(folder: str, address: str) -> None:
+    """A worker with nothing to do but to beat; prints its CPU seconds in a second."""
+    from isles.comm.elastic.company import Company
+    from isles.comm.elastic.messages import Entry
+
+    session = open_session("client", credentials.read(Path(folder)), connect=address)
+    company = Company(session, Entry(0, "0" * 32))
+    transport = ElasticTransport(session, 0, 2)
+    company._training = True  # it beats each second
+    time.sleep(2.0)
+    before = _cpu()
+    time.sleep(BEATS)
+    print(json.dumps({"share": (_cpu() - before) / BEATS}), flush=True)
+    transport.close()
+    company.close()
+    session.close()
+
+
+# What starts them
+
+
+def _start(on: Sequence[str], what: str, *words: object) -> subprocess.Popen[str]:
+    command = [*on, sys.executable, "-m", "benchmarks.elastic", "--as", what, *map(str, words)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _answers(*started: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    found = []
+    for process in started:
+        out, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, out
+        found.append(json.loads(out.splitlines()[-1]))
+    return found
+
+
+def _free(host: str = "127.0.0.1") -> str:
+    """An address with a port that nobody has on this machine."""
+    with socket.create_server(("", 0)) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _lit(stack: ExitStack, folder: Path, host: str = "127.0.0.1", on: Sequence[str] = ()) -> tuple[str, str]:
+    """The folder of its credentials, and where it listens."""
+    mine = credentials.found(folder / "run")
+    credentials.own(mine.token.secret, folder / "own")
+    address = _free(host)
+    light = _start(on, "router", folder / "run", address)
+    assert light.stdout is not None and light.stdout.readline() == "ready\n"
+    stack.callback(light.communicate)
+    return str(folder / "run"), address
+
+
+def line(turns: int) -> list[Row]:
+    rows = []
+    for name, direct, rate, bound in (("direct", True, 200e6, 0.90), ("relayed", False, 100e6, 0.65)):
+        with machines(3) as (light, one, two), ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            run = _lit(stack, folder, light.address, light.enter)
+            for place in (one, two):
+                place.limit(rate)
+            own = _free(one.address) if direct else ""
+            pair = [
+                _start(place.enter, "elastic", *run, seat, own, SLOW, turns) for seat, place in enumerate((one, two))
+            ]
+            took = median(max(both) for both in zip(*(one["seconds"] for one in _answers(*pair)), strict=True))
+        share = 8 * SLOW / rate / took
+        rows.append(Row(f"line, {name}, {rate / 1e6:.0f} Mbit/s", share, "of the rate", (">=", bound), f"{took:.2f} s"))
+    return rows
+
+
+def cpu(turns: int) -> list[Row]:
+    gigabytes, found = 2 * turns * FAST / 1e9, dict[str, float]()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run = _lit(stack, folder)
+        ports = [_free() for _ in range(3)]
+        parties: dict[str, Callable[[int], tuple[object, ...]]] = {
+            "elastic": lambda seat: (*run, seat, ports[0], FAST, turns),
+            "gloo": lambda seat: (ports[1].rpartition(":")[2], seat, FAST, turns),
+            "tls": lambda seat: (run[0], ports[2].rpartition(":")[2], seat, FAST, turns),
+        }
+        for name, words in parties.items():
+            both = [_start((), name, *words(seat)) for seat in range(2)]
+            found[name] = sum(one["cpu"] for one in _answers(*both)) / gigabytes
+    rows = [Row(f"cpu, {name}", seconds, "CPU s/GB") for name, seconds in found.items()]
+    rows += [Row(f"cpu, elastic / {name}", found["elastic"] / found[name], "times") for name in ("gloo", "tls")]
+    return rows
+
+
+def beats(_: int) -> list[Row]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run = _lit(stack, folder)
+        (found,) = _answers(_start((), "beating", *run))
+    return [Row("beats, one a second", found["share"], "of a core", ("<=", 0.01))]
+
+
+PARTIES = {one.__name__: one for one in (router, elastic, gloo, tls, beating)}
+TABLES = {one.__name__: one for one in (line, cpu, beats)}
+
+
+def main() -> int:
+    """The exit code: 1 if a bound is missed."""
+    if sys.argv[1:2] == ["--as"]:
+        PARTIES[sys.argv[2]](*sys.argv[3:])
+        return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", nargs="*", choices=[*TABLES, []], default=[*TABLES], help="default: all")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    reason = unavailable()
+    if reason:
+        print(f"{parser.prog}: line is skipped, {reason}", file=sys.stderr)
+    rows = [row for name in options.what if not (reason and name == "line") for row in TABLES[name](options.turns)]
+    return report(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
