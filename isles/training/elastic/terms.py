@@ -93,8 +93,8 @@ def check(config: Config, *, simulated: bool = False) -> None:
         )
     if is_quorum(config) and config.world.inner > 1:
         raise ValueError(
-            'replicas.on_late = "quorum": workers of an island would have to land amid a round together; choose "wait", or '
-            "world.inner = 1"
+            'replicas.on_late = "quorum": workers of an island would have to land amid a round together; choose '
+            '"wait", or world.inner = 1'
         )
     if config.world.silence != SILENCE:
         raise ValueError(
