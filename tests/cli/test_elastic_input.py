@@ -20,7 +20,8 @@ from tests.training.runs import TINY, write_text
 
 pytest.importorskip("zenoh")
 Answer = Callable[..., tuple[int, str]]
-METHOD = ["--set", "replicas.method=noloco", "--set", "replicas.sync_every=5"]
+NOLOCO = ("replicas.method=noloco", "replicas.sync_every=5")
+METHOD = [word for one in NOLOCO for word in ("--set", one)]
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def one_line(found: tuple[int, str], *words: str) -> None:
         (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
         (["lighthouse", "--max-members", "0", *settings()], ["world.max_members = 0", "choose 1 or more"]),
         (["lighthouse", *settings("replicas.method=ddp")], ["replicas.method = 'ddp'", "isles train --nodes"]),
-        (["lighthouse", *settings("world.inner=2", "replicas.method=diloco")], ["world.inner"]),
+        (["lighthouse", *settings("world.workers=4", "world.inner=2", *NOLOCO)], ["world.inner = 2", "diloco"]),
         (["lighthouse", *settings("replicas.method=eager")], ["replicas.outer_delay = 1"]),
         (["doctor", "--join", "127.0.0.1:29400"], ["--token is missing"]),
         (["doctor", "--join", "127.0.0.1", "--token", "0" * 64], ["--join 127.0.0.1: write HOST:PORT"]),

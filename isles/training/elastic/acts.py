@@ -24,6 +24,7 @@ from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.data.lots import rows, spare_rows
+from isles.models import build
 from isles.replicas.loop.joining import enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
@@ -31,6 +32,8 @@ from isles.training.draws import draws_seed
 from isles.training.elastic.means import Means, shadow
 from isles.training.elastic.states import WARM_UP, States, giver_of
 from isles.training.elastic.terms import lands_together, sync_every
+from isles.training.evaluation import validation_loss
+from isles.training.records.saved import load_weights
 from isles.training.trainer import Trainer
 
 _TRIES = 5
@@ -157,6 +160,15 @@ class Acts:
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # there is no round that it was sent ahead for
         return self.trainer.conclude(self.folder)
+
+    def judge(self, file: Path) -> float | None:
+        """Validation loss of the one model, which is in `file`. ValueError where it does not fit this run's."""
+        trainer, config = self.trainer, self._config
+        if trainer.text is None or not trainer.judges:
+            return None
+        model = build(config.model, seed=config.run.seed, rank=trainer.world.local_rank)
+        load_weights(model, file, "the lighthouse")
+        return validation_loss(model, trainer.text.validation(), trainer.autocast())
 
     def close(self) -> None:
         """Give back threads of its own."""

@@ -37,7 +37,6 @@ from isles.training.elastic.acts import Acts
 from isles.training.elastic.means import missed
 from isles.training.elastic.states import FRESH
 from isles.training.elastic.terms import is_quorum, lands_together, last_round, sync_every
-from isles.training.records.saved import load_weights
 from isles.training.running.starting import deadlines
 
 MODEL = "model"
@@ -370,8 +369,7 @@ class Participant:
         except NotGiven as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        load_weights(self.trainer.model, path, "the lighthouse")
-        self.company.report({"judged": self.trainer._judge()})
+        self.company.report({"judged": self._acts.judge(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""

@@ -170,6 +170,13 @@ def train(world: Mesh, plan: Plan, how: str = "raise") -> dict[str, Any]:
     return found
 
 
+def train_and_lose(world: Mesh, plan: Plan, victims: dict[int, int]) -> dict[str, Any]:
+    """`train`, in which each of `victims` ends after so many messages."""
+    if world.rank in victims:
+        end_after(world, victims[world.rank])
+    return train(world, plan)
+
+
 def _move(stage: Stage, optimizer: torch.optim.Optimizer, cluster: int) -> None:
     """Apart from the other clusters, by numbers that are the same wherever a parameter lies."""
     for name, weight in stage.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -185,6 +186,26 @@ def test_a_node_lost_at_any_message_takes_its_cluster_out(victim: int, aside: in
         if not is_late(plan, done):
             survivors(plan, done)
     raise AssertionError("it never came to its end")
+
+
+@LONG
+@pytest.mark.parametrize("seed", range(30))
+def test_after_two_losses_those_who_are_left_agree(seed: int) -> None:
+    """Of any two of eight workers, at any two moments: the same seats, and the same bits in all clusters that are
+    whole.
+    """
+    draw, plan = random.Random(seed), Plan(THREE, rounds=4, each=2, aside=2)
+    victims = {rank: draw.randint(8, 70) for rank in draw.sample(range(8), 2)}
+    done = isles.run_virtual(
+        averages.train_and_lose, 8, links=FAST, args=(plan, victims), step_seconds=0.0, return_errors=True
+    )
+    assert all(isinstance(one, Killed) for one in done if isinstance(one, Exception)), done
+    kept = [one for one in done if not isinstance(one, Exception)]
+    assert all(one["seats"] == kept[0]["seats"] for one in kept)
+    apart = by_cluster([one for one in kept if one["trains"]], "weights")
+    for name in Wet(0.0).state_dict():
+        first, *others = (own[name] for own in apart.values() if name in own)
+        assert all(torch.equal(first, other) for other in others), name
 
 
 def is_late(plan: Plan, done: list[Any]) -> bool:
