@@ -243,7 +243,8 @@ def stage_costs(cut: Cut) -> list[float]:
 def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmWays:
     """How microbatches travel. stages: by peer."""
     given, origins = pipeline.in_flight, stages.count(0)
-    room = {"auto": -(-_AHEAD * len(stages) // origins), "1f1b": max(stages) + 1, "all": None}
+    here = sum(stage != NOWHERE for stage in stages)
+    room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages) + 1, "all": None}
     return SwarmWays(
         room=given if isinstance(given, int) else room[given],
         forward=pipeline.forward_deadline,
