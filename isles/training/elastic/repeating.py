@@ -31,7 +31,7 @@ from isles.training.config.sections import Config
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.joining import MODEL, Ending, Participant
-from isles.training.elastic.script import Life, Script, script
+from isles.training.elastic.script import RecordedLife, Script, script
 from isles.training.elastic.states import ANCHORS, STATE
 from isles.training.elastic.terms import in_rounds, lands_together, last_round
 from isles.training.records.rundir import held
@@ -96,7 +96,7 @@ class Repeater(Participant):
     company: RepeatedCompany
 
     def run(self) -> Ending:
-        """Life after life."""
+        """RecordedLife after life."""
         waits = replace(self.roster.founders.deadlines, outer=_FOREVER)
         self.roster.founders = replace(self.roster.founders, deadlines=waits)
         self.roster.learns = False
@@ -127,10 +127,10 @@ class RepeatedCompany(VirtualCompany):
         self.current = 0
         self._script, self._last, self._ended_with = made, last, ended_with
         self._done = 0
-        self._life: Life | None = None
+        self._life: RecordedLife | None = None
         self.member = Member(self.seat, made.views.values())
 
-    def begin_life(self, life: Life) -> None:
+    def begin_life(self, life: RecordedLife) -> None:
         """From here on it is this one."""
         self._life, self._done, self.ended = life, 0, None
         self._look()

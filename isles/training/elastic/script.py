@@ -17,7 +17,7 @@ _LOST = "PeerLost"
 
 
 @dataclass(frozen=True)
-class Life:
+class RecordedLife:
     """A worker from one state that it began with to the next. rounds: in their order."""
 
     start: StartLine
@@ -28,7 +28,7 @@ class Life:
 class Script:
     """lives: by seat. views: by number."""
 
-    lives: Mapping[int, Sequence[Life]]
+    lives: Mapping[int, Sequence[RecordedLife]]
     views: Mapping[int, View]
 
     def line(self, seat: int, round: int) -> RoundLine | None:
@@ -47,7 +47,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | Sta
         if entry["event"] == "view":
             view = from_plain(entry["view"])
             views[view.number] = view
-    lives: dict[int, list[Life]] = {}
+    lives: dict[int, list[RecordedLife]] = {}
     for line in lines:
         own = lives.setdefault(line.seat, [])
         if isinstance(line, StartLine):
@@ -56,7 +56,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | Sta
                     f"worker {line.seat} began with a state from the lighthouse's disk, which is not kept: only runs "
                     "that never lost all of their workers can be repeated"
                 )
-            own.append(Life(line))
+            own.append(RecordedLife(line))
         elif own:
             own[-1].rounds.append(line)
     for own in lives.values():
@@ -67,7 +67,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | Sta
     return made
 
 
-def _landed(life: Life) -> Life:
+def _landed(life: RecordedLife) -> RecordedLife:
     """Without rounds at the end that were put off, whose work is in nobody's weights."""
     rounds = list(life.rounds)
     while rounds and rounds[-1].outcome == ALONE:
@@ -78,7 +78,7 @@ def _landed(life: Life) -> Life:
                 f"worker {line.seat} did not land round {line.round} in time: where rounds are put off, or a quorum is "
                 "enough, a run is not repeated"
             )
-    return Life(life.start, rounds)
+    return RecordedLife(life.start, rounds)
 
 
 def _unheard(script: Script, *, agrees: bool) -> None:
@@ -93,6 +93,6 @@ def _unheard(script: Script, *, agrees: bool) -> None:
                     life.rounds.append(replace(line, seat=seat, spare=0, outcome=WHOLE if agrees else _LOST))
 
 
-def _ends_before(life: Life, round: int) -> bool:
+def _ends_before(life: RecordedLife, round: int) -> bool:
     done = life.rounds[-1].round if life.rounds else life.start.first - 1
     return done == round - 1
