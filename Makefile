@@ -9,7 +9,7 @@
 #   make comparison   all methods on one job, three seeds, and a sweep over sizes: docs/comparison.md (most of an hour)
 #   make clean        remove caches and build products; `make distclean` also .venv and runs/demo
 #
-#   JOBS=4                    tests at a time (2); JOBS=0 runs them one after the other in one process
+#   JOBS=4                    tests at a time (3: some only wait); JOBS=0 runs them one after the other in one process
 #   PYTHON=python3.12         another interpreter
 #   VENV=/path                another place for the environment
 #   TORCH_INDEX=URL           another build of torch, e.g. https://download.pytorch.org/whl/cpu (small, no CUDA);
@@ -18,7 +18,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
-JOBS ?= 2
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.isles-installed

@@ -36,7 +36,7 @@ LINES = [
     line(1, 1, 1010.0),
     line(0, 2, 1025.0, "PeerLost"),
     line(0, 3, 1035.0, "late"),
-    {"seat": 2, "first": 4, "donor": 0, "has": 3, "size": 500, "at": 1061.0},
+    {"seat": 2, "first": 4, "donor": 0, "copied": 3, "has": 3, "size": 500, "at": 1061.0},
     line(2, 4, 1075.0),
 ]
 

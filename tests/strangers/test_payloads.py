@@ -21,6 +21,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag
 from isles.comm.trust import PeerTrust, mean_square
 from isles.models import Decoder, Shape
+from isles.pipeline.suspicion import refuse_own
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, sgd
 
@@ -309,14 +310,12 @@ def test_a_stage_whose_own_numbers_end_says_so_itself() -> None:
 
 def test_a_stage_in_half_precision_is_not_taken_for_broken() -> None:
     """Its entries are finite although their sum is no float16."""
-    from isles.pipeline.executor import _Share
-
-    own: Any = SimpleNamespace(group=SimpleNamespace(transport=SimpleNamespace(rank=0)))
+    own: Any = SimpleNamespace(transport=SimpleNamespace(rank=0))
     whole = torch.ones(100_000, dtype=torch.float16)
-    _Share._refuse_own(own, "its activations", whole)
+    refuse_own(own, "its activations", whole)
     whole[7] = torch.inf
     with pytest.raises(WorkerFailed, match="its activations are not finite"):
-        _Share._refuse_own(own, "its activations", whole)
+        refuse_own(own, "its activations", whole)
 
 
 def sharded(world: Mesh, change: str) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -32,16 +33,18 @@ def processes(folder: Path, steps: int, islands: int, *settings: str) -> Iterato
         world.end()
 
 
-@pytest.mark.parametrize("inside", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_without_churn_they_are_those_of_the_fixed_world(tmp_path: Path, inside: str) -> None:
+@pytest.mark.parametrize(
+    ("inside", "backend"), [("ddp", "virtual"), pytest.param("fsdp", "distributed", marks=pytest.mark.long)]
+)
+def test_without_churn_they_are_those_of_the_fixed_world(tmp_path: Path, inside: str, backend: Any) -> None:
     """The bits of the one model."""
-    with processes(tmp_path, 20, 2, f"world.inside={inside}") as world:
+    with processes(tmp_path, 10, 2, f"world.inside={inside}") as world:
         joined = [world.join() for _ in range(2)]
         world.until(lambda: world.light.poll() is not None)
         world.until(lambda: all(process.poll() is not None for process in joined))
         assert [process.returncode for process in world.started] == [0, 0, 0], world.logs()
-    config = small(tmp_path, 20, 4, "inner.lr=0.001", *ISLANDS, f"world.inside={inside}")
-    real = replace(config, world=replace(config.world, backend="distributed"))
+    config = small(tmp_path, 10, 4, "inner.lr=0.001", *ISLANDS, f"world.inside={inside}")
+    real = replace(config, world=replace(config.world, backend=backend))
     run(real, tmp_path / "fixed")
     mine, other = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("run", "fixed"))
     assert mine.keys() == other.keys() and all(mine[name].equal(other[name]) for name in mine)
