@@ -41,6 +41,8 @@ class WeightedConfig(OuterConfig):
         one_of("on_late", self.on_late, get_args(OnLate))
         if not 0 < self.quorum <= 1:
             raise ValueError(f"quorum = {self.quorum}: choose a share of the workers, above 0 and at most 1")
+        if self.on_late == "wait" and self.quorum != type(self).quorum:
+            raise ValueError(f'quorum = {self.quorum}: acts with on_late = "quorum" alone; set that, or leave it out')
         if self.on_late == "quorum" and self.weights == "samples":
             raise ValueError('on_late = "quorum" counts workers by inner steps: choose weights = "equal"')
 

@@ -30,7 +30,7 @@ from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.kept import settled
-from isles.training.config.sections import LEASE, Config
+from isles.training.config.sections import Config
 from isles.training.memory import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
@@ -69,11 +69,8 @@ def launch(
     """
     refusals(config)
     refuse_stages(config)
-    for key, value, usual in (
-        ("lease", f"{config.world.lease:g}", f"{LEASE:g}"),
-        ("join_state", config.world.join_state, "full"),
-    ):
-        if value != usual:
+    for key in ("lease", "join_state", "max_members"):
+        if (value := getattr(config.world, key)) != getattr(type(config.world), key):
             raise ValueError(f"world.{key} = {value}: acts where workers join a lighthouse; leave it out")
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):

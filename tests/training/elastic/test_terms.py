@@ -54,6 +54,7 @@ def test_lost_workers_end_nobody() -> None:
         (["run.loggers=['tensorboard']"], "run.loggers"),
         (["run.start=runs/other"], "run.start"),
         (["world.silence=90"], "world.lease"),
+        (["replicas.method=diloco", "replicas.quorum=0.5"], "on_late"),
         (["world.lease=0.1"], "lease = 0.1"),
         (["data.split=by_file"], "data.split"),
         (["data.batch_mode=global", "data.batch_size=6"], "data.batch_mode"),
@@ -69,7 +70,7 @@ def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> N
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("setting", ["world.lease=5", "world.join_state=anchors"])
+@pytest.mark.parametrize("setting", ["world.lease=5", "world.join_state=anchors", "world.max_members=9"])
 def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
     config = gather(None, {}, [*TINY, setting])
     with pytest.raises(ValueError, match="where workers join a lighthouse"):
