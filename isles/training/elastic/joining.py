@@ -111,7 +111,7 @@ class Participant:
             load = company.load(_WAIT)
             if load is None or not self._take(load):
                 continue
-            round = self._first(ahead=0 if self._agrees else 1)
+            round = self._first(ahead=0 if self._agrees else 2)
             if round is not None and not self._agrees:
                 self._freshen(load, round)
                 round = self._first()
@@ -311,7 +311,7 @@ class Participant:
         slow = _SLOW + 2 * load.seconds
         try:
             self._has, _ = self._do(
-                "take", donor=load.donor, seconds=slow, after=round - 2, wait=2 * load.seconds + _MOMENT
+                "take", donor=load.donor, seconds=slow, after=round - 2, wait=3 * load.seconds + _MOMENT
             )
         except NotGiven as why:
             self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
