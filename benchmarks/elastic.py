@@ -1,11 +1,13 @@
 """What the engine of elastic worlds costs: exchanges on slow lines, processor time, signs of life.
 
-    python -m benchmarks.elastic [line cpu beats ...] [--turns 5] [--json]
+    python -m benchmarks.elastic [line cpu round beats ...] [--turns 5] [--json]
 
 line    a pair exchanges 25 MB, both at once: over a direct link of 200 Mbit/s, and relayed where each end has 100
         Mbit/s; the share of the line's rate that payload gets. Three machines as network namespaces: Linux and root
 cpu     a pair exchanges 64 MB on loopback: CPU seconds of both for each GB sent, elastic, beside gloo's and those of
         plain sockets with TLS (Python's ssl, two threads an end)
+round   four workers on loopback do rounds of NoLoCo without inner work, of a model of 4 MB (8 MB to the partner):
+        seconds, and CPU seconds of all, over those on gloo, in turns; linked directly, as workers of one machine are
 beats   a worker that only beats each second and is watched: its CPU seconds in a second, which is what an inner loop
         that keeps a core busy gives to them
 """
@@ -25,18 +27,24 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from benchmarks._machines import machines, unavailable
 from benchmarks._measure import Row, report
 from isles.comm import credentials
-from isles.comm.elastic.session import open_session
+from isles.comm.call import Ledger
+from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.gloo.transport import DistributedTransport
+from isles.comm.group import Group
 from isles.comm.tags import Tag
+from isles.comm.transport import Deadlines, Transport
+from isles.replicas.methods.noloco import NoLoCo
 
 SLOW, FAST = 25 << 20, 64 << 20  # bytes of an exchange
+WORLD, PARAMETERS, ROUNDS = 4, 1 << 20, 20
 BEATS = 15.0  # seconds
 Turn = Callable[[int], None]
 
@@ -127,6 +135,53 @@ def tls(folder: str, port: str, seat: str, size: str, turns: str) -> None:
         thread.join()
 
     _exchange(both, int(turns))
+
+
+def noloco_elastic(folder: str, address: str, seat: str, *doors: str) -> None:
+    """One of four, each linked directly with each other one. doors: where they listen."""
+    mine, me = credentials.read(Path(folder)), int(seat)
+    own = credentials.read(Path(folder).parent / "own")
+    with ExitStack() as stack:
+
+        def opened(mode: Literal["router", "client"], whose: credentials.Credentials, **where: str) -> Session:
+            session = open_session(mode, whose, **where)
+            stack.callback(session.close)
+            return session
+
+        session = opened("client", mine, connect=address)
+        transport = ElasticTransport(session, me, WORLD)
+        stack.callback(transport.close)
+        transport.link(opened("router", own, listen=doors[me]), None)
+        for peer in range(me):
+            transport.link(opened("client", own, connect=doors[peer], patience=30.0), peer)
+        while any(transport.way(peer) is session for peer in range(WORLD) if peer != me):
+            time.sleep(0.05)
+        _rounds(transport)
+        time.sleep(2.0)
+
+
+def noloco_gloo(port: str, seat: str) -> None:
+    """One of four over torch.distributed."""
+    import torch.distributed as dist
+
+    me = int(seat)
+    store = dist.TCPStore("127.0.0.1", int(port), WORLD, is_master=me == 0)
+    transport = DistributedTransport.join(store, me, WORLD)
+    _rounds(transport)
+    transport.close()
+
+
+def _rounds(transport: Transport) -> None:
+    """Rounds of NoLoCo with nothing to learn."""
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(PARAMETERS, 1, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = NoLoCo(
+        model, inner, Group(transport, tuple(range(WORLD)), "outer", Deadlines(), Ledger()), sync_every=1
+    )
+    model.weight.grad = torch.zeros_like(model.weight)
+    _exchange(lambda turn: optimizer.step(), ROUNDS)
+    optimizer.finish()
 
 
 def _exchange(both: Turn, turns: int) -> None:
@@ -234,6 +289,30 @@ def cpu(turns: int) -> list[Row]:
     return rows
 
 
+def round(turns: int) -> list[Row]:
+    parties = {"elastic": noloco_elastic, "gloo": noloco_gloo}
+    wall: dict[str, list[float]] = {name: [] for name in parties}
+    used: dict[str, list[float]] = {name: [] for name in parties}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run = _lit(stack, folder)
+        for _ in range(turns):
+            doors = [_free() for _ in range(WORLD)]
+            words: dict[str, tuple[object, ...]] = {"elastic": run, "gloo": (doors[0].rpartition(":")[2],)}
+            for name, party in parties.items():
+                more = doors if name == "elastic" else []
+                world = [_start((), party.__name__, *words[name], seat, *more) for seat in range(WORLD)]
+                told = _answers(*world)
+                wall[name].append(median(max(each) for each in zip(*(one["seconds"] for one in told), strict=True)))
+                used[name].append(sum(one["cpu"] for one in told) / ROUNDS)
+    rows = []
+    for what, found, unit in (("", wall, "s"), (" CPU", used, "CPU s")):
+        ratio = median(mine / theirs for mine, theirs in zip(found["elastic"], found["gloo"], strict=True))
+        note = ", ".join(f"{name} {median(each):.3f} {unit}" for name, each in found.items())
+        rows.append(Row(f"round of {WORLD},{what} elastic / gloo", ratio, "times", note=note))
+    return rows
+
+
 def beats(_: int) -> list[Row]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -242,8 +321,8 @@ def beats(_: int) -> list[Row]:
     return [Row("beats, one a second", found["share"], "of a core", ("<=", 0.01))]
 
 
-PARTIES = {one.__name__: one for one in (router, elastic, gloo, tls, beating)}
-TABLES = {one.__name__: one for one in (line, cpu, beats)}
+PARTIES = {one.__name__: one for one in (router, elastic, gloo, tls, noloco_elastic, noloco_gloo, beating)}
+TABLES = {one.__name__: one for one in (line, cpu, round, beats)}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Plans of memory on a GPU, beside what else there is: bytes, seconds, bits. Never run yet: no GPU was to be had.
+"""Plans of memory on a GPU, beside what else there is: bytes, seconds, bits. Not run yet: no GPU was to be had.
 
 A decoder of 1.3B parameters, four sequences of 1024, bfloat16 autocast, clipping, within 12, 16 and 24 GB of the GPU.
 Every line is a process of its own, with that share of the memory (`torch.cuda.set_per_process_memory_fraction`):

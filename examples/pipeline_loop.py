@@ -11,7 +11,7 @@ import isles
 from isles.models import Decoder, Shape
 
 SHAPE = Shape(d_model=32, layers=4, heads=2, ffn=64, vocab=64, context=16, tie_embeddings=False)
-BATCH, STEPS = 8, 60
+BATCH, STEPS = 8, 40
 
 
 def batch(replica: int, step: int) -> torch.Tensor:

@@ -37,6 +37,17 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def plain_mode(path: Path) -> Iterator[None]:
+    """The file that the block makes at `path` may be read by whom the umask says: safetensors' own files are their
+    owner's alone.
+    """
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    yield
+    path.chmod(mode)
+
+
 def write_text(path: Path, text: str) -> None:
     """Put `text` at `path`. OSError where that fails: what was there before is untouched then."""
     with replacing(path) as partial:

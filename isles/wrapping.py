@@ -36,6 +36,14 @@ def is_host_work() -> bool:
     return _HERE.host
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of `Optimizer.step(closure)`, its gradients in place; None where there is no closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 @runtime_checkable
 class Deferred(Protocol):
     """An optimizer whose work may come later than its call: gradients after `backward`, updates after `step`. Whoever

@@ -413,10 +413,10 @@ def test_the_base_of_methods_knows_no_kind_of_replica() -> None:
     assert not known & kinds, f"replicas/sync.py names {sorted(known & kinds)}: ask the replica instead"
 
 
-def names_of_types(source: str) -> list[str]:
+def names_of_types(tree: ast.Module) -> list[str]:
     """Public classes and type aliases at the top of a module; type variables stand for nothing by themselves."""
     found = []
-    for node in ast.parse(source).body:
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
             found.append(node.name)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -430,7 +430,7 @@ def test_a_name_stands_for_one_thing() -> None:
     """No two modules of the package have a public class or type alias of one name."""
     homes: dict[str, list[str]] = {}
     for path in source_files():
-        for name in names_of_types(path.read_text()):
+        for name in names_of_types(parse(path)):
             homes.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
@@ -439,7 +439,7 @@ def test_name_rule_sees_classes_and_aliases_alone() -> None:
     source = (
         "class Line: ...\nEvent = list[int]\nOwn = TypeVar('Own')\nLIMIT = 3\n_Hidden = int\nclass DDP: ...\nx = 1\n"
     )
-    assert names_of_types(source) == ["Line", "Event"]
+    assert names_of_types(ast.parse(source)) == ["Line", "Event"]
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
@@ -449,6 +449,16 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for node, text in unsafe_complaints(parse(path), module_name(path), path.name == "__init__.py")
     ]
     assert not complaints, listed(complaints)
+
+
+def test_the_engine_of_elastic_worlds_is_behind_one_file() -> None:
+    users = {
+        module_name(path)
+        for path in source_files()
+        for _, name in imported_modules(parse(path), module_name(path), path.name == "__init__.py")
+        if name.partition(".")[0] == "zenoh"
+    }
+    assert users == {"isles.comm.elastic.session"}
 
 
 def test_no_error_is_swallowed() -> None:

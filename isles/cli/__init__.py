@@ -33,7 +33,7 @@ from isles.cli import (
     torchrun,
     train,
 )
-from isles.cli.elastic import join, lighthouse
+from isles.cli.elastic import join, lighthouse, swarm
 from isles.cli.experts import commands
 from isles.cli.memory import plan as memory
 from isles.cli.ravnest import plan as ravnest
@@ -63,6 +63,7 @@ app.add_typer(commands.app, name="experts")
 app.add_typer(memory.app, name="memory")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(ravnest.app, name="ravnest")
+app.add_typer(swarm.app, name="swarm")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

@@ -70,7 +70,8 @@ def doctor(
     from isles.launch.addresses import listening_place, parse_address
 
     if join is not None:
-        if peer is not None or write_links is not None or describe or memory:
+        others = (peer, write_links, nodes, disk, write)
+        if any(option is not None for option in others) or describe or memory:
             raise ValueError("--join: goes with --token and --listen; leave the other options out")
         _walk(join, token, listen)
         return
@@ -193,6 +194,7 @@ def of_memory(disk: str, write: Path | None) -> Iterator[Check]:
     if here.up:
         both = f"{rate(here.up_both)} and {rate(here.down_both)} at once"
         yield Check("link", True, f"{rate(here.up)} up, {rate(here.down)} down; {both}")
+        yield _keeps_bits()
     read, written = rate(here.disk_read), rate(here.disk_write)
     yield Check("disk", True, f"{read} read, {written} written at once; {format_bytes(here.disk_bytes)} free in {disk}")
     for note in found.notes:
@@ -204,6 +206,19 @@ def of_memory(disk: str, write: Path | None) -> Iterator[Check]:
             yield Check("machine", False, f"{write} cannot be written ({error.strerror}): name another file")
         else:
             yield Check("machine", True, f"{write}, for `isles memory plan --machine {write}` and memory.machine")
+
+
+def _keeps_bits() -> Check:
+    """Whether plans that move bytes can be trusted on the first GPU."""
+    import torch
+
+    from isles.training.memory.trial import try_out
+
+    try:
+        try_out(torch.device("cuda", 0))
+    except (RuntimeError, OSError) as error:
+        return Check("bits", False, f'{error}; choose memory.method = "checkpoint"')
+    return Check("bits", True, "a small model keeps them, with copies beside kernels and without")
 
 
 def _directory(free: str) -> Check:

@@ -7,9 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isles.cli.ravnest import dry_run as clustered
+from isles.cli.swarm import dry_run as swarmed
 from isles.schema import BACKENDS
 
 if TYPE_CHECKING:
@@ -20,26 +21,39 @@ if TYPE_CHECKING:
 
 _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
+_OF_STAGES: dict[str, Any] = {"ravnest": clustered, "swarm": swarmed}
+"""By routing, whose workers hold stages alone: `planned` makes their plan, `print_plan` says it in words."""
 
 
 def show(config: Config, *, probe: bool, as_json: bool) -> None:
     """Print the plan of `config`; nothing is started or written."""
-    from isles.training.dry_run import dry_run
+    from isles.training.dry_run import dry_run, refuse
 
-    if config.pipeline.routing == "ravnest":
-        clustered.show(config, probe=probe, as_json=as_json)
-        return
-    planned = dry_run(config, probe=probe)
+    of_stages = _OF_STAGES.get(config.pipeline.routing)
+    if of_stages is None:
+        plan = dry_run(config, probe=probe)
+    elif probe:
+        raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
+    else:
+        refuse(config)
+        plan = of_stages.planned(config)
     if as_json:
-        print(json.dumps(planned.as_json(), indent=2))
+        print(json.dumps(plan.as_json(), indent=2))
         return
-    for notice in planned.notices:
+    for notice in plan.notices:
         print(f"note: {notice}", file=sys.stderr)
+    if of_stages is None:
+        _print(config, plan)
+    else:
+        of_stages.print_plan(plan)
+    print("dry run: nothing was started or written")
+
+
+def _print(config: Config, planned: DryRun) -> None:
     before = (_head(config, planned), _memory(planned), _placed(planned), _stages(config, planned), _nodes(planned))
     for block in (*before, _exchanges(planned), _cost(planned)):
         if block:
             print("\n".join(block), end="\n\n")
-    print("dry run: nothing was started or written")
 
 
 def _line(label: str, text: str) -> str:

@@ -71,8 +71,7 @@ def plan(
     from isles.network.units import parse_seconds
     from isles.report.sheets.pipeline import pipeline_sheet
 
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: {out.parent} is no directory; make it first")
+    _refuse(out, time_budget_s)
     effort = Effort(seconds=0.6 * time_budget_s)
     nbytes = _message_bytes(message, tokens, width, boundary, boundary_codec)
     network = named(links)
@@ -143,6 +142,7 @@ def replan(
     from isles.report import settled
     from isles.report.panels import Table
 
+    _refuse(out, time_budget_s)
     plan = read_plan(_plan_of(run))
     measured = _computing(run / "metrics.jsonl")
     factors = speed_factors(plan, measured)
@@ -173,6 +173,15 @@ def replan(
     if out is not None:
         settled(out, as_json(made).encode())
         print(out)
+
+
+def _refuse(out: Path | None, time_budget_s: float) -> None:
+    """ValueError for what would else be found when the search is over."""
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        mend = "is a directory; name a file" if out.is_dir() else f"{out.parent} is no directory; make it first"
+        raise ValueError(f"--out {out}: {mend}")
+    if not time_budget_s > 0:
+        raise ValueError(f"--time-budget-s {time_budget_s:g}: choose seconds above 0")
 
 
 def _message_bytes(
@@ -283,6 +292,8 @@ def _plan_of(run: Path) -> str:
     from isles.tables import read_toml
     from isles.training.config.kept import beside
 
+    if not (run / "config.toml").is_file():
+        raise ValueError(f"{run}: no config.toml there; name the directory of a run")
     tables = read_toml(str(run / "config.toml"))
     beside(tables, run)
     table = tables.get("pipeline", {})

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from isles.pipeline.boundaries.lengths import PlannedBoundary
     from isles.pipeline.planning import StagesJob, WorkerSplit
 
+_DRY = "isles train CONFIG.toml --dry-run --set pipeline.routing="
+_PLANNED_ELSEWHERE = {
+    "swarm": f"hangs on each peer's speed and line: {_DRY}swarm plays it, and says seconds, bytes and memory of each",
+    "ravnest": "hangs on each node: isles ravnest plan NODES.toml forms its clusters and says what they do",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -91,6 +97,8 @@ def job_of(asked: Asked) -> tuple[Job, str]:
         known["--step-tokens"] = parse_count("--step-tokens", asked.step_tokens)
     if asked.step_time is not None:
         known["--step-time"] = parse_seconds("--step-time", asked.step_time)
+        if not known["--step-time"] > 0:
+            raise ValueError(f"--step-time {asked.step_time}: choose a time above 0, such as 0.8 or 800ms")
     if asked.gpu is not None:
         known["--step-time"] = _on_gpu(asked, known)
     elif asked.mfu is not None:
@@ -104,6 +112,8 @@ def job_of(asked: Asked) -> tuple[Job, str]:
     from isles.network.planner.hardware import gpu_bytes
 
     tokens = None if asked.tokens is None else parse_count("--tokens", asked.tokens)
+    if tokens is None and asked.step_tokens is not None and asked.gpu is None:
+        raise ValueError("--step-tokens: give --tokens too, the tokens of the whole run, for hours; or --gpu")
     if tokens is not None and "--step-tokens" not in known:
         raise ValueError("--tokens: give --step-tokens too, the tokens of a step of all workers, for hours")
     job = Job(
@@ -131,6 +141,8 @@ def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[WorkerSplit]]:
         if not all(word.isdigit() and int(word) for word in words):
             raise ValueError(f'--stages {asked.stages}: write "auto", or numbers with commas between, such as 2,4,8')
         wanted = [int(word) for word in words]
+    if asked.routing in _PLANNED_ELSEWHERE:
+        raise ValueError(f"--routing {asked.routing}: {_PLANNED_ELSEWHERE[asked.routing]}")
     if asked.routing not in (None, "fixed", "random"):
         raise ValueError(unknown_name("--routing", asked.routing, ("fixed", "random")))
     found = StagesJob(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -38,7 +38,7 @@ class Progress:
         self.console = self.bar.console
         self.task = self.bar.add_task(method, total=steps, workers=workers, loss="-", sent="-")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self.bar.start()
         return self
 
@@ -51,17 +51,22 @@ class Progress:
         """Show a remark about the settings."""
         self.console.print(f"note: {text}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
+    def counted(self) -> list[dict[str, Any]]:
+        """The newest line of each worker; none until there is one of all."""
+        return list(self.latest.values()) if len(self.latest) >= self.workers else []
+
     def line(self, line: dict[str, Any]) -> None:
         """Take in one worker's line."""
         from isles.report.units import format_bytes
 
         self.latest[line["worker"]] = line
-        if len(self.latest) < self.workers:
+        lines = self.counted()
+        if not lines:
             return
-        step = min(entry["step"] for entry in self.latest.values())
-        loss = sum(entry["loss"] for entry in self.latest.values()) / self.workers
-        sent = format_bytes(sum(entry["bytes_sent"] for entry in self.latest.values()) / self.workers)
-        self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=f"{sent} a worker")
+        step = min(entry["step"] for entry in lines)
+        loss = sum(entry["loss"] for entry in lines) / len(lines)
+        sent = format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines))
+        self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=f"{sent} a worker", workers=self.workers)
         if not self.console.is_terminal and (step >= self.next_plain or step == self.steps):
             self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
             words = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent} a worker"

@@ -38,9 +38,7 @@ def resume(
     """
     from isles.cli.elastic.lighthouse import light_again
     from isles.launch.nodes import NodeSpec
-    from isles.training.records.regroup import prepare
     from isles.training.records.tokens import given_token
-    from isles.training.running.server import start_server
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
     end_in_order()
@@ -57,6 +55,9 @@ def resume(
             f"{option}: the states of all workers must lie in one directory, and one process changes them; "
             "do it without --nodes and torchrun"
         )
+    from isles.training.records.regroup import prepare
+    from isles.training.running.server import start_server
+
     if torchrun.size() is None:
         start_server()
     ready = prepare(run, workers, stages, step, trust=trust)

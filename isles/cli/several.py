@@ -15,7 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
-    from isles.training.running.run import SummaryTable
+    from isles.training.records.summary import SummaryTable
 
 OnLine, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
 Start = Callable[["Config", Path, OnLine, OnNotice], "SummaryTable"]
@@ -55,8 +55,8 @@ def run_all(
     from isles.report import write_picture, write_report
     from isles.report.comparison import INDEX, run_folder
     from isles.training.dry_run import refuse
+    from isles.training.running.interrupts import Interrupts
     from isles.training.running.run import Interrupted, launch
-    from isles.training.running.starting import Interrupts
     from isles.training.staged import refuse_stages
 
     for one in configs.values():
@@ -64,7 +64,7 @@ def run_all(
         if one.world.backend != "virtual":
             refuse_too_many(one.world.workers)
     for one in {name: one for (name, _), one in configs.items()}.values():  # seeds change nothing of it
-        refuse(one)
+        refuse(one, joined=start is not None)
     begin = start or launch
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):

@@ -14,7 +14,7 @@ from isles.cli.signals import end_in_order
 if TYPE_CHECKING:
     from isles.cli.several import Configs, OnLine, OnNotice
     from isles.training.config.sections import Config
-    from isles.training.running.run import SummaryTable
+    from isles.training.records.summary import SummaryTable
 
 
 def simulate(
@@ -103,11 +103,12 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
 def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """The same where workers come and go; all that can be refused is, before the first begins."""
     from isles.cli.several import run_all
-    from isles.training.elastic.churned import ChurnedRun, trace_of
+    from isles.training.churn import trace_of
+    from isles.training.elastic.churned import ChurnedRun
     from isles.training.elastic.terms import going_on
 
-    if any(config.pipeline.routing == "swarm" for config in configs.values()):
-        return _swarms(name, configs, out)
+    if any(config.pipeline.routing in ("swarm", "ravnest") for config in configs.values()):
+        return _without_lighthouse(name, configs, out)
     elastic = {place: going_on(config) for place, config in configs.items()}
     for config in elastic.values():
         trace_of(config, name)
@@ -118,15 +119,18 @@ def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[
     return run_all(elastic, out, "simulate", begin)
 
 
-def _swarms(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
-    """The same with swarms, all of them."""
+def _without_lighthouse(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """The same with swarms, or clusters, all of them."""
     from isles.cli.several import run_all
+    from isles.training.clustered.churned import ChurnedClusters
     from isles.training.swarmed.churned import ChurnedSwarm
 
-    if any(config.pipeline.routing != "swarm" for config in configs.values()):
-        raise ValueError("--churn: swarms and other runs at once: simulate them one after the other")
+    kinds = {config.pipeline.routing for config in configs.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"--churn: runs by pipeline.routing = {', '.join(sorted(kinds))}: simulate each by itself")
+    made = ChurnedSwarm if kinds == {"swarm"} else ChurnedClusters
 
     def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
-        return ChurnedSwarm(config, name, folder, on_line, on_notice).run()
+        return made(config, name, folder, on_line, on_notice).run()
 
     return run_all(configs, out, "simulate", begin)

@@ -97,11 +97,17 @@ class Call:
     """Which try of the round this is."""
     numbers: dict[int, int] = field(default_factory=dict, repr=False)
     """This call's number among those with a peer, by its rank."""
+    _tags: dict[int, Tag] = field(default_factory=dict, repr=False, compare=False)
+    """Those of a round, by phase: to all peers the same."""
 
     def meet(self, *positions: int) -> None:
         """Take this call's number with `positions` now: for peers that hear of it only later in the protocol."""
         for position in positions:
             self._number(self.group.peer(position))
+
+    def number(self, position: int) -> int:
+        """This call's number among those with the member at `position`, which has the same."""
+        return self._number(self.group.peer(position))
 
     def send(self, position: int, data: Tensor, phase: int = 0) -> Work:
         """Hand `data` (any contiguous tensor) to the transport for `position`, counted."""
@@ -133,7 +139,10 @@ class Call:
     def _tag(self, peer: int, phase: int) -> Tag:
         if self.round is None:
             return Tag(self.channel, self._number(peer), self.fragment, phase, self.group.view)
-        return Tag(self.channel, self.round, self.fragment, phase, attempt=self.attempt)
+        tag = self._tags.get(phase)
+        if tag is None:
+            tag = self._tags[phase] = Tag(self.channel, self.round, self.fragment, phase, attempt=self.attempt)
+        return tag
 
     def _number(self, peer: int) -> int:
         if peer not in self.numbers:

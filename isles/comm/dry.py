@@ -6,22 +6,16 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from isles.comm.group import Group
 from isles.comm.mesh import Mesh, arrange
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Bell, Steps, Transfer, Work
 
 
-def dry_group(size: int, *, native: bool) -> Group:
-    """The group of all `size` workers as worker 0 of it sees it, before there are any. native: whether the backend that
-    is planned for has a collective of its own.
-    """
-    return Group(DryTransport(size, native), tuple(range(size)))
-
-
 def dry_mesh(workers: int, *, stage: int = 1, inner: int, rank: int, native: bool) -> Mesh:
-    """The arranged world of `workers`, as `rank` sees it; see `dry_group`."""
+    """The arranged world of `workers`, as `rank` sees it, before there are any. native: whether the backend that is
+    planned for has a collective of its own.
+    """
     return arrange(DryTransport(workers, native, rank), stage=stage, inner=inner)
 
 

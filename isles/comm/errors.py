@@ -26,6 +26,25 @@ class PeerLost(CommError):
         return type(self), (self.rank, self.detail)
 
 
+class RoundPassed(PeerLost):
+    """`rank` is there, but what was sent to it or asked of it belongs to a round that is over for it: it did that one
+    alone or with others. Said at once, where else a deadline would have to pass.
+    """
+
+    def __init__(self, rank: int, detail: str = "that round is over there") -> None:
+        super().__init__(rank, detail)
+
+
+class PeerSilent(PeerLost):
+    """`rank` gives no sign of life, neither to whoever waits for it nor to the lighthouse; its connection has not
+    broken yet. Said a second or two after it fell silent, where else a deadline, or the engine's lease, would have to
+    pass.
+    """
+
+    def __init__(self, rank: int, detail: str = "it gives no sign of life") -> None:
+        super().__init__(rank, detail)
+
+
 class DeadlinePassed(CommError):
     """`peer` (-1: anyone) did not answer on `channel` within `seconds`. Only this transfer ends; other pairs are
     unharmed.

@@ -14,6 +14,7 @@ from isles.comm.call import Ledger
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
 from isles.comm.layout import Coordinate, Layout, MeshAxis, grid_of
+from isles.comm.stopping import LeaveControl
 from isles.comm.tags import Channel
 from isles.comm.transport import Deadlines, Transport
 
@@ -32,6 +33,9 @@ class Mesh:
 
     stop_here: Callable[[int], bool] = field(default=lambda step: False, repr=False)
     """Asked between inner steps with the number done: True if this worker should save its state and return."""
+
+    leaving: LeaveControl = field(default_factory=LeaveControl, repr=False)
+    """Where this worker alone is asked to end."""
 
     def __post_init__(self) -> None:
         if self.layout.size != self.world.size:

@@ -11,6 +11,7 @@ step that everyone can still reach, with all the exchanges on the way to it. The
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class StopControl:
@@ -41,6 +42,30 @@ class StopControl:
         with self._changed:
             self._last = step
             self._changed.notify_all()
+
+
+class LeaveControl:
+    """How a worker is asked to end by itself. One that can leave goes while the others go on; for one that cannot, all
+    are asked to stop.
+    """
+
+    def __init__(self, stop_all: Callable[[], None] = lambda: None) -> None:
+        self._stop_all = stop_all
+        self._leave = stop_all
+        self.has_left = False
+        """Whether the worker is done before the others, so that nothing keeps its process."""
+
+    def can(self, leave: Callable[[], None]) -> None:
+        """From now on `leave` is called, in any thread, where this worker is asked."""
+        self._leave = leave
+
+    def ask(self) -> None:
+        """Somebody wants this worker to end."""
+        self._leave()
+
+    def decline(self) -> None:
+        """It was asked, and the others cannot go on without it."""
+        self._stop_all()
 
 
 class SharedStopControl:

@@ -113,6 +113,17 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
     return True
 
 
+def give_up_after(here: str, there: str, silence: float) -> None:
+    """End this process's connection between two ends, both as written by `endpoint`, once what it sent was not
+    acknowledged, or not taken, for `silence` seconds; Linux alone does.
+    """
+    name = f"{here} {there}"
+    for fd in [fd for fd, look in looks().items() if look.name == name]:
+        for connection in opened(fd):
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(min(1000 * silence, _LONGEST)))
+
+
 def keep_trying(connection: socket.socket, look: Seen, silence: float) -> None:
     """At every look at a connection for which `try_soon` was true: see above."""
     with contextlib.suppress(OSError):

@@ -64,6 +64,14 @@ class Traffic:
         counts.bytes_received += nbytes
         counts.messages_received += 1
 
+    def reassign(self, nbytes: int, *, sent: bool, before: Channel) -> None:
+        """A message of `nbytes` that was counted on the channel `before` is counted on another one as well: once is
+        enough.
+        """
+        counts, way = self.channels[before], "sent" if sent else "received"
+        for what, count in ((f"bytes_{way}", nbytes), (f"messages_{way}", 1)):
+            setattr(counts, what, getattr(counts, what) - count)
+
     def transfer(self, channel: Channel, start: float, end: float) -> None:
         """Note that a transfer has ended."""
         self.spans.append(ClockSpan("transfer", channel, start, end))

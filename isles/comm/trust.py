@@ -100,6 +100,8 @@ class Squares:
         """0 for nothing."""
         if not self._entries:
             return 0.0
+        if len(self._sums) == 1:
+            return float(self._sums[0]) / self._entries
         return float(torch.stack(self._sums).sum(dtype=torch.float64)) / self._entries
 
 

@@ -26,8 +26,9 @@ from typing import Any, cast
 
 from isles.comm.errors import CommError, from_plain, to_plain
 from isles.experts.jobs import JobProgress
+from isles.training.running.interrupts import Interrupts, first_interrupt
 from isles.training.running.server import start_server
-from isles.training.running.starting import Interrupts, first_interrupt, warnings_told
+from isles.training.running.starting import warnings_told
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from isles.launch.workers import raise_first
 from isles.training.config.sections import Config
-from isles.training.records.rundir import clear_logs
+from isles.training.records.claimed import clear_logs
 from isles.training.running.backends import starter
-from isles.training.running.starting import first_interrupt
+from isles.training.running.interrupts import first_interrupt
 
 
 def run_workers(

@@ -20,6 +20,15 @@ def listen(port: int, host: str) -> socket.socket:
         raise ValueError(f"port {port} cannot be listened on ({error.strerror}): choose another one") from error
 
 
+def is_own(host: str) -> bool:
+    """Whether this machine can listen at `host`."""
+    try:
+        with listen(0, host):
+            return True
+    except ValueError:
+        return False
+
+
 def own_address(host: str, option: str) -> str:
     """The address behind `host`, if it is one of this machine's that others can reach too (or localhost, for those who
     mean it). ValueError otherwise, begun with `option`.

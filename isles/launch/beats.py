@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from isles.comm.stopping import LeaveControl
+
 BEAT = 2.0  # seconds between signs of life
 _STOOD = 2.0  # seconds between two looks that count at most: beyond it this side stood still itself
 
@@ -54,11 +56,15 @@ def no_sign_of_life(seconds: float) -> str:
 
 
 def begin_pulse(
-    send: Callable[[tuple[str, Any]], None], closing: threading.Event, moved: Callable[[], int], asked: threading.Event
+    send: Callable[[tuple[str, Any]], None],
+    closing: threading.Event,
+    moved: Callable[[], int],
+    asked: threading.Event,
+    leaving: LeaveControl,
 ) -> None:
     """A worker's thread of signs of life: ("beat", bytes that its connections have moved) until `closing`.
 
-    asked: where it is set, somebody has asked this process to end; passed on as ("interrupt", None).
+    asked: where it is set, somebody has asked this process to end; passed on to `leaving`.
     """
 
     def beat() -> None:
@@ -67,6 +73,6 @@ def begin_pulse(
                 send(("beat", moved()))
                 if asked.wait(BEAT):
                     asked.clear()
-                    send(("interrupt", None))
+                    leaving.ask()
 
     threading.Thread(target=beat, name="isles-pulse", daemon=True).start()

@@ -5,10 +5,11 @@ launcher                            worker
 ("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.life`
                                     <-----   ("joined", None) when all have met; ("beat", bytes moved) every two seconds
                                     <-----   ("event", value) | ("held", step) | ("done", result) | ("error", exception)
-                                    <-----   ("interrupt", None): somebody asked this process to end (SIGTERM)
+                                    <-----   ("interrupt", None): somebody asked this process to end (SIGTERM), and
+                                             it cannot leave while the others go on
 
 The worker stays after its result until "close": it closes its connections only when nobody needs them any more. After
-an error it goes at once, so that the others notice.
+an error it goes at once, so that the others notice; and where it has left them, as all of them know.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.gloo.life import Life
 from isles.comm.gloo.transport import DistributedTransport
-from isles.comm.stopping import StopControl
+from isles.comm.stopping import LeaveControl, StopControl
 from isles.comm.transport import Deadlines
 from isles.durable import no_room
 from isles.launch.beats import begin_pulse
@@ -109,7 +110,8 @@ def attend(
 
     watch = threading.Thread(target=_watch_launcher, args=(launcher, send, closing, stop_control, life), daemon=True)
     watch.start()  # also while it joins
-    begin_pulse(send, closing, life.moved, asked or threading.Event())
+    leaving = LeaveControl(lambda: send(("interrupt", None)))
+    begin_pulse(send, closing, life.moved, asked or threading.Event(), leaving)
     try:
         transport = DistributedTransport.join(dist.PrefixStore("isles", store()), spec.rank, spec.size, life)
         mesh.enter(transport, spec.local_rank)
@@ -118,6 +120,7 @@ def attend(
             mesh.init(deadlines=spec.deadlines),
             report=lambda event: send(("event", event)),
             stop_here=stop_control.boundary,
+            leaving=leaving,
         )
         message = ("done", worker(world, *args))
     except Exception as error:  # the launcher reports it
@@ -130,7 +133,8 @@ def attend(
         send(message)
     if message[0] == "error":
         return False  # at once: whoever waits for this worker should hear of it now, not when a deadline ends
-    closing.wait()
+    if not leaving.has_left:
+        closing.wait()
     return True
 
 

@@ -39,7 +39,7 @@ from isles.memory.stored import stored_units
 from isles.memory.units import units_of
 from isles.memory.updates import PartialOptimizer, Settings, same_settings, settings_of
 from isles.network.machines import Machine
-from isles.wrapping import SpreadShares, Wrapping
+from isles.wrapping import SpreadShares, Wrapping, evaluated
 
 
 def manage(
@@ -196,10 +196,7 @@ class Managed(Wrapping):
         """Update the device's units; begin the updates of the host's, the first units' first. RuntimeError where early
         updates were made with other settings than these.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self.gradients()
         self.runner.finish_pass(whole=True)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # as its own step would: torch's schedules ask

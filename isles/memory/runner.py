@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +28,11 @@ from isles.memory.meter import MemoryMeter, MovedBytes
 from isles.memory.parameters import Brought
 from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering
+from isles.memory.slots import Slots, SlotUse
 from isles.memory.stored import StoredUnit
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
 from isles.wrapping import host_work
-
-
-class _Use(NamedTuple):
-    """Of a unit's weights on the device."""
-
-    half: Half
-    unit: int
 
 
 class Runner:
@@ -92,8 +86,16 @@ class Runner:
         self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
         self._turns: dict[Half, int] = {}  # in which order halves were asked for
-        self._uses: dict[_Use, LaneEvent | None] = {}  # of slots; an event: it stays for a next use
-        self._last: dict[int, _Use] = {}  # use of each unit's weights as they are
+        self._slots = Slots(
+            engine,
+            self.arena,
+            self.brought,
+            self.costs,
+            [one.slot for one in self.times],
+            self.updated,
+            self.counted,
+            self.submit,
+        )
         self._swapped: dict[tuple[int, int], Swapped] = {}  # by pass and unit
         self._out: dict[tuple[int, int], LaneEvent] = {}  # the same: its activations are on the host
         self.gathering = Gathering(engine)  # of weights that several workers update in shares
@@ -235,10 +237,7 @@ class Runner:
         index, cost, urgency = task.unit, self.costs[task.unit], self._urgency(half, task.unit)
         needs = list[LaneEvent]()
         if cost.slot:
-            there, use = self.engine.event(), _Use(half, index)
-            needs.append(there)
-            before, self._last[index] = self._last.get(index), use
-            self.arena.want(cost.slot, partial(self._slot_granted, use, before, urgency, there))
+            needs.append(self._slots.ask(SlotUse(half, index), urgency))
         elif cost.refreshed and half.way == "forward":
             needs.append(self.refreshed[index])
         if half.way == "forward":
@@ -255,33 +254,6 @@ class Runner:
         self.arena.want(nbytes, event.fire)
         return event
 
-    # Weights
-
-    def _slot_granted(self, use: _Use, before: _Use | None, urgency: Urgency, there: LaneEvent) -> None:
-        index = use.unit
-        brought, cost = self.brought[index], self.costs[index]
-        with self.engine.changed:
-            self._uses[use] = None
-            if before in self._uses:  # the use before, of the same weights, has not ended: they stay
-                self._uses[before] = there
-                self.counted.stay("read" if cost.filed else "up", cost.fetched)
-                return
-
-        def fetch() -> None:
-            if not cost.filed:
-                self.counted.add("up", cost.fetched)
-            self.submit("read" if cost.filed else "up", urgency, self.times[index].slot, brought.fill, there.fire)
-
-        self.updated[index].then(fetch)
-
-    def _slot_used(self, use: _Use) -> None:
-        with self.engine.changed:  # emptied before the next use can be granted, and so before it is filled again
-            stays = self._uses.pop(use)
-            if stays is None:
-                self.brought[use.unit].empty()
-        if stays is not None:
-            stays.fire()
-
     # Forward and backward
 
     def _forward_ends(self, index: int, number: int) -> None:
@@ -290,7 +262,7 @@ class Runner:
         if index in self.brought:
             self.brought[index].show(False)
         if cost.slot:
-            self._slot_used(_Use(Half(number, "forward"), index))
+            self._slots.used(SlotUse(Half(number, "forward"), index))
         if cost.swap:
             swapped, out = self._swapped[number, index], self._out[number, index]
 
@@ -328,7 +300,7 @@ class Runner:
             brought.show(False)
             self._send(index, brought, number)
             if cost.slot:
-                self._slot_used(_Use(Half(number, "backward"), index))
+                self._slots.used(SlotUse(Half(number, "backward"), index))
         self.arena.free(freed)
         if index == 0:
             self._begin(PassTask("bottom", 0), number)
@@ -392,7 +364,7 @@ class Runner:
             self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)
         self.batches = self._backs = 0
         self._turns.clear()
-        self._last.clear()
+        self._slots.discard()
 
     def end_step(self) -> None:
         """The device's updates are done, and its gradients go."""

@@ -1,7 +1,7 @@
 """The fastest plan that fits, as far as it can be found.
 
-    equal units      counts of each choice (`counts`), by bound, simulated, then refined
-    unequal units    an integer program (`linear`) with several weights
+    equal units      counts of each choice (`searching.counts`), by bound, simulated, then refined
+    unequal units    an integer program (`searching.linear`) with several weights
     all fits         all of it stays on the device, if that costs 1 % at most
     few units        families and neighbours of the best plans besides, one unit or pair at a time
     always           the simple plans that people use (`floors`), so that no plan is slower than one of those
@@ -14,37 +14,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from isles.memory.costs import (
-    ACTIVATIONS,
-    PLACES,
     Activations,
     Placement,
     Profile,
     UnitPlace,
     disk_bytes,
-    ends_seconds,
-    ends_update,
     host_bytes,
     least_peak,
-    places_of,
 )
-from isles.memory.counts import Counts, expand, lane_loads, neighbours, possible, ranked
-from isles.memory.lanes import Deadlock, Update, simulate
-from isles.memory.linear import solve
-from isles.memory.plan import InfeasibleBudget, MemoryPlan, choices, digests
+from isles.memory.lanes import Update
+from isles.memory.plan import MemoryPlan, digests
+from isles.memory.searching.counts import Counts, expand, neighbours, possible, ranked
+from isles.memory.searching.infeasible import infeasible
+from isles.memory.searching.linear import solve
+from isles.memory.searching.trials import METHODS as METHODS
+from isles.memory.searching.trials import PlanTrials
 from isles.network.machines import Machine
 
-METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
-    "auto": (PLACES, ACTIVATIONS),
-    "autohete": (("device", "optimizer", "host"), ("keep", "recompute")),
-    "karma": (("device",), ACTIVATIONS),
-    "checkpoint": (("device",), ("keep", "recompute")),
-}
 _FEW = 8  # units whose neighbours are all tried
 _TRIED = 60  # counts that are simulated before refining; of few units, more
 _TRIED_FEW = 150
@@ -95,108 +85,30 @@ def best(
     return search.run()
 
 
-class Search:
-    """One question, and all plans that were tried for it."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        machine: Machine,
-        *,
-        method: str = "auto",
-        budget: float,
-        host: float = math.inf,
-        disk: float = 0.0,
-        update: Update = "exact",
-        accumulation: int = 1,
-        first_come: bool = False,
-    ) -> None:
-        self.profile, self.machine, self.method = profile, machine, method
-        self.budget, self.host, self.disk = budget, max(host, 0.0), disk
-        self.update: Update = update
-        self.accumulation, self.first_come = accumulation, first_come
-        places, activations = METHODS[method]
-        there = places_of(machine, disk)
-        self.options = choices([one for one in places if one in there], activations)
-        self.near: UnitPlace = "host" if "host" in there else "file"
-        self.index = {one: number for number, one in enumerate(self.options)}
-        self.loads = lane_loads(profile, self.options, machine, accumulation)
-        device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
-        self.fixed = (device, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self.units = len(profile.units)
-        self.alike = len({replace(unit, name="", given=0) for unit in profile.units}) == 1
-        self.seconds: dict[tuple[Placement, ...], float] = {}
-
-    # One plan
-
-    def fits(self, plan: Sequence[Placement]) -> bool:
-        """Within every budget, without fetching ahead."""
-        return (
-            least_peak(self.profile, plan, self.accumulation) <= self.budget
-            and host_bytes(self.profile, plan) <= self.host
-            and disk_bytes(self.profile, plan) <= self.disk
-        )
-
-    def bound(self, plan: Sequence[Placement]) -> float:
-        """No step is shorter than the load of its busiest lane (slots are taken to come up for every pass)."""
-        rows = self.loads[np.arange(self.units), [self.index[one] for one in plan]]
-        return float((rows.sum(axis=0) + self.fixed).max())
-
-    def time(self, plan: tuple[Placement, ...], budget: float | None = None) -> float:
-        """Seconds of its step."""
-        if budget is None and plan in self.seconds:
-            return self.seconds[plan]
-        try:
-            found = simulate(
-                self.profile,
-                plan,
-                self.machine,
-                budget=self.budget if budget is None else budget,
-                update=self.update,
-                accumulation=self.accumulation,
-                first_come=self.first_come,
-            ).step
-        except Deadlock:
-            found = math.inf
-        if budget is None:
-            self.seconds[plan] = found
-        return found
-
-    def first(self, plans: Iterable[tuple[Placement, ...]], most: int, below: float = math.inf) -> None:
-        """Simulate those that fit, by their bound, until none can be faster than the best, or `most` were."""
-        good = sorted(
-            ((self.bound(plan), number, plan) for number, plan in enumerate(plans) if plan not in self.seconds),
-            key=lambda entry: entry[:2],
-        )
-        fastest, tried = min([below, *self.seconds.values()]), 0
-        for bound, _, plan in good:
-            if bound >= fastest or tried >= most:
-                return
-            if math.isfinite(bound) and self.fits(plan):
-                fastest, tried = min(fastest, self.time(plan)), tried + 1
-
-    # All plans
+class Search(PlanTrials):
+    """The ways to look for it, of which `run` takes those that fit the question."""
 
     def run(self) -> MemoryPlan:
         """Search, and make the plan of what was found."""
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
         bound = self._bound()
+        alike = len({replace(unit, name="", given=0) for unit in self.profile.units}) == 1
         whole = (Placement("device", "keep"),) * self.units
         if self.fits(whole) and self.time(whole) <= bound * _SIMPLER:
             return self._made(whole, bound, floors)
-        if self.alike:
+        if alike:
             self._by_counts(_TRIED_FEW if self.units <= _FEW else _TRIED)
-        if not self.alike or self.units <= _FEW:
+        if not alike or self.units <= _FEW:
             bound = max(bound, self._by_program())
         if self.units <= _FEW:
             self.first(self._family(), _TRIED_FEW)
-        if not self.alike or self.units <= _FEW:
+        if not alike or self.units <= _FEW:
             fastest = sorted(self.seconds, key=lambda plan: self.seconds[plan])
             for plan in fastest[: _STARTS if self.units <= _FEW else 1]:
                 self._climb(plan)
         finite = {plan: seconds for plan, seconds in self.seconds.items() if math.isfinite(seconds)}
         if not finite:
-            raise self._infeasible()
+            raise infeasible(self)
         found = min(finite, key=lambda plan: finite[plan])
         if finite.get(whole, math.inf) <= finite[found] * _SIMPLER:
             found = whole  # updates on the host might save the device a moment: not worth a link
@@ -320,15 +232,7 @@ class Search:
 
     def _made(self, plan: tuple[Placement, ...], bound: float, floors: dict[str, float | None]) -> MemoryPlan:
         peak = self._tightest(plan)
-        timeline = simulate(
-            self.profile,
-            plan,
-            self.machine,
-            budget=peak,
-            update=self.update,
-            accumulation=self.accumulation,
-            first_come=self.first_come,
-        )
+        timeline = self.timeline(plan, peak)
         return MemoryPlan(
             placements=plan,
             names=tuple(unit.name for unit in self.profile.units),
@@ -360,41 +264,3 @@ class Search:
             else:
                 low = middle
         return high
-
-    def _infeasible(self) -> InfeasibleBudget:
-        small = self._smallest()
-        device, host = least_peak(self.profile, small, self.accumulation), host_bytes(self.profile, small)
-        disk = disk_bytes(self.profile, small)
-        parts, beside = [], "" if not 0 < self.host <= 1e14 else f" beside {self.host / 2**30:.3g}GiB of the host"
-        beside += f" beside the {self.disk:.0f} bytes that memory.disk has" if 0 < self.disk <= 1e14 else ""
-        if device > self.budget:
-            parts.append(
-                f"memory.device_budget = {self.budget / 2**30:.3g}GiB is too small: the least that works{beside} is "
-                f"{device} bytes ({device / 2**30:.3g}GiB)"
-            )
-        if host > self.host:
-            parts.append(
-                f"memory.host_budget leaves {self.host / 2**30:.3g}GiB: {host} bytes ({host / 2**30:.3g}GiB) are needed"
-            )
-        if disk > self.disk:
-            parts.append(f"{disk} bytes of disk are needed")
-        advice = f"; choose that, a smaller batch, or another method than {self.method!r}"
-        return InfeasibleBudget(" and ".join(parts or ["no plan fits"]) + advice, device_bytes=device, host_bytes=host)
-
-    def _smallest(self) -> tuple[Placement, ...]:
-        """A plan with as small a peak as can be found: from the uniform ones, unit by unit, within host and disk where
-        that is possible.
-        """
-
-        def size(plan: tuple[Placement, ...]) -> tuple[float, float]:
-            over = max(host_bytes(self.profile, plan) - self.host, 0) + max(
-                disk_bytes(self.profile, plan) - self.disk, 0
-            )
-            return over, least_peak(self.profile, plan, self.accumulation)
-
-        usable = [one for one in self.options if math.isfinite(self.bound((one,) * self.units))]
-        plan = min(((one,) * self.units for one in usable), key=size)
-        for unit in range(self.units):
-            near = [(*plan[:unit], one, *plan[unit + 1 :]) for one in usable]
-            plan = min([plan, *near], key=size)
-        return plan

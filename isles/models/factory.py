@@ -60,8 +60,9 @@ def limits(config: ModelConfig) -> Limits:
     return Limits(context, config.vocab or vocab)
 
 
-def build(config: ModelConfig, seed: int, rank: int = 0) -> nn.Module:
-    """The model of `config` on the device of worker `rank`, in `model.dtype`, compiled where that was asked for.
+def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None) -> nn.Module:
+    """The model of `config` for worker `rank`, in `model.dtype`, compiled where that was asked for. home: where its
+    weights lie; None for where the worker computes.
 
     The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
     and the global random generators stay as they were. A compiled model is compiled in place: its parameter names and
@@ -69,7 +70,7 @@ def build(config: ModelConfig, seed: int, rank: int = 0) -> nn.Module:
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    model = _made(config, seed, device)
+    model = _made(config, seed, home or device)
     if config.compile:
         model.compile()
     return model

@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from isles.durable import plain_mode
+
 from .blocks import blocks_of, module_at
 from .decoder import NORM_EPS, Block, Decoder, Output, next_token_loss
 from .rotary import BASE
@@ -127,7 +129,8 @@ def save_as_llama(model: Decoder, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in llama_state(model).items()}
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    with plain_mode(folder / "model.safetensors"):
+        save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     text = json.dumps(llama_config(model), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

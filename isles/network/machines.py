@@ -132,6 +132,14 @@ _BYTES = ("device_bytes", "host_bytes", "disk_bytes")
 _BYTE_RATES = ("device_rate", "up", "down", "up_both", "down_both", "disk_read", "disk_write")
 
 
+def known_gpu(name: str, nbytes: float) -> Machine | None:
+    """The GPU that a driver calls `name` and gives so many bytes, which are a little more than the maker's; None: one
+    of another size, as laptops have, or an unknown one.
+    """
+    alike = (one for one in MACHINES.values() if one.up and one.name.partition("-")[0] in name)
+    return next((one for one in alike if one.device_bytes <= nbytes < 1.2 * one.device_bytes), None)
+
+
 def machine(named: str, overrides: Mapping[str, Any] | None = None) -> Machine:
     """The machine called `named`, or that of a TOML file, with fields laid over it.
 

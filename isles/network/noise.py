@@ -21,16 +21,20 @@ def hash64(*key: int) -> int:
     """
     state = len(key)
     for part in key:
-        state = ((state ^ (part & _MASK)) + _GOLDEN) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = _absorbed(state, part)
     return state
+
+
+def _absorbed(state: int, part: int) -> int:
+    state = ((state ^ (part & _MASK)) + _GOLDEN) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 def uniform(*key: int) -> float:
     """A number in the open interval (0, 1) from `key`; 52 bits, so that neither end is ever reached by rounding."""
-    return ((hash64(*key) >> 12) + 0.5) * 2.0**-52
+    return _unit(hash64(*key))
 
 
 def lognormal(sigma: float, *key: int) -> float:
@@ -42,3 +46,23 @@ def lognormal(sigma: float, *key: int) -> float:
     if sigma == 0.0:
         return 1.0
     return math.exp(sigma * _NORMAL.inv_cdf(uniform(*key)) - 0.5 * sigma * sigma)
+
+
+class LognormalSeries:
+    """`lognormal(sigma, *key, number)` of one key for many numbers."""
+
+    __slots__ = ("_shift", "_sigma", "_state")
+
+    def __init__(self, sigma: float, *key: int) -> None:
+        self._sigma, self._shift, self._state = sigma, 0.5 * sigma * sigma, len(key) + 1
+        for part in key:
+            self._state = _absorbed(self._state, part)
+
+    def __getitem__(self, number: int) -> float:
+        if self._sigma == 0.0:
+            return 1.0
+        return math.exp(self._sigma * _NORMAL.inv_cdf(_unit(_absorbed(self._state, number))) - self._shift)
+
+
+def _unit(hashed: int) -> float:
+    return ((hashed >> 12) + 0.5) * 2.0**-52

@@ -42,9 +42,10 @@ class KnownPauses:
 
     pauses: Mapping[int, Sequence[tuple[float, float]]]
 
-    def of(self, rank: int, seed: int) -> Absences:
-        """Those of one worker."""
-        return KnownAbsences(self.pauses.get(rank, ()))
+    def of(self, rank: int, seed: int) -> Absences | None:
+        """Those of one worker; None where it has none."""
+        pauses = self.pauses.get(rank)
+        return KnownAbsences(pauses) if pauses else None
 
 
 class Absences:

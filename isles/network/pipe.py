@@ -30,12 +30,14 @@ class Pipe(Generic[M]):
         self._time = 0.0
         self._given = 0.0
         self._order = 0
+        self._next: float | None = math.inf  # the next completion, None where it is to be computed anew
         self._heads: list[tuple[float, int, Hashable]] = []  # (given at its end, order of start, flow)
         self._queues: dict[Hashable, deque[tuple[float, M]]] = {}  # active flows only: (bits, message), head first
 
     def add(self, time: float, flow: Hashable, bits: float, message: M) -> bool:
         """Hand in `message` of `bits` at `time`, behind those of the same `flow`. True: its service begins at once."""
         self._given, self._time = self._given_by(time), time
+        self._next = None
         queue = self._queues.get(flow)
         if queue is None:
             self._queues[flow] = deque([(bits, message)])
@@ -46,15 +48,17 @@ class Pipe(Generic[M]):
 
     def next_completion(self) -> float:
         """When the next message will be through if nothing is added before; infinity when idle."""
-        if not self._heads:
-            return math.inf
-        return self._time + max(self._heads[0][0] - self._given, 0.0) * len(self._heads) / self.rate
+        if self._next is None:
+            heads = self._heads
+            left = max(heads[0][0] - self._given, 0.0) if heads else 0.0
+            self._next = self._time + left * len(heads) / self.rate if heads else math.inf
+        return self._next
 
     def complete(self) -> tuple[float, M, M | None]:
         """Advance to the next completion and return (its time, its message, the one of its flow that begins now); equal
         ends in order of their starts.
         """
-        self._time = self.next_completion()
+        self._time, self._next = self.next_completion(), None
         self._given, _, flow = heapq.heappop(self._heads)  # set, not added to: no rounding is carried on
         queue = self._queues[flow]
         _, message = queue.popleft()

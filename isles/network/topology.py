@@ -7,6 +7,7 @@ to other islands by the uplink that `far` gives its sender, and comes in by the 
 from __future__ import annotations
 
 from isles.network.links import Links
+from isles.network.noise import LognormalSeries
 
 
 class Topology:
@@ -47,3 +48,8 @@ class Topology:
     def latency(self, source: int, target: int, *, number: int, seed: int) -> float:
         links = self.near if self.is_near(source, target) else self.far
         return links.message_latency(source, target, number=number, seed=seed)
+
+    def latencies(self, source: int, target: int, seed: int) -> tuple[float, LognormalSeries]:
+        """(mean seconds, factors by number) whose product is `latency`, for who asks for many numbers."""
+        links = self.near if self.is_near(source, target) else self.far
+        return links.base_latency(source, target), LognormalSeries(links.jitter, seed, source, target)

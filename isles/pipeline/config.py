@@ -36,6 +36,10 @@ class PipelineConfig:
     """With routing = "ravnest": factor on the learning rate of an update by a gradient tau updates old."""
     average_optimizer: bool = False
     """With routing = "ravnest": clusters average the optimizer's state as well as the weights."""
+    spares: int = 0
+    """With routing = "ravnest" where workers come and go: so many of those who wait go on standing by for lost ones;
+    the others make new clusters as soon as they can.
+    """
     peers: tuple[int, ...] = ()
     """With routing = "swarm": workers of every stage at the start, such as [3, 2], the first of them of stage 0; empty:
     shared out evenly.
@@ -59,6 +63,19 @@ class PipelineConfig:
     """Seconds from one look at that to the next."""
     hysteresis: float = 0.25
     """By how much a move must help, as a share of what there is."""
+    stage_lost: Literal["stop", "rebuild"] = "stop"
+    """With routing = "swarm": where a stage has lost all of its peers: "stop", the run ends, and goes on from its last
+    checkpoint with the weights that it had; "rebuild", somebody goes there and makes the stage of its two neighbours
+    (CheckFree). The first stage and the last, which hold embedding and head, are not made anew.
+    """
+    stage_patience: float = 30.0
+    """With stage_lost = "rebuild": seconds that the others wait for a new peer, where one can come, before one of
+    another stage goes there.
+    """
+    delay_updates: int = 0
+    """With routing = "swarm": 1, a stage adds up a step's gradients behind the next step's microbatches, whose weights
+    are then one update older; 0, before them.
+    """
     plan: str = ""
     """With routing = "skippipe": the file that `isles pipeline plan` wrote."""
     gradients: Literal["global", "visits"] = "global"
@@ -133,11 +150,17 @@ class PipelineConfig:
         if self.routing == "ravnest":
             self._check_clusters()
         else:
-            self._refuse_without("ravnest", "clusters", "stage_lr", "average_optimizer")
+            self._refuse_without("ravnest", "clusters", "stage_lr", "average_optimizer", "spares")
         if self.routing == "swarm":
             self._check_swarm()
         else:
-            self._refuse_without("swarm", "peers", "consistency", "forward_deadline", "backward_deadline", "rebalance")
+            keys = ("peers", "consistency", "forward_deadline", "backward_deadline", "rebalance", "stage_lost")
+            keys += ("delay_updates",)
+            self._refuse_without("swarm", *keys)
+        if self.stage_lost == "stop" and self.stage_patience != type(self).stage_patience:
+            raise ValueError(
+                f'stage_patience = {self.stage_patience} acts with stage_lost = "rebuild": set that, or leave it out'
+            )
         if self.rebalance == "none":
             for key in ("rebalance_every", "hysteresis"):
                 if (value := getattr(self, key)) != getattr(type(self), key):
@@ -176,6 +199,8 @@ class PipelineConfig:
             raise ValueError('stages = 1: with routing = "swarm" say stages, or peers = [3, 2]')
         if self.peers and min(self.peers) < 1:
             raise ValueError(f"peers = {list(self.peers)}: every stage needs at least 1 at the start")
+        if self.delay_updates not in (0, 1):
+            raise ValueError(f"delay_updates = {self.delay_updates}: choose 0, or 1 step")
         if not self.hysteresis >= 0:
             raise ValueError(f"hysteresis = {self.hysteresis}: choose 0 or more, such as 0.25")
         for key in ("forward_deadline", "backward_deadline", "rebalance_every"):
@@ -185,6 +210,22 @@ class PipelineConfig:
             value = getattr(self, key)
             if value != getattr(type(self), key) and value != "last":
                 raise ValueError(f'{key} = {value!r} does not go with routing = "swarm": leave it out')
+        if self.stage_lost == "rebuild":
+            self._check_rebuilding()
+
+    def _check_rebuilding(self) -> None:
+        if self.stages < 3:
+            raise ValueError(
+                f'stage_lost = "rebuild": of {self.stages} stages none has two neighbours that it could be made of; '
+                'choose "stop", or 3 stages or more'
+            )
+        if boundary_name(self.boundary).has_layers:
+            raise ValueError(
+                f'stage_lost = "rebuild" with boundary = "{self.boundary}": a stage has learned layers that its '
+                'neighbours do not have; choose "stop"'
+            )
+        if not 0 <= self.stage_patience < math.inf:
+            raise ValueError(f"stage_patience = {self.stage_patience}: choose 0 seconds or more, such as 30")
 
     def _check_clusters(self) -> None:
         for key in ("loss_at", "boundary", "together"):
@@ -193,6 +234,8 @@ class PipelineConfig:
             value = getattr(self, key)
             if value != getattr(type(self), key) and value != "last":
                 raise ValueError(f'{key} = {value!r} does not go with routing = "ravnest": leave it out')
+        if self.spares < 0:
+            raise ValueError(f"spares = {self.spares}: choose 0 or more")
         if self.in_flight == "all":
             raise ValueError(
                 'in_flight = "all": with routing = "ravnest" a cluster never drains by itself; give a number'

@@ -3,26 +3,30 @@
     stage 0     batches -> stream -> ...     the loss where training computes it
     all         the sum of the losses over rows, told to every stage of the replica
 
-Messages go on the channel "eval", numbered over the run, so they meet none of training's.
+Messages go on the channel "eval", numbered over the run, so they meet none of training's, nor those of a judgement that
+a loss has broken off. Every stage awaits each other one's sum from the beginning, so it hears of any loss at once, and
+not when its neighbour's message is overdue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from isles.comm.call import Call
-from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
-from isles.comm.tags import MAX_FRAGMENTS
-from isles.comm.transport import Work
+from isles.comm.tags import MAX_FRAGMENTS, MAX_MICROBATCHES
+from isles.comm.transport import AnyOf, Steps, Work
 from isles.models.stages import Stage
 from isles.network.routing.routes import Task
 from isles.pipeline.executor import Context
 from isles.pipeline.wire import StageForm, phase
+
+_BATCHES = 1024  # of a judgement: addresses that follow one another
+_COUNT, _SIZES, _SUM = range(3)  # phases
 
 
 class Judge:
@@ -33,34 +37,62 @@ class Judge:
     def __init__(self, stage: Stage, group: Group, form: StageForm, *, home: bool, autocast: Context) -> None:
         self.stage, self.group, self.form, self.home, self.autocast = stage, group, form, home, autocast
         self.device = next(stage.parameters()).device
-        self._judged = 0
-        """Batches of the run so far, at every stage alike."""
 
     @torch.no_grad()
     def loss(self, batches: Iterable[Tensor]) -> float:
         """Mean loss in nats over the rows of `batches` (b, T+1), which stage 0 alone has; the same at all stages. NaN
-        without rows. All stages of the replica must ask together.
+        without rows. All stages of the replica must ask together. PeerLost as soon as any of them is lost.
         """
         was_training = self.stage.training
         self.stage.eval()
         try:
-            texts = list(batches) if self.group.rank == 0 else []
-            total, rows = self._through(texts, self._sizes(texts))
+            return _Judgement(self).loss(list(batches) if self.group.rank == 0 else [])
         finally:
             self.stage.train(was_training)
-        sums = self.group.all_gather(torch.tensor([total, float(rows)], dtype=torch.float64), channel="eval")
-        total, rows = (float(part) for part in torch.stack(sums).sum(0))
+
+
+@dataclass
+class _Judgement:
+    """One of them."""
+
+    judge: Judge
+
+    def __post_init__(self) -> None:
+        judge = self.judge
+        self.group, self.form, self.home, self.stage = judge.group, judge.form, judge.home, judge.stage
+        self.call = self.group.call("eval")
+        self.call.meet(*self.group.others)
+        self.sums = torch.zeros(self.group.size, 2, dtype=torch.float64)
+        self.words = {position: self.call.recv(position, self.sums[position], _SUM) for position in self.group.others}
+        """Their receives, by position."""
+        self.sends: list[Work] = []
+
+    def loss(self, texts: Sequence[Tensor]) -> float:
+        """See `Judge.loss`."""
+        total, rows = self._through(texts, self._sizes(texts))
+        own = self.sums[self.group.rank] = torch.tensor([total, float(rows)], dtype=torch.float64)
+        self._await([*self.sends, *self.words.values(), *self._tell(own, _SUM)])
+        total, rows = (float(part) for part in self.sums.sum(0))
         return total / rows if rows else float("nan")
+
+    def _tell(self, data: Tensor, phase: int) -> list[Work]:
+        return [self.call.send(position, data, phase) for position in self.group.others]
+
+    def _await(self, works: Sequence[Work], nbytes: int = 0) -> None:
+        self.group.start(_unless_lost(works, self.words), "eval", nbytes=nbytes).wait()
 
     def _sizes(self, texts: Sequence[Tensor]) -> list[int]:
         """Rows of each batch, as stage 0 tells them."""
-        count = torch.tensor([len(texts)])
-        self.group.broadcast(count, channel="eval")
-        sizes = torch.zeros(int(count), dtype=torch.int64)
         if self.group.rank == 0:
             sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+            self.sends += self._tell(torch.tensor([len(texts)]), _COUNT)
+            self.sends += self._tell(sizes, _SIZES) if len(texts) else []
+            return sizes.tolist()
+        count = torch.zeros(1, dtype=torch.int64)
+        self._await([self.call.recv(0, count, _COUNT)])
+        sizes = torch.zeros(int(count), dtype=torch.int64)
         if len(sizes):
-            self.group.broadcast(sizes, channel="eval")
+            self._await([self.call.recv(0, sizes, _SIZES)])
         return sizes.tolist()
 
     def _through(self, texts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[float, int]:
@@ -68,33 +100,28 @@ class Judge:
         group, last = self.group, self.group.size - 1
         lag = group.size if self.home and last else 0  # the stream comes home while later batches leave
         total, rows = 0.0, 0
-        sends: list[Work] = []
         for index in range(len(sizes) + lag):
             if index < len(sizes):
-                task = Task("F", self._judged + index, group.rank)
-                done = self._forward(task, texts, index, sizes[index], sends)
+                done = self._forward(Task("F", index, group.rank), texts, sizes[index])
                 if done is not None:
                     total, rows = total + done * sizes[index], rows + sizes[index]
             if lag and group.rank == 0 and index >= lag:
                 total += self._loss_at_home(texts[index - lag], index - lag) * sizes[index - lag]
                 rows += sizes[index - lag]
-        if sends:
-            group.start(all_done(sends), "eval").wait()
-        self._judged += len(sizes)
         return total, rows
 
-    def _forward(self, task: Task, texts: Sequence[Tensor], index: int, rows: int, sends: list[Work]) -> float | None:
+    def _forward(self, task: Task, texts: Sequence[Tensor], rows: int) -> float | None:
         """This stage's part of a batch; the loss where it is computed here."""
-        form, last = replace(self.form, sequences=rows), self.group.size - 1
+        form, last, device = replace(self.form, sequences=rows), self.group.size - 1, self.judge.device
         if self.group.rank == 0:
-            tokens = texts[index].to(self.device)
+            tokens = texts[task.microbatch].to(device)
             x = tokens[:, :-1]
         else:
-            payload, side, ids = form.unpack(self._receive(task, self.group.rank - 1, form), self.device)
+            payload, side, ids = form.unpack(self._receive(task, self.group.rank - 1, form), device)
             assert ids is not None
             tokens, x = ids, form.boundary.decode(payload, side, ids)
         ends = self.group.rank == last and (not self.home or last == 0)
-        with self.autocast():
+        with self.judge.autocast():
             out = self.stage(x, form.targets(tokens) if ends else None, enter=self.group.rank == 0, leave=ends)
         if ends:
             return float(out)
@@ -102,23 +129,37 @@ class Judge:
         following = task._replace(kind="L") if goes_home else task._replace(hop=task.hop + 1)
         payload, side = form.boundary.encode(out, tokens)
         wire = form.pack(payload, side, None if goes_home else tokens)
-        sends[:] = [work for work in sends if not work.done() or work.error is not None]
-        sends.append(self._call(following).send(0 if goes_home else self.group.rank + 1, wire, phase(following)))
+        self.sends[:] = [work for work in self.sends if not work.done() or work.error is not None]
+        target = 0 if goes_home else self.group.rank + 1
+        self.sends.append(self._batch(task, target).send(target, wire, phase(following)))
         return None
 
     def _loss_at_home(self, text: Tensor, index: int) -> float:
         form, last = replace(self.form, sequences=len(text)), self.group.size - 1
-        task, tokens = Task("L", self._judged + index, last), text.to(self.device)
-        payload, side, _ = form.unpack(self._receive(task, last, form), self.device)
-        with self.autocast():
+        task, tokens = Task("L", index, last), text.to(self.judge.device)
+        payload, side, _ = form.unpack(self._receive(task, last, form), self.judge.device)
+        with self.judge.autocast():
             x = form.boundary.decode(payload, side, tokens)
             return float(self.stage(x, form.targets(tokens), through=False, leave=True))
 
     def _receive(self, task: Task, source: int, form: StageForm) -> Tensor:
         buffer = torch.empty(form.nbytes(task), dtype=torch.uint8)
-        work = self._call(task).recv(source, buffer, phase(task))
-        self.group.start(all_done([work]), "eval", nbytes=buffer.numel()).wait()
+        self._await([self._batch(task, source).recv(source, buffer, phase(task))], buffer.numel())
         return buffer
 
-    def _call(self, task: Task) -> Call:
-        return self.group.call("eval", round=task.microbatch, fragment=MAX_FRAGMENTS - 1)
+    def _batch(self, task: Task, position: int) -> Call:
+        """The address of a batch's message between this stage and another one."""
+        number = _BATCHES * self.call.number(position) + task.microbatch
+        return self.group.call("eval", round=number % MAX_MICROBATCHES, fragment=MAX_FRAGMENTS - 1)
+
+
+def _unless_lost(works: Sequence[Work], words: Mapping[int, Work]) -> Steps[None]:
+    """Until all of `works` are done; what any of `words` has failed with is raised before."""
+    while True:
+        for work in (*works, *words.values()):
+            if work.error is not None:
+                raise work.error
+        waited = [work for work in works if not work.done()]
+        if not waited:
+            return
+        yield AnyOf([*waited, *(word for word in words.values() if not word.done() and word not in waited)])

@@ -61,6 +61,27 @@ def refuse_neighbours(step: int, lost: Sequence[int], kind: str, stages: int) ->
             )
 
 
+def refuse_unequal(blocks: Sequence[int], setting: str) -> None:
+    """ValueError, naming the setting, where stages of so many blocks are not alike."""
+    if len(set(blocks)) > 1:
+        raise ValueError(
+            f"{setting}: stages of {', '.join(map(str, blocks))} blocks cannot stand in for each other; choose "
+            "pipeline.cut or model.layers so that all have as many"
+        )
+
+
+def block_parameters(stage: Stage) -> dict[str, Tensor]:
+    """Of the blocks, in their order: what neighbours have too. By their names in the whole model."""
+    names = {id(parameter): name for name, parameter in stage.named_parameters()}
+    return {names[id(parameter)]: parameter for block in stage.blocks for parameter in block.parameters()}
+
+
+def gradient_norm(stage: Stage) -> float:
+    """Of its blocks' gradients."""
+    gradients = [own.grad for own in block_parameters(stage).values() if own.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
 def merged(before: Tensor, before_norm: float, after: Tensor, after_norm: float) -> Tensor:
     """CheckFree's mean of two neighbours: with equal norms the plain one, with one norm of 0 a copy of the other."""
     total = before_norm + after_norm
@@ -92,11 +113,8 @@ class Recovery:
         settings: LossSettings,
         drawn: Callable[[int], Mapping[str, Tensor]],
     ) -> None:
-        if sources(settings.kind, 1, 3) and len(set(blocks)) > 1:
-            raise ValueError(
-                f'pipeline.recovery = "{settings.kind}": stages of {", ".join(map(str, blocks))} blocks cannot stand '
-                "in for each other; choose pipeline.cut or model.layers so that all have as many"
-            )
+        if sources(settings.kind, 1, 3):
+            refuse_unequal(blocks, f'pipeline.recovery = "{settings.kind}"')
         self.stage, self.world, self.settings, self.drawn = stage, world, settings, drawn
         self.stages = len(blocks)
         self.norm = 0.0
@@ -107,8 +125,7 @@ class Recovery:
         """Called when inner step `step` is done and its gradients are still there. The stages that were lost, and what
         this worker's learning rate is multiplied with.
         """
-        gradients = [own.grad for own in self._parameters() if own.grad is not None]
-        self.norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        self.norm = gradient_norm(self.stage)
         settings, here = self.settings, self.world.place.stage
         lost = lost_stages(step, self.stages, settings.chance, settings.seed)
         refuse_neighbours(step, lost, settings.kind, self.stages)
@@ -138,8 +155,7 @@ class Recovery:
         self.norm, self.kept = state["norm"], state["kept"]
 
     def _parameters(self) -> list[Tensor]:
-        """Of the blocks, in their order: what neighbours have too."""
-        return [parameter for block in self.stage.blocks for parameter in block.parameters()]
+        return list(block_parameters(self.stage).values())
 
     def _holders(self, stage: int) -> list[int]:
         """The ranks that hold `stage`, at this worker's place inside a stage."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from isles.models.subspace import InsideEmbedding, InsideLinear, held_inside
+from isles.wrapping import evaluated
 
 
 class RowwiseAdamW(Optimizer):
@@ -37,10 +38,7 @@ class RowwiseAdamW(Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             own = [parameter for parameter in group["params"] if parameter.grad is not None]
             if own:

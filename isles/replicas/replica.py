@@ -26,8 +26,6 @@ from isles.replicas.island.sharded import own_rows
 from isles.replicas.start import same_settings
 from isles.wrapping import Deferred, fresh_state, innermost
 
-"""The memory of a comparison of replicas; workers of one replica are not compared."""
-
 PeerQuestion = Literal["norm", "largest"]
 """What a step asks the other workers of its replica; each answer is one number of 8 bytes."""
 

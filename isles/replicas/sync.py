@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,16 +24,14 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
-from isles.network.planner.memory import COMPARED, Held
-from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
-from isles.replicas.replica import PeerQuestion, Replica, as_replica
-from isles.replicas.schedule import Outline, bytes_of, opening_exchanges, outline
+from isles.replicas.foretold import Foretold
+from isles.replicas.replica import Replica, as_replica
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
-from isles.wrapping import Wrapping
+from isles.wrapping import evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ class MethodConfig:
         return False
 
 
-class ReplicaSync(Wrapping):
+class ReplicaSync(Foretold):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
@@ -125,10 +123,7 @@ class ReplicaSync(Wrapping):
         closure: re-evaluates the model and returns the loss, as in torch.optim. scaler: a torch.amp.GradScaler whose
         scaled loss was back-propagated; it is unscaled before clipping, and updated.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self.replica.gradients()
         self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()
@@ -174,58 +169,9 @@ class ReplicaSync(Wrapping):
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
 
-    def schedule(self, steps: int) -> list[PlannedExchange]:
-        """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
-        return []
-
-    def rhythm(self, steps: int) -> Rhythm:
-        """How the exchanges of a run of `steps` inner steps repeat themselves; never, unless a method says so."""
-        return Rhythm(0, max(steps, 1))
-
-    def outline(self, steps: int) -> Outline:
-        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
-        island bytes are those of this worker and of those at its place in other islands, inside and across.
-        """
-        own = self.own_outline(steps)
-        inside, about = self.replica.sent(steps, self.questions)
-        inside += self.spread_bytes(steps)
-        sent = tuple(nbytes + inside for nbytes in own.sent)
-        return replace(own, sent=sent, inside=inside, about=own.about or about)
-
-    @property
-    def questions(self) -> list[PeerQuestion]:
-        """What a step asks its replica's other workers."""
-        return ["norm"] if self.max_norm is not None else []
-
-    def own_outline(self, steps: int) -> Outline:
-        """Of what the group exchanges."""
-        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
-
-    def spread_bytes(self, steps: int) -> int:
-        """Bytes that this worker sends inside its replica in `steps` steps for what lands on it."""
-        return 0
-
-    def opening(self) -> tuple[int, ...]:
-        """Bytes that each position sends while the optimizer is made."""
-        inside = self.replica.opening()
-        return tuple(inside + own for own in bytes_of(self.opening_exchanges(), self.group.size))
-
-    def opening_exchanges(self) -> list[PlannedExchange]:
-        """What the group exchanges meanwhile."""
-        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size)
-
-    def memory(self) -> list[Held]:
-        """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
-        flat = FlatParameters(self.shares)
-        return [Held(COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end"), *self.replica.memory()]
-
     def gauges(self) -> dict[str, float]:
         """Numbers of the method's own that go into each line of metrics: feedback_ratio, rank, ..."""
         return {}
-
-    def advise(self, steps: int) -> list[str]:
-        """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""
-        return []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,6 +242,10 @@ class ReplicaSync(Wrapping):
     def live_state(self) -> dict[str, Any]:
         """`state_dict` without copies: what it holds changes with the next step."""
         self.settle()
+        return self.shared_state() | {name: getattr(self.group, name).state_dict() for name in ("traffic", "transport")}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Of `live_state` what another worker can go on from: nothing of this worker's messages and clock."""
         return {
             "method": type(self).__name__,
             "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
@@ -304,8 +254,6 @@ class ReplicaSync(Wrapping):
             "frozen": self.watch.state_dict(),
             "inner": self.inner_state(),
             "outer": self.outer_state(),
-            "traffic": self.group.traffic.state_dict(),
-            "transport": self.group.transport.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -316,8 +264,9 @@ class ReplicaSync(Wrapping):
         self.watch.load_state_dict(state_dict.get("frozen", {}))  # earlier versions kept none
         self.load_inner_state(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
-        self.group.traffic.load_state_dict(state_dict["traffic"])
-        self.group.transport.load_state_dict(state_dict["transport"])
+        if "transport" in state_dict:  # else it is a `shared_state`
+            self.group.traffic.load_state_dict(state_dict["traffic"])
+            self.group.transport.load_state_dict(state_dict["transport"])
 
     def _shapes(self) -> list[list[int]]:
         return [list(parameter.shape) for parameter in self.parameters]
@@ -387,12 +336,6 @@ class ReplicaSync(Wrapping):
         inner = start.settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
-
-    def _shared(self) -> Sequence[Tensor]:
-        """What must be equal on all workers of the group at the start."""
-        trained = set(map(id, self.parameters))
-        frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in trained]
-        return [*self.shares, *map(self.replica.own, frozen), *self.model.buffers()]
 
     @property
     def is_sketch(self) -> bool:

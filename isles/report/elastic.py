@@ -97,6 +97,7 @@ def _members(there: Lives, start: float) -> Panel:
             Polyline(points=in_view, css="series1", name="in the newest view"),
             Polyline(points=connected, css="series0", name="connected"),
         ],
+        whole_y=True,
     )
     keys = [("series0", "connected"), ("series1", "in the newest view, which begins some rounds later")]
     return Panel(heading=title, picture=picture, keys=keys)

@@ -210,7 +210,8 @@ def _notes(run: Run) -> str:
         )
     missing = ["of the spread of the replicas"] * (len(run.workers) > 1 and not run.spread)
     missing += ["of when workers computed and exchanged (timeline.jsonl)"] * (bool(run.workers) and not run.spans)
-    if missing and run.summary is not None:  # one that goes on may still write it
+    comes_and_goes = run.number("goodput") is not None  # such a run has lanes of rounds in their place
+    if missing and run.summary is not None and not comes_and_goes:  # one that goes on may still write it
         notes.append(f"This run has no record {' nor '.join(missing)}; newer versions of Isles write one.")
     sent, counted = run.number("bytes_sent_per_worker"), run.mean_total("bytes_sent")
     # The last exchanges may come after the last line, so the summary may hold more, but not less, and not a multiple.

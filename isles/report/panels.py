@@ -32,7 +32,8 @@ class Chart:
     """Lines over common axes. `dots` are drawn above the lines; `top` cuts the y axis off there.
 
     log_x, log_y: logarithmic axes, without the points that they cannot hold (zero). whole_x: the x axis counts
-    something, so no tick stands between two whole numbers. right: room for labels at the ends of lines, pixels.
+    something, so no tick stands between two whole numbers; whole_y: so does the y axis, with room above. right: room
+    for labels at the ends of lines, pixels.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     whole_x: bool = False
+    whole_y: bool = False
     right: int = 16
 
     def usable(self, points: Sequence[Point]) -> list[Point]:

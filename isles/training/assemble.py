@@ -75,7 +75,7 @@ def wrapped(
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.pipeline.lossy:
             notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")
-        notices += _unseen(config)
+        notices += _unseen(config) + _unplayed(config)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
         return optimizer, notices + optimizer.advise(config.run.steps)
@@ -95,6 +95,18 @@ def _unseen(config: Config) -> list[str]:
     if sharded and choose_device(config.model).type == "cuda":
         return [f"world.trust_ratio = {ratio:g}: fsdp's messages between GPUs are torch's and cannot be looked at"]
     return []
+
+
+def _unplayed(config: Config) -> list[str]:
+    """A notice where the network or the steps of the virtual clock were described, and the workers are real."""
+    world = config.world
+    said = [key for key in ("links", "step_seconds") if getattr(world, key) != getattr(type(world), key)]
+    if world.is_simulated or not said:
+        return []
+    return [
+        f"{' and '.join(f'world.{key}' for key in said)}: of the virtual clock; real lines and steps are as they are, "
+        'unless world.backend = "virtual"'
+    ]
 
 
 def weighs_samples(config: Config) -> bool:

@@ -41,6 +41,7 @@ from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.clustered.cuts import cluster_cuts
+from isles.training.config.clustered import refuse_spares
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
@@ -55,7 +56,8 @@ from isles.training.dry_stages import (
     turns_of,
 )
 from isles.training.dry_time import Transfers, transfers
-from isles.training.memory import prepared, refusals, sketched, step_seconds
+from isles.training.fixed import refuse_joining
+from isles.training.memory.planned import prepared, refusals, sketched, step_seconds
 from isles.training.placement import holders_of, layout_of
 from isles.training.records.saved import start_file
 from isles.training.staged import planned_cut, run_scheme
@@ -120,8 +122,10 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     """
     if config.pipeline.routing == "swarm":
         raise ValueError(
-            'pipeline.routing = "swarm": its microbatches find their way as they travel, so no plan is made'
+            'pipeline.routing = "swarm": its microbatches find their way as they travel; isles.training.swarmed.dry '
+            "plans that"
         )
+    refuse_joining(config.world)
     context = _refuse_files(config)
     world, run = config.world, config.run
     layout, plan = layout_of(config), plan_of(config.pipeline)
@@ -197,13 +201,16 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
     )
 
 
-def refuse(config: Config) -> None:
+def refuse(config: Config, *, joined: bool = False) -> None:
     """ValueError for the settings that a dry run refuses, so that a run can be refused before its processes start.
     Models of the user's own and of Hugging Face, and methods of the user's own, which may read weights that a sketch
-    does not have, are not made for that: workers do, and refuse there.
+    does not have, are not made for that: workers do, and refuse there. joined: workers come and go in it.
     """
+    if not joined:
+        refuse_joining(config.world)
     _refuse_files(config)
     if config.pipeline.routing == "ravnest":
+        refuse_spares(config.pipeline)
         cluster_cuts(config)
     elif config.pipeline.routing == "swarm":
         planned_cut(config)

@@ -20,7 +20,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config, WorldConfig
 from isles.training.dry_stages import turns_of
-from isles.training.memory import step_seconds
+from isles.training.memory.planned import step_seconds
 from isles.training.placement import holders_of, layout_of
 
 UTILISATION = 0.95  # for which a bandwidth is asked

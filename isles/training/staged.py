@@ -68,11 +68,13 @@ def run_scheme(config: Config, cut: Cut) -> Scheme:
     return cut.scheme(pipeline, vocab=limits(config.model).vocab, seed=config.run.seed)
 
 
-def build_stage(config: Config, cut: Cut, scheme: Scheme, stage: int, rank: int) -> Stage:
-    """Stage `stage`, for worker `rank` of its machine, on its device, fitted to `scheme`; the decoder's is
-    allocated and drawn alone.
+def build_stage(
+    config: Config, cut: Cut, scheme: Scheme, stage: int, rank: int, home: torch.device | None = None
+) -> Stage:
+    """Stage `stage`, for worker `rank` of its machine, fitted to `scheme`; the decoder's is allocated and drawn alone.
+    home: where its weights lie; None for where the worker computes.
     """
-    device, piece = choose_device(config.model, rank), cut.pieces[stage]
+    device, piece = home or choose_device(config.model, rank), cut.pieces[stage]
     if config.model.own is None:
         dtype = DTYPES[config.model.dtype]
         made = decoder_stage(config.model.shape(), piece, seed=config.run.seed, device=device, dtype=dtype)

@@ -23,6 +23,10 @@ WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
 """What a worker that waits is said to wait for."""
 
 
+class Left(Exception):
+    """This worker has left the run, as it was asked to, or has come too late."""
+
+
 class Step(Protocol):
     """How one worker runs a model. Batches are (b, T + 1) int64 on the model's device."""
 

@@ -41,9 +41,9 @@ class Text:
         """
         self._positions = positions
 
-    def go_on_after(self, batches: int) -> None:
-        """What every worker reads next is what comes behind so many batches of each."""
-        self.loader.consumed = batches * self.loader.batch_size * self.loader.workers
+    def go_on_after(self, sequences: int) -> None:
+        """What all workers read next is what comes behind so many sequences of the data's order."""
+        self.loader.consumed = sequences
 
     @property
     def judges(self) -> bool:

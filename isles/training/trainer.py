@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
-from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.comm.trust import JUMPS
 from isles.data import Corpus
-from isles.models import autocast, build, limits
+from isles.models import autocast, build, choose_device, limits
 from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
@@ -43,9 +42,10 @@ from isles.training.config.sections import Config
 from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
 from isles.training.expected import expectation
-from isles.training.memory import PlannedMemory
+from isles.training.memory.at_work import PlannedMemory
+from isles.training.rates import rate_schedule
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finite import first_nan, not_finite
+from isles.training.records.diverged import refuse_losses, refuse_state
 from isles.training.records.saved import save_model, start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline
@@ -68,25 +68,23 @@ class Trainer:
     """
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
-        self.config, self.world = config, world
-        uneven = config.pipeline.routing == "skippipe"  # a node learns as much as its visits
+        self.config, self.world, self.workers = config, world, world.size
+        routing = config.pipeline.routing  # some nodes learn more than others, as more comes by them
+        uneven = routing == "skippipe" or (routing == "swarm" and config.method != "none")
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
         self.text = self._text(corpus) if world.place.stage == 0 else None
         self.judges = self._judging()
         """Whether text was kept for validation, known to all who judge."""
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
+        self.memory = PlannedMemory(config, choose_device(config.model, world.local_rank), world.place.stage)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
-        self.memory = PlannedMemory(config, world.place.stage)
-        manage = self.memory.manage
-        self.optimizer, notices = self._wrapped(model, roster, manage)
+        self.optimizer, notices = self._wrapped(model, roster, self.memory.manage)
         self.model = self.optimizer.model
         if weighs_samples(config):
             notices += self._weigh()
         self.device = self.memory.device(self.model)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
-        )
+        self.schedule = rate_schedule(self.optimizer, config)
         line = world.transport.line()
         expected = [] if line is None else [expectation(self.optimizer, config, line)]
         for notice in [*notices, *self.memory.notices, *expected]:
@@ -138,14 +136,13 @@ class Trainer:
         assert isinstance(self.optimizer, OuterSync) and self.text is not None
         loader = self.text.loader
         self.optimizer.weigh(loader.sequences)
-        if loader.split == "by_file":
-            return []
-        return ['weights = "samples": all workers have equal shares of the text with data.split = "iid"']
+        told = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
+        return [] if loader.split == "by_file" else [told]
 
     def _whole_model(self) -> nn.Module:
         """The model of the run."""
         config = self.config
-        model = build(config.model, seed=config.run.seed, rank=self.world.local_rank)
+        model = build(config.model, config.run.seed, self.world.local_rank, self.memory.home)
         if config.model.factory is not None:
             check_contract(model, config.model.factory, limits(config.model).context)
         if config.run.start:
@@ -155,11 +152,9 @@ class Trainer:
     def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
         """This worker's piece of it. The first worker holds all pieces against the whole before anybody trains."""
         world = self.world
-        if world.rank == 0:
-            notice = hold_against_whole(self.config, cut)
-            if notice is not None:
-                world.report({"notice": notice})
-        return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank)
+        if world.rank == 0 and (notice := hold_against_whole(self.config, cut)) is not None:
+            world.report({"notice": notice})
+        return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank, self.memory.home)
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
@@ -172,17 +167,24 @@ class Trainer:
             if validating or step % run.log_every == 0 or step == run.steps:
                 self.report(self.validate() if validating else None)
             stopping = self.world.stop_here(step) and step < run.steps
-            due = run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps
-            if out is not None and (stopping or due):
+            if out is not None and (stopping or (self._saves_after(step) and step < run.steps)):
                 self._refuse_not_finite(step, self.losses)
-                state = self.state_dict()
-                self._refuse_broken(step, state)
-                Checkpoints(out).write_shard(step, self.world.rank, state, run_name(self.config))
-                self.world.report({"checkpoint": step, "worker": self.world.rank})
+                self._save(out, step)
             if stopping:
                 self._report_last_spans()
                 return None
         return self.conclude(out)
+
+    def _saves_after(self, step: int) -> bool:
+        every = self.config.run.checkpoint_every
+        return bool(every) and step % every == 0
+
+    def _save(self, out: Path, step: int) -> None:
+        """This worker's part of the checkpoint of `step`."""
+        state = self.state_dict()
+        self._refuse_broken(step, state)
+        Checkpoints(out).write_shard(step, self.world.rank, state, run_name(self.config))
+        self.world.report({"checkpoint": step, "worker": self.world.rank})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps of this worker depend on, and its running totals: live tensors, no copies."""
@@ -262,22 +264,10 @@ class Trainer:
                 self.world.report({"notice": told})
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
-        """WorkerFailed where a loss of the inner steps up to `last` is no number any more."""
-        values = torch.stack(list(losses)).tolist() if losses else []
-        for step, loss in enumerate(values, last - len(values) + 1):
-            if not math.isfinite(loss):
-                raise self._diverged(f"its loss is {loss} at inner step {step}")
+        refuse_losses(self.config, self.world.rank, last, losses)
 
     def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
-        """WorkerFailed where weights, or what the next steps make of them, are no numbers after `step`."""
-        names = {name for name, _ in self.model.named_parameters()}
-        broken = not_finite(state["model"], names) or first_nan(state)
-        if broken is not None:
-            raise self._diverged(f"its weights are not finite after inner step {step} ({broken})")
-
-    def _diverged(self, what: str) -> WorkerFailed:
-        mend = f"lower inner.lr (now {self.config.inner.lr:g}), or replicas.outer_lr where the method has one"
-        return WorkerFailed(self.world.rank, f"{what}: {mend}")
+        refuse_state(self.config, self.world.rank, step, state, {name for name, _ in self.model.named_parameters()})
 
     def _batches(self) -> Iterator[Tensor]:
         """Those of one inner step, each read when it is asked for; none where this worker does not read."""
@@ -338,7 +328,7 @@ class Trainer:
 
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
-        traffic, workers = self.world.world.traffic, self.world.size
+        traffic, workers = self.world.world.traffic, self.workers
         computing = self.training_seconds - traffic.total("blocked_seconds", *WAITS)
         self.optimizer.finish()
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
@@ -350,8 +340,7 @@ class Trainer:
         clock, seconds = self.clock(), time.perf_counter() - self.started
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
-        reports = self.optimizer.together(lambda group: self._save_first(group, model, out))
-        final = model if reports else None
+        final = model if self.optimizer.together(lambda group: self._save_first(group, model, out)) else None
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
         dtype = self.optimizer.parameters[0].dtype
         ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]

@@ -139,6 +139,11 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "one.toml", "two.toml"], ["two.toml"]),
     (train("run.start=nowhere"), ["run.start = 'nowhere'", "name a finished run"]),
     (train("run.start=nowhere", "--dry-run"), ["run.start = 'nowhere'", "name a finished run"]),
+    *[
+        (train(f"world.{key}={value}", *dry), [f"world.{key} = {value}", "acts where workers join a lighthouse"])
+        for key, value in (("lease", "9.0"), ("max_members", "8"), ("join_state", "anchors"))
+        for dry in ((), ("--dry-run",))
+    ],
     (train("run.start=done", "model.layers=2"), ["does not fit the model of [model], which run.start must be of"]),
     (["train", "--method", "nolocco"], ["unknown method 'nolocco'", "did you mean 'noloco'"]),
     (["train", "--method", "no_such_module:Class"], ["no_such_module"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from isles.cli.doctor import _keeps_bits
 from tests.cli.command import Command, isles
 from tests.integration.namespaces import Machine, skip_unless_available, two_machines
 
@@ -128,6 +129,17 @@ def test_a_measured_machine_is_written_for_plans(
     assert {"device", "products", "updates", "disk", "machine"} <= found.keys()
     assert machine(str(path)).disk_read > 0
     assert (ends[1][0], ends[1][1]) == (2, "") and "exists already; name a new file" in ends[1][2]
+
+
+@pytest.mark.parametrize(("fails", "detail"), [(False, "keeps them"), (True, 'choose memory.method = "checkpoint"')])
+def test_a_gpu_is_tried_out(fails: bool, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stand_in(device: object) -> None:
+        if fails:
+            raise RuntimeError(f"on {device}, other bits")
+
+    monkeypatch.setattr("isles.training.memory.trial.try_out", stand_in)
+    check = _keeps_bits()
+    assert (check.name, check.good) == ("bits", not fails) and detail in check.found
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

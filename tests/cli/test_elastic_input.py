@@ -12,7 +12,8 @@ import pytest
 from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm.elastic.messages import Refusal
-from isles.training.elastic import entering
+from isles.training.elastic import charter, entering
+from isles.training.elastic.terms import charter_of, elastic
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -70,15 +71,17 @@ def one_line(found: tuple[int, str], *words: str) -> None:
         (["join", "127.0.0.1", "--token", "0" * 64], ["HOST:PORT"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "0"], ["--workers 0: choose 1"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--listen", "no"], ["--listen no: choose a port"]),
+        (["join", "[::1]:29400", "--token", "0" * 64], ["[::1]:29400", "a name that stands for it"]),
+        (["join", "nobody.invalid:29400", "--token", "0" * 64], ["nobody.invalid is no name", "its spelling"]),
+        (["lighthouse", "--host", "::1"], ["[::1]:29400", "a name that stands for it"]),
         (["lighthouse", "--port", "0"], ["--port 0: choose 1 to 65535"]),
         (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
         (["lighthouse", "--max-members", "0", *settings()], ["world.max_members = 0", "choose 1 or more"]),
         (["lighthouse", *settings("replicas.method=ddp")], ["replicas.method = 'ddp'", "isles train --nodes"]),
-        (["lighthouse", *settings("world.workers=4", "world.inner=2", *NOLOCO)], ["world.inner = 2", "diloco"]),
-        (["lighthouse", *settings("replicas.method=eager")], ["replicas.outer_delay = 1"]),
         (["doctor", "--join", "127.0.0.1:29400"], ["--token is missing"]),
         (["doctor", "--join", "127.0.0.1", "--token", "0" * 64], ["--join 127.0.0.1: write HOST:PORT"]),
         (["doctor", "--join", "a:1", "--peer", "a:1"], ["--join: goes with --token and --listen"]),
+        (["doctor", "--join", "a:1", "--disk", "."], ["--join: goes with --token and --listen"]),
         (["doctor", "--token", "0" * 64], ["--token: goes with --join"]),
     ],
     ids=lambda value: " ".join(value)[:60],
@@ -86,6 +89,12 @@ def one_line(found: tuple[int, str], *words: str) -> None:
 def test_what_can_be_seen_at_once(answer: Answer, tmp_path: Path, words: list[str], told: list[str]) -> None:
     one_line(answer(*words), *told)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations are read in this process, which has torch anyway."""
+    monkeypatch.setattr(charter, "drawn_up", lambda tables: charter_of(elastic(tables)))
 
 
 @pytest.mark.parametrize("command", ["lighthouse", "join", "doctor"])
@@ -107,6 +116,7 @@ def test_the_token_of_another_run(answer: Answer, world: Run) -> None:
     one_line(told, "is not the machine of this token", "look at address and token")
 
 
+@pytest.mark.usefixtures("here")
 def test_the_port_is_taken(answer: Answer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -114,6 +124,7 @@ def test_the_port_is_taken(answer: Answer) -> None:
     one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
 
 
+@pytest.mark.usefixtures("here")
 def test_the_address_is_not_this_machines(answer: Answer) -> None:
     told = answer("lighthouse", "--host", "192.0.2.1", "--port", str(free_port()), *settings(), *METHOD, "--out", "run")
     one_line(told, "192.0.2.1", "--host")
@@ -122,29 +133,36 @@ def test_the_address_is_not_this_machines(answer: Answer) -> None:
 def test_the_port_to_listen_at_is_taken(answer: Answer, world: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = answer("join", world.address, "--token", world._token, "--listen", f"127.0.0.1:{port}")
+        told = answer("join", world.address, "--token", world.token, "--listen", f"127.0.0.1:{port}")
     one_line(told, f"127.0.0.1:{port}: the port is taken")
 
 
 def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entering, "__version__", "0.0.1")
-    one_line(answer("join", world.address, "--token", world._token), "not 0.0.1: install that version")
+    one_line(answer("join", world.address, "--token", world.token), "not 0.0.1: install that version")
 
 
 def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
     world.keeper.lighthouse.corpus = "0" * 64  # of the first one that joined
-    told = answer("join", world.address, "--token", world._token)
+    told = answer("join", world.address, "--token", world.token)
     one_line(told, "data.path", "another one", "put the same files there")
 
 
+def test_the_address_of_a_router_in_front() -> None:
+    """Others are told it; here it is listened at an address of this machine."""
+    (host, port), told = join.place("192.0.2.7:29441")
+    assert host != "192.0.2.7" and (port, told) == (29441, "192.0.2.7")
+    assert join.place("127.0.0.1:29441") == (("127.0.0.1", 29441), "127.0.0.1")
+
+
 def test_a_text_that_is_not_there(answer: Answer, world: Run) -> None:
-    one_line(answer("join", world.address, "--token", world._token, "--data", "nowhere.txt"), "nowhere.txt")
+    one_line(answer("join", world.address, "--token", world.token, "--data", "nowhere.txt"), "nowhere.txt")
 
 
 def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
     made = Run(small(tmp_path, 60, 2, "world.max_members=1"), tmp_path / "run")
     made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
-    told = answer("join", made.address, "--token", made._token)
+    told = answer("join", made.address, "--token", made.token)
     made.stop()
     one_line(told, "the run has its most workers, 1", "--max-members")
     assert isinstance(made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))[0].message, Refusal)  # type: ignore[union-attr]

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from isles.cli.doctor import doctor
-from isles.cli.ravnest import describe
 from isles.cli.ravnest.plan import plan
 from isles.network.clusters.nodes import ClusterNode
+from isles.training.clustered import describing
+from isles.training.config.reading import read_config
+from isles.training.dry_run import refuse
 
 UNTIED = ["model.layers=6", "model.tie_embeddings=false"]
 
@@ -27,7 +29,7 @@ def nodes(tmp_path: Path) -> str:
 def test_a_plan_prints_the_settings_of_its_run(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan(nodes, assignments=UNTIED)
     words = capsys.readouterr().out
-    settings = tomllib.loads(words[words.index("[pipeline]") :])
+    settings = tomllib.loads(words[words.index("[replicas]") :])
     cuts = settings["pipeline"]["clusters"]
     assert settings["world"]["workers"] == 5 == sum(len(own) + 1 for own in cuts)
     assert all(f"n{number}" in words for number in range(1, 6))
@@ -37,6 +39,19 @@ def test_a_plan_prints_the_settings_of_its_run(nodes: str, capsys: pytest.Captur
     assert told["pipeline.clusters"] == cuts
     assert [row["rank"] for row in told["ranks"]] == list(range(5))
     assert all(row["memory"] <= 1 for row in told["ranks"])
+
+
+@pytest.mark.parametrize("size", [6, 2])
+def test_what_it_writes_is_a_run(nodes: str, tmp_path: Path, size: int) -> None:
+    """In clusters, or of whole models where every node holds one."""
+    path, own = tmp_path / "run.toml", [f"model.layers={size}"]
+    plan(nodes, assignments=own, write=path)
+    run = read_config(str(path), {}, [])
+    assert (run.method, run.world.workers, run.model.layers) == ("localsgd", 5, size)
+    assert run.pipeline.routing == ("ravnest" if size == 6 else "fixed")
+    refuse(run)
+    with pytest.raises(ValueError, match="exists already"):
+        plan(nodes, assignments=own, write=path)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +72,7 @@ def test_what_cannot_be_is_said_in_a_line(
 
 
 def test_a_machine_describes_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "_FOR", 0.0)
+    monkeypatch.setattr(describing, "_FOR", 0.0)
     doctor(describe=True)
     (table,) = tomllib.loads(capsys.readouterr().out)["node"]
     assert table.keys() == {"name", "memory", "speed"}

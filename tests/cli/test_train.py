@@ -9,6 +9,7 @@ import re
 import signal
 import struct
 import subprocess
+import sys
 import termios
 from collections.abc import Iterator
 from fcntl import ioctl
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from isles import cli
 from tests.cli.command import ISLES, Command, eventually, gone, isles, marked
 from tests.training.runs import metrics, write_folder
 
@@ -34,7 +36,9 @@ def short(*more: str) -> list[str]:
 # To the end
 
 
-def test_from_a_config_to_a_report(folder: Path) -> None:
+def test_from_a_config_to_a_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit 0; progress and notes on stderr, once each; on stdout the table with loss and bytes, and the paths."""
     code, out, error = isles(*short("--set", "replicas.gamma=1.9", "--out", "deep/run [1]"), folder=folder)
     assert code == 0, error
@@ -59,8 +63,12 @@ def test_from_a_config_to_a_report(folder: Path) -> None:
     assert sum("gamma = 1.9" in line for line in lines) == 1  # of one worker, though both found it out
     assert lines[-1].startswith("step 6/6  loss ")
 
-    code, out, error = isles("report", "deep/run [1]", folder=folder)
-    assert (code, out, error) == (0, "deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["isles", "report", "deep/run [1]"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert capsys.readouterr() == ("deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
 @pytest.mark.long

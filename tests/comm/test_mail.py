@@ -19,7 +19,7 @@ LENGTHS = {WORK: range(1000, 1001), WORD: range(1)}
 
 
 def mailbox(world: Mesh) -> Mail:
-    return Mail(world.world, run=RUN, lengths=LENGTHS)
+    return Mail(world.world.among(range(world.size), "pipeline"), run=RUN, lengths=LENGTHS)
 
 
 def taken(box: Mail, letters: int) -> list[Any]:

@@ -15,7 +15,7 @@ from isles.comm.errors import CommError, PeerLost
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.tasks import ExpertTask, carry_out
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.starting import first_interrupt
+from isles.training.running.interrupts import first_interrupt
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import HDEE, made, write_domains
 

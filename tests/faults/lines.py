@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch
 import isles
 from isles.comm.collectives import basic as collectives
 from isles.comm.errors import CommError, PeerLost
+from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
+from tests.training.dying import wait_for
 
 RATE = 0.5e6  # bits per second
 BYTES = 500_000
@@ -35,11 +38,16 @@ def over_a_slow_line(what: str, workers: int, deadline: float) -> list[Any]:
     return isles.run_local(globals()[what], workers, deadlines=waits)
 
 
+def meet(group: Group) -> None:
+    """All have come here, however long a busy machine takes for what comes before."""
+    group.start(collectives.all_gather(group.call(), torch.zeros(1)), deadline=60.0).wait()
+
+
 def broadcast(world: Mesh) -> float:
     """Seconds of a message that takes four deadlines."""
     if world.rank == 0:
         slow()
-    world.world.barrier()
+    meet(world.world)
     start, data = time.monotonic(), torch.full((BYTES,), world.rank, dtype=torch.uint8)
     world.world.broadcast(data)
     assert not data.any()
@@ -53,12 +61,12 @@ def chain(world: Mesh) -> float:
     group, start = world.world, time.monotonic()
     if world.rank == 0:
         slow()
-    group.barrier()
+    meet(group)
     if world.rank > 0:
         group.among((1, 2)).broadcast(torch.zeros(3 * BYTES, dtype=torch.uint8), source=1)
     if world.rank < 2:
         group.exchange(1 - world.rank, torch.zeros(1))
-    group.among((0, 1, 2)).start(collectives.all_gather(group.call(), torch.zeros(1)), deadline=60.0).wait()
+    meet(group.among((0, 1, 2)))
     return time.monotonic() - start
 
 
@@ -66,7 +74,7 @@ def stopped(world: Mesh) -> float | None:
     """Worker 1 is stopped in the middle of what it sends; worker 0 waits for it."""
     if world.rank == 0:
         slow()
-    world.world.barrier()
+    meet(world.world)
     if world.rank == 1:
         group = world.world
         sending = group.start(collectives.broadcast(group.call(), torch.zeros(BYTES, dtype=torch.uint8), 1))
@@ -81,17 +89,19 @@ def stopped(world: Mesh) -> float | None:
     return None
 
 
-def destroyed(world: Mesh) -> float | None:
-    """Worker 1 closes its connections; worker 0, which looks at them all the while, waits for it."""
+def destroyed(world: Mesh, noticed: str) -> bool:
+    """Worker 1 closes its connections, and lives until worker 0, which looks at them all the while and waits for it,
+    has written `noticed`: whether that was so.
+    """
     world.world.barrier()
     if world.rank == 1:
         time.sleep(1.0)
         world.transport.close()
-        time.sleep(3.0)
-        return None
-    start = time.monotonic()
+        wait_for(Path(noticed))
+        return Path(noticed).exists()
     try:
         world.world.start(collectives.exchange(world.world.call(), 1, torch.zeros(1)), deadline=60.0).wait()
     except PeerLost:
-        return time.monotonic() - start - 1.0
-    return None
+        Path(noticed).touch()
+        return True
+    return False

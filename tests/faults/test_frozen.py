@@ -20,7 +20,7 @@ from isles.launch.workers import LocalWorkers
 from tests.faults import workers
 
 WAITS = Deadlines(join=6.0, silence=5.0)
-LATER = 12.0  # seconds beyond the silence: 5 that are stated, and a machine that starts eighteen processes
+LATER = 30.0  # seconds beyond the silence: 5 that are stated, and a busy machine that starts eighteen processes
 
 
 def frozen(moment: str, goes_on: bool) -> tuple[list[Any], float, LocalWorkers]:

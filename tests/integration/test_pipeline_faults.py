@@ -54,7 +54,8 @@ def test_a_worker_hit_in_the_middle_of_a_step_is_named(
     """In time; no process stays; and the command that is printed goes on to the weights of the run that nobody hit."""
     number, seconds = blow
     orders, out = folder / "orders", tmp_path / "run"
-    orders.write_text(f"{int(number)} {victim}")
+    saved = out / "checkpoints" / f"step-{STEP - 2}" / "manifest.json"
+    orders.write_text(f"{int(number)} {victim} {saved}")
     real = config(folder, "world.backend=distributed")
     with pytest.raises(WorkerFailed, match=f"worker {victim} failed: ") as caught:
         launch(real, out, lambda line: None, lambda notice: None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pytest
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.running.run import launch
+from isles.training.running.torchrun import take_part
 from tests.cli.command import Command, gone
-from tests.training.runs import metrics, without_clocks, write_folder
+from tests.training.runs import metrics, tiny, without_clocks, write_folder, write_text
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "isles"]
 
@@ -67,3 +70,17 @@ def test_errors_are_told_once(folder: Path, arguments: list[str], words: str) ->
     assert code == 1 and out == "" and len(told) == 1 and told[0].startswith(words), error
     assert gone(command.mark)
     assert not re.search(r"^note: .*node", error, re.MULTILINE)
+
+
+def test_signals_mean_what_they_did_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0, once its run has ended well."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port}.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    config = tiny(write_text(tmp_path / "text.txt"), "world.backend=distributed", method="none", workers=1, steps=2)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+    ended = take_part(config, lambda: tmp_path / "run", lambda line: None, lambda notice: None, None)
+    assert ended is not None and ended[1]["steps"] == 2
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before

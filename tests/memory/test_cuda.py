@@ -1,12 +1,8 @@
-"""A plan on a GPU: without one, all of this is skipped (it was never run)."""
+"""A plan on a GPU; all of this is skipped without one, and `test_streams.py` stands in for it."""
 
 from __future__ import annotations
 
-import itertools
 import random
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -127,98 +123,3 @@ def test_an_error_of_a_lane_reaches_the_caller() -> None:
 
 def test_a_cpu_has_threads_alone() -> None:
     assert type(usual_engine(torch.device("cpu"))) is Paced
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the engine asks of CUDA, on a CPU whose streams do at once what they are told
-
-
-class _Stream:
-    """Notes what it waits for."""
-
-    current = threading.local()
-
-    def __init__(self, device: object = None) -> None:
-        self.waited: list[object] = []
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-    def wait_stream(self, stream: object) -> None:
-        self.waited.append(stream)
-
-    def synchronize(self) -> None:
-        self.waited.append("synchronize")
-
-
-class _Event:
-    def __init__(self) -> None:
-        self.recorded: list[object] = []
-
-    def record(self, stream: object = None) -> None:
-        self.recorded.append(stream)
-
-    def synchronize(self) -> None:
-        return
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Stream]:
-    """The lanes' streams, by the thread that made them."""
-    kernels, made = _Stream(), dict[str, _Stream]()
-
-    @contextmanager
-    def within(stream: _Stream) -> Iterator[None]:
-        before = getattr(_Stream.current, "stream", kernels)
-        _Stream.current.stream = stream
-        yield
-        _Stream.current.stream = before
-
-    def stream(device: object = None) -> _Stream:
-        return made.setdefault(threading.current_thread().name, _Stream())
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: getattr(_Stream.current, "stream", kernels))
-    monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    return made
-
-
-@pytest.mark.parametrize("autocast", ["none", "bf16"])
-def test_lanes_wait_for_the_kernels(streams: dict[str, _Stream], autocast: str) -> None:
-    """The bits of the engine without streams; each lane waits for an event of the kernels before each job, for their
-    stream before it writes, and for its own end after it.
-    """
-    cpu, plan = torch.device("cpu"), _plans()[-1]
-    made = profiled(DECODER, autocast)
-
-    def trained(engine: Engine) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = DECODER.make()
-        inner = adamw(model)
-        with manage(
-            plan_of(made, plan), model, inner, profile=made, machine=MACHINES["H100"], device=cpu, engine=engine
-        ) as managed:
-            for step in range(3):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "bf16"):
-                    loss = model(DECODER.batch(step)).loss
-                loss.backward()
-                managed.step()
-                managed.zero_grad()
-        return [parameter.detach() for parameter in model.parameters()]
-
-    for own, plain in zip(trained(Cuda(cpu)), trained(Paced()), strict=True):
-        assert torch.equal(own, plain)
-    assert set(streams) == {"memory up", "memory down", "memory host"}
-    for lane in ("memory up", "memory down"):
-        waited = streams[lane].waited
-        jobs = [index for index, one in enumerate(waited) if isinstance(one, _Event)]
-        assert jobs[0] == 0
-        for begin, end in itertools.pairwise([*jobs, len(waited)]):
-            assert waited[begin].recorded  # type: ignore[attr-defined]
-            assert waited[begin + 1 : end][-1] == "synchronize"
-    assert any(isinstance(one, _Stream) for one in streams["memory up"].waited)

@@ -17,7 +17,7 @@ from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed
 from isles.memory.parameters import Brought
-from isles.memory.runner import Runner
+from isles.memory.slots import Slots
 from isles.wrapping import Wrapping
 from tests.memory.loops import DECODER, UNITS, train
 from tests.memory.managing import HOST, OPTIMIZER, managed_decoder, one_step
@@ -117,12 +117,12 @@ def test_slots_are_filled_again_when_the_last_use_has_ended(monkeypatch: pytest.
     room = lambda *asked: 2 * least_peak(*asked)  # noqa: E731  # so much that slots are granted long before their use
     monkeypatch.setattr("tests.memory.loops.least_peak", room)
     assert _keeps_bits(HOST, engine=Inline())
-    real = Runner._slot_granted
+    real = Slots._granted
 
-    def at_once(self: Runner, *args: Any) -> None:
+    def at_once(self: Slots, *args: Any) -> None:
         uses, self._uses = self._uses, {}  # as if no use were under way
         real(self, *args)
         self._uses = uses | self._uses
 
-    monkeypatch.setattr(Runner, "_slot_granted", at_once)
+    monkeypatch.setattr(Slots, "_granted", at_once)
     assert not _keeps_bits(HOST, engine=Inline())

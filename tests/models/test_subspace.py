@@ -21,7 +21,7 @@ from isles.models.subspace import (
     orthonormal,
     put_inside,
 )
-from isles.pipeline.boundaries.grassmann import Drift, loss_outside, turned
+from isles.pipeline.boundaries.grassmann import Drift, turned
 from isles.pipeline.boundaries.subspace import Coordinates
 from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 
@@ -155,6 +155,11 @@ def test_folded_it_is_a_plain_decoder(form: SubspaceForm) -> None:
     plain = Decoder(SHAPE, seed=9, dtype=torch.float64)
     plain.load_state_dict(fold(made).state_dict())
     assert torch.allclose(plain.logits(TOKENS[:, :-1]), logits, rtol=0, atol=1e-12)
+
+
+def loss_outside(basis: torch.Tensor, total: torch.Tensor) -> float:
+    """tr M - tr(U^T M U)."""
+    return float(total.trace() - ((total @ basis) * basis).sum())
 
 
 def test_the_basis_turns_to_the_best_there_is() -> None:

@@ -66,11 +66,14 @@ def test_the_librarys_mean_is_what_the_library_counts(name, workers):
     torch = pytest.importorskip("torch")
     from isles.comm.codecs import codec
     from isles.comm.collectives.mean import HEADER_BYTES, sent_bytes
+    from isles.network.planner.closed import parallel_bytes
 
     form, elements = codec(name), 1 << 20
     bytes_there = form.wire_bytes(elements, torch.float32)
     back = form.back.wire_bytes(elements, torch.float32) / bytes_there
     sent = sum(sent_bytes(elements, torch.float32, form, workers, p) for p in range(workers)) / workers
+    if form.lossless:
+        assert parallel_bytes(elements, workers, steps=1) == sent
     sent -= HEADER_BYTES * (workers - 1)
     assert costs.library_mean(workers, back).payloads * bytes_there == pytest.approx(sent, rel=0.002)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.machines import MACHINES, machine, to_toml
+from isles.network.machines import MACHINES, known_gpu, machine, to_toml
 
 
 def test_names_are_found_whatever_their_case() -> None:
@@ -54,3 +54,24 @@ def test_what_cannot_be_is_one_line(text: str, words: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
         machine(str(path))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes", "known"),
+    [
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "A100-80"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16"),
+        ("Tesla V100-SXM2-32GB", 31.7, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, None),
+        ("NVIDIA GeForce RTX 3060", 7.8, None),
+        ("NVIDIA T4", 14.6, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_and_size(name: str, gibibytes: float, known: str | None) -> None:
+    """One of a known name with less memory is another one: a plan for it would not fit."""
+    found = known_gpu(name, gibibytes * 2**30)
+    assert (None if found is None else found.name) == known

@@ -9,10 +9,13 @@ import pytest
 
 import isles
 from isles.comm.call import Ledger
+from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
 from isles.comm.view import View
 from isles.replicas.flat import copied
+from isles.replicas.loop.fragment import Exchange, Flight
+from isles.replicas.loop.joining import given
 from tests.covers import share
 from tests.replicas.changing import ChangingRoster
 from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, train_step, weights
@@ -143,3 +146,47 @@ def test_both_are_rosters() -> None:
         return all(isinstance(r, Roster) for r in (FixedRoster(world.outer), ChangingRoster(world.world, VIEWS)))
 
     assert run(worker) == [True] * 4
+
+
+def test_a_state_is_given_without_waiting_for_the_next_rounds_partner() -> None:
+    """Whoever takes it may be that partner, which begins its round once it has it."""
+
+    def worker(world: Mesh) -> Any:
+        optimizer, _ = made(world, "noloco", [View(0, 1, EVERYONE)])
+        while optimizer.fragments[0].rounds < 1:
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+        ahead, began = optimizer.fragments[0].ahead, world.world.transport.now()
+        state = given(optimizer)
+        waited = world.world.transport.now() - began
+        return (
+            state["outer"]["fragments"][0]["ahead"],
+            waited,
+            ahead is not None and optimizer.fragments[0].ahead is ahead,
+        )
+
+    assert run(worker) == [(None, 0.0, True)] * 4
+
+
+def test_an_answer_counts_as_had_once_all_of_it_is_there() -> None:
+    """Not with the outer gradient alone, where the anchor does not come: others would count on its work."""
+
+    class Failing:
+        def wait(self) -> Any:
+            raise PeerLost(1)
+
+    def worker(world: Mesh) -> Any:
+        optimizer, roster = made(world, "noloco", [View(0, 1, EVERYONE)], on_peer_failure="solo")
+        accepted = list[int]()
+        roster.accepts = lambda round, seats: accepted.append(round) or True  # type: ignore[method-assign]
+        fragment = optimizer.fragments[0]
+        for number, lost in enumerate((False, True), start=1):
+            flight = Flight(
+                fragment,
+                3,
+                Exchange(fragment.anchor.clone(), None, round=number, seats=(0, 1)),
+                Exchange(fragment.anchor.clone(), Failing() if lost else None, round=number, seats=(0, 1)),  # type: ignore[arg-type]
+            )
+            optimizer.courier.receive(flight, optimizer._snapshot)
+        return accepted
+
+    assert run(worker) == [[1]] * 4

@@ -318,16 +318,36 @@ def test_a_stage_in_half_precision_is_not_taken_for_broken() -> None:
         refuse_own(own, "its activations", whole)
 
 
-def sharded(world: Mesh, change: str) -> Any:
+def sharded(world: Mesh, change: str, closed: bool) -> Any:
+    """What stopped it, and whether the weights were finite by then."""
     model = isles.shard(Decoder(SHAPE, seed=1), world.outer)
     optimizer = isles.FSDP(model, torch.optim.AdamW(model.parameters(), lr=1e-3), world.outer)
-    if world.rank == 1:
+    if world.rank == 1 and change != "gradient":
         between({"nan": nan, "far": far}[change], 1024, 40)(world)
-    return stepped(world, model, optimizer)
+    draw = torch.Generator().manual_seed(world.rank)
+
+    def backward() -> Tensor:
+        optimizer.zero_grad()
+        broken = change == "gradient" and world.rank == 1 and optimizer.steps == 5
+        loss = model(torch.randint(64, (2, 17), generator=draw)).loss * (torch.nan if broken else 1)
+        loss.backward()
+        return loss
+
+    stopped = "finished"
+    for _ in range(12):
+        try:
+            optimizer.step(backward) if closed else (backward(), optimizer.step())
+        except CommError as error:
+            stopped = error
+            break
+    return stopped, all(bool(weights.isfinite().all()) for weights in optimizer.weights().values())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", ["nan", "far"])
-def test_rows_of_fsdp_too(change: str) -> None:
-    results = run_gloo(sharded, 2, args=(change,), deadlines=SHORT)
-    assert isinstance(results[0], Refused) and results[0].peer == 1, results
+@pytest.mark.parametrize(
+    ("change", "closed"), [("nan", False), ("far", False), ("gradient", False), ("gradient", True)]
+)
+def test_rows_of_fsdp_too(change: str, closed: bool) -> None:
+    """Before they are used, also where a closure brings them."""
+    (stopped, finite), _ = run_gloo(sharded, 2, args=(change, closed), deadlines=isles.Deadlines(outer=5.0))
+    assert isinstance(stopped, Refused) and stopped.peer == 1 and finite, stopped

@@ -10,6 +10,7 @@ from typing import Any
 
 import isles
 from isles.replicas.methods.noloco import NoLoCoConfig
+from tests.training.dying import wait_for
 
 STEP = 6  # inner steps that are done when it happens, in the middle of a round of three
 
@@ -17,7 +18,9 @@ STEP = 6  # inner steps that are done when it happens, in the middle of a round 
 @dataclass(frozen=True, kw_only=True)
 class StruckConfig(NoLoCoConfig):
     orders: str = ""
-    """A file with the signal and the worker that it is sent to; without that file nobody is hit."""
+    """A file with the signal, the worker that it is sent to, and a file that is there before it is; without orders
+    nobody is hit.
+    """
 
 
 class StruckNoLoCo(isles.NoLoCo):
@@ -34,7 +37,8 @@ class StruckNoLoCo(isles.NoLoCo):
         if self.steps != STEP or not self.model.training or not self._orders.is_file():
             return
         self._passes += 1
-        number, victim = map(int, self._orders.read_text().split())
-        if self._passes == 2 and self.group.transport.rank == victim:
+        number, victim, awaited = self._orders.read_text().split(maxsplit=2)
+        if self._passes == 2 and self.group.transport.rank == int(victim):
+            wait_for(Path(awaited))
             self._orders.with_suffix(".when").write_text(repr(time.time()))
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), int(number))

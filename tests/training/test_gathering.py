@@ -79,12 +79,15 @@ def test_what_node_1_is_refused_for(config: Config, tmp_path: Path, tmp_path_fac
     """Its configuration, its command, its directory; node 0 waits for a better one until its deadline."""
     other = real(tmp_path_factory, "inner.lr=0.5", "run.seed=3")
     run = saved(tmp_path / "run", 3)
-    for here, there, words in (
-        ((config, tmp_path / "a", None), (other, tmp_path / "b", None), "inner.lr = 0.5 there, 0.01 on node 0"),
-        ((config, tmp_path / "a", None), (config, run, 3), "started with `isles resume`, node 0 with `isles train`"),
-        ((config, tmp_path / "a", None), (config, tmp_path / "a", None), "writes into the same directory as node 0"),
-    ):
-        late, refused = both(here, there)
+    here = config, tmp_path / "a", None
+    cases = {
+        "inner.lr = 0.5 there, 0.01 on node 0": (other, tmp_path / "b", None),
+        "started with `isles resume`, node 0 with `isles train`": (config, run, 3),
+        "writes into the same directory as node 0": here,
+    }
+    with ThreadPoolExecutor(len(cases)) as pool:  # they wait at the same time
+        told = list(pool.map(lambda there: both(here, there), cases.values()))
+    for words, (late, refused) in zip(cases, told, strict=True):
         assert isinstance(refused, ValueError) and words in str(refused) and "\n" not in str(refused)
         assert "node 1 did not come" in str(late)
 

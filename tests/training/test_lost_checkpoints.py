@@ -12,6 +12,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.regroup import prepare
 from isles.training.records.spread import Spread
 from isles.training.running.run import launch
+from tests.training.dying import AWAITED
 from tests.training.runs import Told, lines_of, run, tiny, write_text
 
 STEPS, SAVED = 18, (5, 10, 15)
@@ -19,13 +20,15 @@ STEPS, SAVED = 18, (5, 10, 15)
 
 @pytest.fixture(scope="module")
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of three workers of which number 0 is killed after step 7; without its end."""
+    """The run of three workers of which number 0 is killed after step 7, when step 5 is saved; without its end."""
     folder = tmp_path_factory.mktemp("lost")
     config = tiny(write_text(folder / "text.txt"), "replicas.sync_every=3", "world.backend=distributed",
                   "replicas.on_peer_failure=solo", "run.checkpoint_every=5", "run.keep_checkpoints=0",
                   method="tests.training.dying:DyingNoLoCo", workers=3, steps=STEPS)  # fmt: skip
     told = Told()
-    run(config, folder / "run", told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(AWAITED, str(folder / "run" / "checkpoints" / f"step-{SAVED[0]}" / "manifest.json"))
+        run(config, folder / "run", told)
     assert any("worker 0 failed" in notice and "the others go on without it" in notice for notice in told.notices)
     (folder / "run" / "summary.json").unlink()
     return folder / "run"

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from isles.memory.disk import check_folder
-from isles.training import memory
 from isles.training.config.reading import read_config
-from isles.training.memory import machine_of, planned, profile_of
+from isles.training.memory import at_work
+from isles.training.memory import planned as planning
+from isles.training.memory.planned import machine_of, planned, profile_of
 from isles.training.running.run import launch
 from tests.training.test_memory import _config, _launch
 
@@ -156,9 +157,36 @@ def test_a_file_that_is_no_plan_is_one_line(what: str, tmp_path: Path) -> None:
 
 
 def test_no_part_of_the_ram_plays_a_device_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "choose_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(planning, "choose_device", lambda config: torch.device("cuda"))
     with pytest.raises(ValueError, match=r"^memory\.emulate is for CPUs; on a GPU, memory\.device_budget makes it sm"):
         _launch(_config(*GPU, "memory.emulate=true", backend="distributed"), tmp_path / "run")
+
+
+def test_a_gpu_that_does_not_keep_the_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of a run is done on it."""
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError(f"on {device}, copies beside kernels leave other bits than copies alone")
+
+    monkeypatch.setattr(at_work, "try_out", fails)
+    config = _config(*GPU, backend="distributed")
+    memory = at_work.PlannedMemory(config, torch.device("cuda", 5))
+    assert memory.home == torch.device("cpu")
+    with pytest.raises(ValueError, match=r'^memory\.method: on cuda:5, copies beside .* alone; choose "checkpoint"$'):
+        memory._engine()
+
+
+def test_a_plan_leaves_room_on_a_gpu(tmp_path: Path) -> None:
+    config = _config(*GPU)
+    made, here = profile_of(config), machine_of(config)
+    whole = planned(config, made, here)
+    assert planned(config, made, here, free=0.9 * whole.peak).peak <= 0.9 * whole.peak
+    with pytest.raises(ValueError, match="is more than the"):
+        planned(_config(*GPU, "memory.device_budget=1GiB"), made, here, free=2**29)
+    path = tmp_path / "plan.json"
+    path.write_text(whole.to_json(), encoding="utf-8")
+    with pytest.raises(ValueError, match="of this GPU are to be had: end what else uses it, or plan again"):
+        planned(_config(*GPU, f"memory.plan={path}"), made, here, free=whole.peak / 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from isles.cli import dry_run as shown
 from isles.training.dry_run import dry_run
-from isles.training.memory import prepared
+from isles.training.memory.planned import prepared
 from tests.training.test_memory import _config
 
 WORDS = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=2MB"]

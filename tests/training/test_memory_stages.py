@@ -10,8 +10,9 @@ import pytest
 
 from isles.memory.costs import ACTIVATIONS, Placement
 from isles.memory.plan import MemoryPlan
-from isles.training import memory
 from isles.training.config.reading import read_config
+from isles.training.memory import at_work
+from isles.training.memory import planned as planning
 from isles.training.running.run import launch
 from tests.memory.loops import plan_of
 
@@ -66,24 +67,24 @@ def test_stages_keep_their_bits(
         placements = [PLANS[plan](index) for index in range(len(made.units))]
         return plan_of(made, placements, accumulation=config.pipeline.microbatches)
 
-    monkeypatch.setattr(memory, "planned", chosen)
-    memory._PREPARED.clear()
+    monkeypatch.setattr(planning, "planned", chosen)
+    planning._PREPARED.clear()
     wanted = _left(_config(stages, routing), tmp_path / "plain")
     peaks: list[tuple[int, int]] = []
-    real = memory.PlannedMemory.told
+    real = at_work.PlannedMemory.told
 
-    def told(self: memory.PlannedMemory, seconds: float) -> Any:
+    def told(self: at_work.PlannedMemory, seconds: float) -> Any:
         assert self.managed is not None
         peaks.append((self._measured_peak(), self.managed.plan.peak))
         return real(self, seconds)
 
-    monkeypatch.setattr(memory.PlannedMemory, "told", told)
+    monkeypatch.setattr(at_work.PlannedMemory, "told", told)
     got = _left(_config(stages, routing, "memory.method=auto", "memory.machine=RTX 3060"), tmp_path / "planned")
     assert got[2] == wanted[2]
     assert got[0] == wanted[0]
     for key in ("val_loss", "replica_std", "bytes_sent_per_worker"):
         assert got[1][key] == wanted[1][key]
-    memory._PREPARED.clear()
+    planning._PREPARED.clear()
     assert peaks
     for measured, planned in peaks:
         print(f"{measured / planned:.3f}", end=" ")

@@ -283,3 +283,12 @@ def test_a_method_that_says_nothing_is_told_so(text: Path, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "silent_method", raising=False)
     planned: DryRun = dry_run(tiny(text, method="silent_method:Silent"))
     assert any("does not say what it exchanges" in notice for notice in planned.notices)
+
+
+def test_a_network_that_is_not_played_is_a_notice() -> None:
+    """The same configuration runs on the virtual clock, where it says how long a message takes."""
+    told = "world.links and world.step_seconds: of the virtual clock"
+    for backend, count in (("distributed", 1), ("virtual", 0)):
+        config = read_config(None, {"world.backend": backend}, ["world.links=worldwide", "world.step_seconds=2"])
+        assert len([notice for notice in dry_run(config).notices if told in notice]) == count
+    assert not any("virtual clock" in notice for notice in dry_run(read_config(None, {}, [])).notices)

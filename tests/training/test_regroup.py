@@ -31,7 +31,8 @@ from tests.training.runs import (
     write_text,
 )
 
-STEPS, AT = 30, 20  # AT stands in the middle of a round of 3
+STEPS, AT = 26, 20  # AT stands in the middle of a round of 3
+LOSSES = {"delayed": 5.4, "eager": 4.8}  # nats, whose answers come a round late; chance is 5.5
 CHANGES = [(2, 3), (4, 1), (3, 2)]
 CORE = {"noloco"}  # all changes in `make test`, one of them for the rest
 
@@ -107,7 +108,7 @@ def test_every_method_goes_on(stopped: Any, name: str, before: int, after: int) 
     assert {line["worker"] for line in lines} == set(range(after))
     assert min(line["step"] for line in lines) == AT + 1
     assert mean_loss(lines, AT + 1, AT + 2) < earlier + 0.1  # it falls by as much in that time; chance is 5.5
-    assert summary["workers"] == after and summary["val_loss"] < (5.4 if name == "delayed" else 4.5)
+    assert summary["workers"] == after and summary["val_loss"] < LOSSES.get(name, 4.5)
     assert summary["tokens"] == (AT * before + (STEPS - AT) * after) * BATCH * CONTEXT
     first = [line for line in lines if line["step"] == AT + 1]
     for key in ("bytes_sent", "bytes_received", "compute_seconds", "tokens"):

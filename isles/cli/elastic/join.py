@@ -14,19 +14,21 @@ from isles.cli.signals import end_in_order
 if TYPE_CHECKING:
     from isles.comm.credentials import Token
 
+RunToken = Annotated[
+    str | None, typer.Option("--token", metavar="TOKEN|@FILE", help="The run's, as shown there. Or ISLES_TOKEN.")
+]
+OwnData = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine, if not as there.")
+]
+OwnDevice = Annotated[str | None, typer.Option(help="auto, cpu or cuda: what this machine trains on, if not as there.")]
+
 
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the lighthouse is.")],
-    token: Annotated[
-        str | None, typer.Option("--token", metavar="TOKEN|@FILE", help="The run's, as shown there. Or ISLES_TOKEN.")
-    ] = None,
+    token: RunToken = None,
     workers: Annotated[int, typer.Option(help="Workers to start on this machine.")] = 1,
-    data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine, if not as there.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto, cpu or cuda: what this machine trains on, if not as there.")
-    ] = None,
+    data: OwnData = None,
+    device: OwnDevice = None,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -34,6 +36,7 @@ def join(
             help="Let other workers reach this one directly, at this port; further workers: the next ports.",
         ),
     ] = None,
+    apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
@@ -45,7 +48,7 @@ def join(
     there = places(listen, workers)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, data, device))
-    _join(address, parsed, there[0], data, device)
+    _join(address, parsed, there[0], apart, data, device)
 
 
 def given_token(token: str | None) -> Token:
@@ -58,22 +61,24 @@ def given_token(token: str | None) -> Token:
     return parse_token(text)
 
 
-def _join(address: str, token: Token, listen: str | None, data: str | None, device: str | None) -> None:
+def _join(address: str, token: Token, listen: str | None, apart: int, data: str | None, device: str | None) -> None:
     from isles.training.elastic.entering import Here
     from isles.training.elastic.part import take_part
 
     listening, announced = (None, "") if listen is None else place(listen)
-    here = Here(data=data, device=device, listen=listening, announced=announced)
-    print(take_part(address, token, here, tell=_tell), flush=True)
+    here = Here(data=data, device=device, listen=listening, announced=announced, apart=apart)
+    print(take_part(address, token, here, tell=tell), flush=True)
 
 
 def place(listen: str) -> tuple[tuple[str, int], str]:
-    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it)."""
-    from isles.launch.addresses import outward_address
+    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it). HOST
+    may be that of the router in front of this machine.
+    """
+    from isles.launch.addresses import is_own, outward_address
 
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
-    return (host or outward_address(), int(port)), host
+    return (host if host and is_own(host) else outward_address(), int(port)), host
 
 
 def places(listen: str | None, workers: int) -> list[str | None]:
@@ -86,7 +91,8 @@ def places(listen: str | None, workers: int) -> list[str | None]:
     return [f"{host}{colon}{int(port) + number if int(port) else 0}" for number in range(workers)]
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """A line for the user, beside what a command prints."""
     print(f"isles: {line}", file=sys.stderr, flush=True)
 
 
@@ -94,7 +100,7 @@ def _several(address: str, token: Token, listening: list[str | None], data: str 
     """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
     asks each of them once to leave: a second signal would end them within the round.
     """
-    from isles.training.running.starting import first_interrupt
+    from isles.training.running.interrupts import first_interrupt
 
     command = [sys.executable, "-m", "isles", "join", address]
     command += [*(["--data", data] if data else []), *(["--device", device] if device else [])]
@@ -108,7 +114,7 @@ def _several(address: str, token: Token, listening: list[str | None], data: str 
     try:
         with first_interrupt(leave):
             for one in listening:
-                words = command if one is None else [*command, "--listen", one]
+                words = command if one is None else [*command, "--listen", one, "--apart", str(len(listening))]
                 started.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0))
             codes = [process.wait() for process in started]
     except BaseException:

@@ -7,15 +7,15 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
-    from isles.training.config.sections import Config
-    from isles.training.elastic.lighthouse import Keeper
+    from isles.training.elastic.charter import Charter
+    from isles.training.elastic.keeping import RunKeeper
     from isles.training.elastic.stand import Stand
 
 
@@ -38,8 +38,12 @@ def lighthouse(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
 ) -> None:
-    """Keep a run that workers join and leave (`isles join`), and show the command that they join with."""
+    """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
+    with.
+    """
     from isles.cli.train import _new_directory
+    from isles.comm.elastic.session import refuse_number, zenoh
+    from isles.launch.addresses import written
     from isles.training.elastic.stand import Stand
 
     end_in_order()
@@ -47,9 +51,11 @@ def lighthouse(
         raise ValueError(f"--port {port}: choose 1 to 65535")
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
+    zenoh()  # or what to install, before anything else
+    refuse_number(written(host, port))
     ours = {"world.workers": founders, "world.max_members": max_members}
-    resolved, there = _resolved(config, ours, set_ or [], out)
-    _keep(resolved, there or _new_directory(resolved.method), Stand(host=host, port=port, workers=workers))
+    charter, there = _drawn_up(config, ours, set_ or [], out)
+    _keep(charter, there or _new_directory(charter.method), Stand(host=host, port=port, workers=workers))
 
 
 def light_again(run: Path, workers: int | None) -> None:
@@ -59,29 +65,36 @@ def light_again(run: Path, workers: int | None) -> None:
     from isles.training.elastic.stand import read_stand
 
     stand = read_stand(run)
-    resolved, _ = _resolved(str(run), {}, [], None)
-    _keep(resolved, run, stand if workers is None else replace(stand, workers=workers))
+    charter, _ = _drawn_up(str(run), {}, [], None)
+    _keep(charter, run, stand if workers is None else replace(stand, workers=workers))
 
 
-def _keep(config: Config, run: Path, stand: Stand) -> None:
+def _keep(charter: Charter, run: Path, stand: Stand) -> None:
     """Until it ends, or is stopped."""
-    from isles.cli.progress import Progress
+    from isles.cli.elastic.progress import ComingAndGoing
     from isles.cli.train import _print_summary
-    from isles.training.running.starting import first_interrupt
+    from isles.launch.addresses import written
+    from isles.training.running.interrupts import first_interrupt
 
-    address = f"{stand.host}:{stand.port}"
+    address = written(stand.host, stand.port)
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(config.method, config.world.workers, config.run.steps))
+        progress = stack.enter_context(ComingAndGoing(charter.method, charter.run.steps))
         started: list[subprocess.Popen[bytes]] = []
 
         def told(token: str) -> None:
             stand.write(run)
-            progress.notice(f"to join, on a machine that has isles[elastic]: isles join {address} --token {token}")
-            started.extend(_start(address, run / "credentials", run, number) for number in range(stand.workers))
+            joins = f"{kind.joins_with} {address} --token {token}"
+            progress.notice(f"to join, on a machine that has isles[elastic]: {joins}")
+            count = charter.rules.founders
+            workers = "a worker is" if count == 1 else f"{count} workers are"
+            progress.notice(f"it begins once {workers} there; what becomes of it: {run}")
+            started.extend(_start(kind.joins_with, address, run, number) for number in range(stand.workers))
 
-        keeper = _keeper(config, run, address, told, progress)
+        kind = _kind(charter)
+        keeper = kind(charter, run, address, told, progress.line, progress.notice)
+        progress.members = keeper.members
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
-        with first_interrupt(keeper.stopping.set, config.run.grace):
+        with first_interrupt(keeper.stopping.set, charter.run.grace):
             summary = keeper.run()
     if summary is None:
         print(
@@ -92,12 +105,27 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
     _print_summary(summary, run)
 
 
-def _resolved(
+def _kind(charter: Charter) -> type[RunKeeper]:
+    """Who keeps such a run."""
+    if charter.pipeline.routing == "swarm":
+        from isles.training.swarmed.keeping import SwarmKeeper
+
+        return SwarmKeeper
+    if charter.pipeline.routing == "ravnest":
+        from isles.training.clustered.keeping import ClusterKeeper
+
+        return ClusterKeeper
+    from isles.training.elastic.lighthouse import Keeper
+
+    return Keeper
+
+
+def _drawn_up(
     config: str | None, ours: dict[str, int | None], assignments: list[str], out: Path | None
-) -> tuple[Config, Path | None]:
-    """The configuration, and the run directory where it is that of a run that goes on."""
+) -> tuple[Charter, Path | None]:
+    """What is to be known of the run, and the run directory where it is that of a run that goes on."""
     from isles.training.config.reading import gather
-    from isles.training.elastic.terms import elastic
+    from isles.training.elastic.charter import drawn_up
 
     goes_on = config is not None and Path(config).is_dir()
     if goes_on:
@@ -107,27 +135,21 @@ def _resolved(
         config = str(out / "config.toml")
         if not Path(config).exists():
             raise ValueError(f"{out}: holds no run of a lighthouse; name one, or a CONFIG.toml")
-    return elastic(gather(config, ours, assignments)), out
+    return drawn_up(gather(config, ours, assignments)), out
 
 
-def _keeper(config: Config, out: Path, address: str, told: Any, progress: Any) -> Keeper:
-    from isles.training.elastic.lighthouse import Keeper
-
-    return Keeper(config, out, address, told, progress.line, progress.notice)
-
-
-def _start(address: str, credentials: Path, out: Path, number: int) -> subprocess.Popen[bytes]:
+def _start(joins_with: str, address: str, out: Path, number: int) -> subprocess.Popen[bytes]:
     """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
     file: arguments can be seen.
     """
     from isles.comm.credentials import read, write_private
 
-    token = credentials / "token"
-    write_private(token, str(read(credentials).token).encode("ascii"))
+    token = out / "credentials" / "token"
+    write_private(token, str(read(token.parent).token).encode("ascii"))
     logs = out / "logs"
     logs.mkdir(exist_ok=True)
     with (logs / f"join-{number}.log").open("ab") as log:
-        command = [sys.executable, "-m", "isles", "join", address, "--token", f"@{token}"]
+        command = [sys.executable, "-m", *joins_with.split(), address, "--token", f"@{token}"]
         command += ["--listen", "127.0.0.1:0"]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

@@ -9,28 +9,24 @@ import base64
 import socket
 import ssl
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from isles.cli.checks import Check
 from isles.comm import credentials
 from isles.comm.credentials import Token
-from isles.comm.elastic.keys import ABOUT, ECHO, PIECE, REACH
+from isles.comm.elastic.keys import ABOUT, PIECE, REACH
 from isles.comm.elastic.links.direct import OpenDoor
+from isles.comm.elastic.links.echo import ask, echo_line
 from isles.comm.elastic.messages import About, Listening, Reached, decode, encode
 from isles.comm.elastic.session import Session, address, open_session
 from isles.version import __version__
 
 _PATIENCE = 5.0  # seconds for a connection
-_ANSWER = 10.0  # seconds
 _TRIED = 20.0  # seconds that the lighthouse may try an address for
-_ENOUGH = 1.0  # seconds, and the rate is known
 _SKEW = 12 * 3600.0  # seconds that clocks may differ: certificates are valid from a day before they were made
-_SIZES = (1 << 16, 1 << 18, PIECE)  # bytes
 _LEASE = 3.0  # seconds
 
 
@@ -57,7 +53,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             return
         stack.callback(session.close)
         yield Check("session", True, "the lighthouse lets this machine in")
-        about = decode(_ask(session, ABOUT, b"") or b"")
+        about = decode(ask(session, ABOUT, b"") or b"")
         if not isinstance(about, About):
             yield Check("version", False, f"the lighthouse does not say: install isles {__version__} there too")
             return
@@ -116,27 +112,11 @@ def _run(about: About) -> Iterator[Check]:
 def _rates(session: Session) -> Check:
     from isles.report.units import format_bytes
 
-    rates = [_rate(session, size_of) for size_of in (lambda size: (bytes(size), 0), lambda size: (b"", size))]
-    if not all(rates):
+    line = echo_line(session)
+    if line is None:
         return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
-    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in rates)
+    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.up, line.down))
     return Check("rate", True, f"{up} to the lighthouse, {down} from it ({format_bytes(PIECE)} at a time)")
-
-
-def _rate(session: Session, size_of: Any) -> float:
-    """Bytes a second of pieces that grow until they take a while; 0 where an answer did not come."""
-    rate = 0.0
-    for size in (*_SIZES, PIECE, PIECE, PIECE):
-        said, wanted = size_of(size)
-        began = time.monotonic()
-        answer = _ask(session, ECHO, wanted.to_bytes(4, "big") + said)
-        took = time.monotonic() - began
-        if answer is None or len(answer) != wanted:
-            return 0.0
-        rate = max(rate, size / took)
-        if took > _ENOUGH:
-            return size / took
-    return rate
 
 
 def _direct(session: Session, token: Token, listen: tuple[str, int] | None, announced: str, folder: Path) -> Check:
@@ -149,7 +129,7 @@ def _direct(session: Session, token: Token, listen: tuple[str, int] | None, anno
     try:
         certificate = base64.b64encode(door.certificate).decode("ascii")
         said = Listening(announced, door.port, session.name(), certificate)
-        answer = decode(_ask(session, REACH, encode(said), _TRIED) or b"")
+        answer = decode(ask(session, REACH, encode(said), _TRIED) or b"")
     except ValueError:
         answer = None
     finally:
@@ -158,21 +138,3 @@ def _direct(session: Session, token: Token, listen: tuple[str, int] | None, anno
         return Check("direct", True, f"yes: others reach this machine at {address(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""
     return Check("direct", True, f"no, relayed: nobody is let in{where}; fine, and a forwarded port is faster")
-
-
-def _ask(session: Session, key: str, said: bytes, seconds: float = _ANSWER) -> bytes | None:
-    """The answer; asked again for a moment, while a fresh session does not know who serves what."""
-    until = time.monotonic() + _PATIENCE
-    while True:
-        done, answers = threading.Event(), list[tuple[bytes | None, bytes | None]]()
-
-        def answered(reply: bytes | None, refusal: bytes | None, answers: Any = answers, done: Any = done) -> None:
-            answers.append((reply, refusal))
-            done.set()
-
-        session.ask(key, said, answered, seconds=seconds)
-        if not done.wait(seconds + 1.0):
-            return None
-        if answers[0] != (None, None) or time.monotonic() > until:
-            return answers[0][0]
-        time.sleep(0.05)

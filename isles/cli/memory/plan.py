@@ -48,7 +48,8 @@ def plan(
 ) -> None:
     """The fastest plan that fits, unit by unit: bytes, lanes, peak and seconds of a step."""
     from isles.training.config.reading import gather, resolve
-    from isles.training.memory import machine_of, planned, profile_of, refusals
+    from isles.training.memory.planned import machine_of, planned, profile_of
+    from isles.training.memory.refused import refusals, sharded_over
 
     flags: dict[str, Any] = {
         "memory.machine": machine,
@@ -58,12 +59,19 @@ def plan(
         "memory.update": update,
         "memory.method": method,
     }
+    if as_json and compare:
+        raise ValueError("--json prints one plan and --compare a table: leave one out")
     tables = gather(config, {}, [])
     flags |= _cut(tables, stages)
     tables = gather(config, flags | ({} if _says_method(tables, method) else {"memory.method": "auto"}), set_ or [])
     asked = resolve(tables)
     refusals(asked)
     if asked.pipeline.stages > 1:
+        if compare or trace is not None:
+            raise ValueError(
+                f"{'--compare' if compare else '--trace'} is of a whole model's plan, and this one is cut into "
+                f"{asked.pipeline.stages} stages: leave it out, or pipeline.stages"
+            )
         _print_stages(asked, as_json=as_json)
         return
     with _quiet():
@@ -76,7 +84,10 @@ def plan(
     if as_json:
         print(found.to_json())
         return
-    print("\n".join(_head(found, made, here)), end="\n\n")
+    print("\n".join(_head(found, made, here)))
+    if sharded_over(asked) is not None:
+        print("note     a step takes longer by what fsdp's messages take, which no plan of memory knows")
+    print()
     _table(found, made)
     print()
     print("\n".join(_lanes(found)))
@@ -89,6 +100,8 @@ def _cut(tables: dict[str, dict[str, Any]], stages: int | None) -> dict[str, Any
     """Flags of a model that is cut: workers for whole replicas, and the loss at the last stage unless the run says."""
     if stages is None:
         return {}
+    if stages < 1:
+        raise ValueError(f"--stages {stages}: choose 1 or more")
     workers = int(tables.get("world", {}).get("workers", stages))
     loss_at = tables.get("pipeline", {}).get("loss_at", "last" if stages > 1 else None)
     return {
@@ -104,7 +117,7 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
     from isles.memory.plan import InfeasibleBudget
     from isles.report.panels import Table
     from isles.report.units import format_bytes, format_count, format_seconds
-    from isles.training.memory import machine_of, planned, profile_of
+    from isles.training.memory.planned import machine_of, planned, profile_of
 
     here, rows, plans, hosted = machine_of(asked), [], [], []
     for stage in range(asked.pipeline.stages):
@@ -156,7 +169,8 @@ def _quiet() -> Iterator[None]:
 def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | None]:
     from isles.memory.plan import InfeasibleBudget
     from isles.memory.search import METHODS
-    from isles.training.memory import planned, refusals
+    from isles.training.memory.planned import planned
+    from isles.training.memory.refused import refusals
 
     found: dict[str, MemoryPlan | None] = {}
     for name in METHODS:

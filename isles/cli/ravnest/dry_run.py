@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,24 +9,15 @@ if TYPE_CHECKING:
     from isles.training.config.sections import Config
 
 
-def show(config: Config, *, probe: bool, as_json: bool) -> None:
-    """Print the plan of `config`; nothing is started or written."""
+def planned(config: Config) -> ClusteredRun:
+    """The plan of `config`; nothing is started or written."""
     from isles.training.clustered.dry import dry_clusters
-    from isles.training.dry_run import refuse
 
-    if probe:
-        raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
-    refuse(config)
-    plan = dry_clusters(config)
-    if as_json:
-        print(json.dumps(plan.as_json(), indent=2))
-        return
-    for notice in plan.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    _print(plan)
+    return dry_clusters(config)
 
 
-def _print(plan: ClusteredRun) -> None:
+def print_plan(plan: ClusteredRun) -> None:
+    """In words."""
     from isles.cli.table import print_table
     from isles.report.panels import Table
     from isles.report.units import format_bytes, format_count, format_seconds
@@ -65,4 +54,4 @@ def _print(plan: ClusteredRun) -> None:
     seconds = [seat.seconds for seat in plan.seats if seat.seconds is not None]
     if seconds:
         print(f"a step takes {format_seconds(max(seconds))} or more: what the slowest stage computes")
-    print("\ndry run: nothing was started or written")
+    print()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from isles.network.clusters.forming import NodeCluster
     from isles.network.clusters.nodes import ClusterNode
     from isles.network.clusters.splitting import ModelLoad
+    from isles.training.config.sections import Config
 
 app = typer.Typer(help="Clusters of unequal nodes, each with a copy of the model.", no_args_is_help=True)
 
@@ -38,6 +41,7 @@ def plan(
     ] = "time",
     seed: Annotated[int, typer.Option(help="Of the search, above eight nodes.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Also write the whole run as a new CONFIG.toml.")] = None,
 ) -> None:
     """Say which nodes make up each cluster, and which blocks each holds, with the settings of such a run."""
     from isles.errors import unknown_name
@@ -49,29 +53,72 @@ def plan(
         raise ValueError(unknown_name("--by", by, SPLITS))
     if clusters < 1:
         raise ValueError(f"--clusters {clusters}: choose 1 or more")
-    described, load = read_nodes(nodes), _load(config, assignments or [])
+    if write is not None and write.exists():
+        raise ValueError(f"--write {write}: exists already; name a new file")
+    described, load = read_nodes(nodes), _load(_run(config, {}, assignments))
     try:
         made = form_clusters(described, load, most=clusters, by=by, seed=seed)
     except ValueError as error:
         raise ValueError(f"{nodes}: {error}") from None
+    settings = _settings(made)
     if json:
         from json import dumps
 
         print(dumps(_as_json(described, made)))
-        return
-    _show(described, load, made)
+    else:
+        _show(described, load, made)
+        print("\n" + _in_words(settings))
+    if write is not None:
+        _write(write, _run(config, settings, assignments))
+        print(write, file=sys.stderr if json else sys.stdout)
 
 
-def _load(config: str | None, assignments: Sequence[str]) -> ModelLoad:
+def _run(config: str | None, settings: Mapping[str, Any], assignments: Sequence[str] | None) -> Config:
+    """The run of CONFIG, or the built-in one, with these settings and what --set says."""
+    from isles.training.config.reading import read_config
+
+    flags: dict[str, Any] = {} if config is not None else {"model.tie_embeddings": False}
+    return read_config(config, {**flags, **settings}, assignments or [])
+
+
+def _settings(made: Sequence[NodeCluster]) -> dict[str, Any]:
+    """Of a run in these clusters; where each is one node, that is plain `localsgd`."""
+    cuts = [list(cluster.split.cuts) for cluster in made]
+    clusters = {"routing": "ravnest", "clusters": cuts, "recompute": True, "clip": "stage"} if any(cuts) else {}
+    return {
+        "replicas.method": "localsgd",
+        **{f"pipeline.{key}": value for key, value in clusters.items()},
+        "world.workers": sum(len(cluster.nodes) for cluster in made),
+    }
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    """As TOML."""
+    import tomlkit
+
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return tomlkit.dumps(sections).rstrip()
+
+
+def _write(path: Path, run: Config) -> None:
+    from isles.training.config.reading import to_toml
+
+    try:
+        path.write_text(to_toml(run), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--write {path}: cannot be written ({error.strerror}); name another file") from error
+
+
+def _load(read: Config) -> ModelLoad:
     from isles.models import limits, sketch
     from isles.models.cuts import decoder_costs
     from isles.models.loads import load_of
     from isles.models.stages import costs_of, is_tied
     from isles.training.config.inner import inner_kind
-    from isles.training.config.reading import read_config
 
-    flags: dict[str, Any] = {} if config is not None else {"model.tie_embeddings": False}
-    read = read_config(config, flags, assignments)
     model = sketch(read.model)
     if is_tied(model):
         raise ValueError(
@@ -128,11 +175,9 @@ def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeClus
     ]
     print_table(Table(heads=heads, rows=rows, names=1))
     slowest, fastest = max(one.seconds for one in made), min(one.seconds for one in made)
+    if not any(cluster.split.cuts for cluster in made):
+        print("\nevery node holds a whole model, so none is cut")
     print(
         f"\n{len(made)} clusters; one copy of the model takes {format_bytes(load.least)} or more; the slowest cluster "
         f"takes {slowest / fastest:.3g} times as long for a microbatch as the fastest"
-    )
-    cuts = ", ".join(str(list(cluster.split.cuts)) for cluster in made)
-    print(
-        f'\n[pipeline]\nrouting = "ravnest"\nclusters = [{cuts}]\nrecompute = true\n\n[world]\nworkers = {len(nodes)}'
     )

@@ -70,5 +70,7 @@ def as_bytes(x: Tensor) -> Tensor:
     """The memory of the contiguous tensor x as flat uint8, without a copy. ValueError if it is not contiguous."""
     if not x.is_contiguous():  # reshape would copy, and what arrives in the copy would be lost
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is not contiguous: send and receive x.contiguous()")
+    if x.dtype is torch.uint8 and x.dim() == 1:
+        return x
     flat = x.as_strided((1,), (1,)) if x.numel() == 1 else x.view(-1)  # one entry is contiguous with any stride
     return flat.view(torch.uint8)

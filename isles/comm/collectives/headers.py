@@ -55,7 +55,8 @@ class Headers:
         words = self._layout.pack(magic, self.turn, self.group.view, stamp.step, stamp.digest, *notes)
         mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         self._theirs = torch.zeros(self.group.size, len(words), dtype=torch.uint8)
-        self.works: list[Work] = [call.recv(position, self._theirs[position], phase) for position in self.group.others]
+        rows = self._theirs.unbind()
+        self.works: list[Work] = [call.recv(position, rows[position], phase) for position in self.group.others]
         self.works += [call.send(position, mine, phase) for position in self.group.others]
 
     def compare(self) -> Steps[tuple[int, ...]]:
@@ -64,8 +65,9 @@ class Headers:
         """
         yield self.works
         usable = [] if self.stamp.broken else [self.group.rank]
+        told = list(self._layout.iter_unpack(self._theirs.numpy().tobytes()))
         for position in self.group.others:
-            word, turn, view, step, digest, *_ = self._read(position)
+            word, turn, view, step, digest, *_ = told[position]
             magic, form = word & (1 << _MAGIC_BITS) - 1, word >> _MAGIC_BITS
             peer, here = self.group.ranks[position], self.stamp
             if magic not in (_MAGIC, _BROKEN):
@@ -85,7 +87,4 @@ class Headers:
 
     def note(self, position: int) -> int:
         """What another member noted; after `compare`."""
-        return self._read(position)[-1]
-
-    def _read(self, position: int) -> tuple[int, ...]:
-        return self._layout.unpack(self._theirs[position].numpy().tobytes())
+        return self._layout.unpack(self._theirs[position].numpy().tobytes())[-1]

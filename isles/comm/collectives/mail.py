@@ -14,13 +14,16 @@ else. Letters of one sender come in the order in which they were sent.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from isles.comm.call import Call
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
 from isles.comm.transport import AnyOf, Bell, Steps, Work
@@ -28,6 +31,7 @@ from isles.comm.transport import AnyOf, Bell, Steps, Work
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
 _NUMBERS = 10
+_ADDRESSES = 1024  # of letters, that come round again
 _UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
 
 
@@ -55,13 +59,15 @@ class MailLetter(NamedTuple):
 
 
 class Mail:
-    """One worker's letters from and to the others of `group`, on channel pipeline.
+    """One worker's letters from and to the others of `group`, on the group's channel.
 
     run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. Made once
-    for a group: it listens from then on.
+    for a group: it listens to `met` from then on, by default to all others, and to who comes later once it has met it.
     """
 
-    def __init__(self, group: Group, *, run: int, lengths: Mapping[int, range]) -> None:
+    def __init__(
+        self, group: Group, *, run: int, lengths: Mapping[int, range], met: Sequence[int] | None = None
+    ) -> None:
         self.group, self.run, self.lengths = group, run, dict(lengths)
         self.letters: deque[MailLetter] = deque()
         """Not taken yet."""
@@ -72,10 +78,22 @@ class Mail:
         self._news: Bell | None = None
         self._heard_of = 0  # members lost that `wait` has told of
         self._unread: Counter[int] = Counter()
+        self._sent: Counter[int] = Counter()  # letters, by position
         self._room: dict[int, Bell] = {}
         self._sends: list[Work] = []
-        for position in group.others:
-            group.start(self._listen(position), "pipeline", math.inf)
+        self._look_at = 0  # so many sends: then those that are done are forgotten
+        self._met: set[int] = set()
+        self._meeting = threading.Lock()
+        for position in group.others if met is None else met:
+            self.meet(position)
+
+    def meet(self, position: int) -> None:
+        """Listen to `position` from now on; again: nothing. May be called in any thread."""
+        with self._meeting:
+            is_new = position not in self._met and position != self.group.rank
+            self._met.add(position)
+        if is_new:
+            self.group.start(self._listen(position), self.group.channel, math.inf)
 
     def send(self, position: int, note: MailNote, body: Tensor | None = None) -> None:
         """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
@@ -83,8 +101,11 @@ class Mail:
             return
         length = 0 if body is None else body.numel()
         head = torch.tensor([MAGIC, self.run, *note[:4], length, *note[4:]], dtype=torch.int64)
-        call = self.group.call("pipeline", round=0)
-        self._sends = [work for work in self._sends if not work.done()]
+        call = self._address(self._sent[position])
+        self._sent[position] += 1
+        if len(self._sends) >= self._look_at:  # rarely, for each look asks of all of them
+            self._sends = [work for work in self._sends if not work.done()]
+            self._look_at = 2 * len(self._sends) + _UNREAD
         self._sends.append(call.send(position, head, _HEAD))
         if body is not None and length:
             self._sends.append(call.send(position, body, _BODY))
@@ -103,7 +124,7 @@ class Mail:
         """Until a letter is here, or somebody more is lost, or `seconds` have passed."""
         bell = self._news = self.group.transport.bell(seconds)
         if not self.letters and self._heard_of == len(self.lost):
-            self.group.start(_rung(bell), "pipeline", math.inf).wait()
+            self.group.start(_rung(bell), self.group.channel, math.inf).wait()
         bell.ring()
         self._news, self._heard_of = None, len(self.lost)
 
@@ -117,19 +138,21 @@ class Mail:
         self.refused[position] += 1
         self.give_up(position, why)
 
-    def settle(self) -> None:
-        """Wait until what was sent is gone."""
+    def settle(self, seconds: float = math.inf) -> None:
+        """Wait until what was sent is gone, for so long at most: who does not listen any more takes nothing."""
+        bell = self.group.transport.bell(seconds)
         for work in self._sends:
             try:
-                self.group.start(_done(work), "pipeline").wait()
+                self.group.start(_first(work, bell), self.group.channel).wait()
             except CommError:
                 continue  # its peer is lost: `lost` says so
         self._sends = []
 
     def _listen(self, position: int) -> Steps[None]:
-        call = self.group.call("pipeline", round=0)
+        numbers = count()
         try:
             while True:
+                call = self._address(next(numbers))
                 head = torch.empty(_NUMBERS, dtype=torch.int64)
                 arrival = call.recv(position, head, _HEAD)
                 yield arrival
@@ -153,6 +176,10 @@ class Mail:
                 self.refused[position] += 1
             self.lost.setdefault(position, error)
             self._ring()
+
+    def _address(self, number: int) -> Call:
+        """Of one sender's letter of that number: letters may go different ways, and pass each other."""
+        return self.group.call(self.group.channel, round=number % _ADDRESSES)
 
     def _read(self, position: int, head: Tensor) -> tuple[MailNote, int]:
         """Malformed where the head is none of this run."""
@@ -178,5 +205,5 @@ def _rung(bell: Bell) -> Steps[None]:
     yield AnyOf([bell])
 
 
-def _done(work: Work) -> Steps[None]:
-    yield work
+def _first(work: Work, bell: Bell) -> Steps[None]:
+    yield AnyOf([work, bell])

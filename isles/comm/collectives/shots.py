@@ -30,6 +30,11 @@ def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
     return [(min(part * share, elements), min((part + 1) * share, elements)) for part in range(parts)]
 
 
+def _blocks(flat: Tensor) -> Sequence[Tensor]:
+    """Flat (n,) in pieces that stay in cache; most shards are one."""
+    return (flat,) if 0 < flat.numel() <= BLOCK else flat.split(BLOCK)
+
+
 class Wires:
     """Buffers to receive into, used again by later segments: large ones made anew each time fragment the heap."""
 
@@ -121,10 +126,10 @@ class MeanPart(ABC):
         """Views: what is received is added up where it lies, and looked at while it is in cache: in a pair once it has
         been added, for a sum fetches two vectors faster than a look fetches one.
         """
-        parts = [self.decode_of(*each, out.numel()).split(BLOCK) for each in zip(looks, wires, strict=True)]
+        parts = [_blocks(self.decode_of(*each, out.numel())) for each in zip(looks, wires, strict=True)]
         if len(parts) == 2 and self.call.group.rank in looks:
             return self._add_pair(parts, looks, out)
-        for *blocks, room in zip(*parts, out.split(BLOCK), strict=True):
+        for *blocks, room in zip(*parts, _blocks(out), strict=True):
             for look, block in zip(looks.values(), blocks, strict=True):
                 look.take(block)
             total = blocks[0]
@@ -261,7 +266,7 @@ class TwoShot(MeanPart):
             with sent_by(ranks[position]):
                 if back.lossless:
                     given = back.decode(wire, stop - start, place.dtype)
-                    for here, there in zip(place.split(BLOCK), given.split(BLOCK), strict=True):
+                    for here, there in zip(_blocks(place), _blocks(given), strict=True):
                         own.take(here)
                         theirs.take(there)
                         here.copy_(there)

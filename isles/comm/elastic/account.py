@@ -50,13 +50,13 @@ class _Life:
     landed: int = 0
 
     def seen(self, witness: int, round: int, at: int) -> _Life:
-        """`witness` has its work up to `round` since its own round `at`. Old news is forgotten."""
+        """`witness` has its work up to `round` since its own round `at`. Of many the one who has least is forgotten."""
         if round <= self.witnesses.get(witness, (0, 0))[0]:
             return self
-        others = {seat: seen for seat, seen in self.witnesses.items() if seat != witness}
-        if len(others) >= 2 * _WITNESSES:
-            del others[next(iter(others))]
-        return replace(self, witnesses={**others, witness: (round, at)})
+        witnesses = {**self.witnesses, witness: (round, at)}
+        if len(witnesses) > 2 * _WITNESSES:
+            del witnesses[min(witnesses, key=lambda seat: witnesses[seat])]
+        return replace(self, witnesses=witnesses)
 
     def without(self, witnesses: Collection[int]) -> _Life:
         """Those have nothing of it any more."""

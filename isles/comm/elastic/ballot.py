@@ -123,11 +123,22 @@ class Ballot:
             return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
         return self._word("again", attempt + 1, left) if left != members else None
 
+    def has_quorum(self, living: Collection[int]) -> bool:
+        """Whether enough of the living members have delivered, and nobody exchanges yet."""
+        if not self.quorum or len(self.attempts) > 1 or self.landed is not None:
+            return False
+        steps = dict(self.delivered)
+        left = [seat for seat in self.attempts[0] if seat in living and seat not in self.out]
+        return sum(seat in steps for seat in left) >= self._quorum_of(len(left))
+
+    def _quorum_of(self, members: int) -> int:
+        return max(math.ceil(self.quorum * members), 1)
+
     def _gathered(self, here: tuple[int, ...]) -> Word | None:
         """The first exchange among those of `here` who have delivered, once they are enough."""
         steps = dict(self.delivered)
         there = tuple(seat for seat in here if seat in steps)
-        enough = self.is_closing and len(there) >= max(math.ceil(self.quorum * len(here)), 1)
+        enough = self.is_closing and len(there) >= self._quorum_of(len(here))
         if there != here and not enough:
             return None
         return Word(self.round, "again", 1, there, steps=tuple(steps[seat] for seat in there))

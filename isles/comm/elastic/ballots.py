@@ -56,10 +56,14 @@ class Ballots:
 
         living: by seat, the first round that waits for it.
         """
+        here = {round: {seat for seat, entered in living.items() if entered <= round} for round in self._open}
+        for round, ballot in self._open.items():
+            if ballot.has_quorum(here[round]):
+                self.graces.enough(now, round)
         for round in self.graces.over(now) & self._open.keys():
             self._open[round] = replace(self._open[round], is_closing=True)
         for round in sorted(self._open):
-            word = self._open[round].decide({seat for seat, entered in living.items() if entered <= round})
+            word = self._open[round].decide(here[round])
             if word is not None:
                 (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, round)
                 yield replace(word, view=self._view)

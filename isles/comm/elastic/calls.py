@@ -9,6 +9,19 @@ from isles.comm.elastic.messages import MARGIN, Accusation, Ack, Beat, Delivered
 from isles.comm.elastic.orders import Order
 
 
+class RoundsAssembly(Membership):
+    """`Membership` as an `Assembly`."""
+
+    def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
+        """What a worker says; None where no worker says that. ValueError for what cannot be."""
+        unfit(self, message)
+        return call(self, now, seat, message)
+
+    def about(self) -> tuple[int, int, int]:
+        """(members, the newest round that anybody has begun, the last one or 0)."""
+        return len(self.members()), self.newest_round, self.rules.last or 0
+
+
 def unfit(membership: Membership, message: Any) -> None:
     """ValueError for a word about rounds or seats that cannot be: it would be kept, or others would follow it."""
     match message:

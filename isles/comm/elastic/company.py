@@ -10,18 +10,17 @@ The training thread calls the rest. One lock is around the `Member`.
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
 from isles.comm.elastic.line import Words
+from isles.comm.elastic.links.reports import Reports
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
     BeatReply,
@@ -33,6 +32,7 @@ from isles.comm.elastic.messages import (
     Proposal,
     Refusal,
     Reload,
+    Silent,
     decode,
     encode,
 )
@@ -42,8 +42,8 @@ from isles.comm.view import View
 _LOG = logging.getLogger(__name__)
 _BEAT, _SOON = 1.0, 0.2  # seconds between beats; while this worker waits for its first round
 _PATIENCE = 3.0  # seconds for an answer
-_REPORTS = 4096  # kept while nobody takes them
 _LONGEST_ANSWER = 4 << 20
+_QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 
 
 class Company:
@@ -60,14 +60,17 @@ class Company:
         self._answered_at = -math.inf
         self._training = self._answers = False
         self._poked = self._closed = False
-        self._reports: deque[bytes] = deque(maxlen=_REPORTS)
+        self.waited = 0.0
+        self.left_behind: Callable[[int], None] = lambda seat: None
+        """Called with a seat once a view without it is on its way, though it did not ask to leave."""
+        self._given_up: frozenset[int] = frozenset()
+        self.fell_silent: Callable[[int], None] = lambda seat: None
+        """Called with a seat that gives no sign of life, in the session's thread."""
+        self._silent: dict[int, float] = {}  # until when
+        self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
         session.serve(f"{TOLD}/{entry.seat}", self._told)
-        self._threads = [
-            threading.Thread(target=work, name=f"isles-{name}", daemon=True)
-            for name, work in (("beats", self._beat_on), ("reports", self._report_on))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
+        self._thread.start()
 
     # What the training thread asks
 
@@ -102,6 +105,14 @@ class Company:
         """Whether nothing of `seat` is taken any more."""
         with self._changed:
             return self.member.lost(seat)
+
+    def is_silent(self, seat: int) -> bool:
+        """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
+        return time.monotonic() < self._silent.get(seat, 0.0)
+
+    def doubt(self, seat: int) -> None:
+        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
+        self.say(Silent(seat))
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
         """Whether the answer of a whole exchange may be used; those it came from count as seen."""
@@ -180,6 +191,11 @@ class Company:
         with self._changed:
             return dict(self.member.left_out)
 
+    def leaves_out(self, others: Mapping[int, int]) -> None:
+        """Those have, as whoever gave this worker its state says, by seat with the newest view then."""
+        with self._changed:
+            self.member.left_out |= others
+
     def pace(self, seconds: float) -> None:
         """An inner step takes so long here."""
         with self._changed:
@@ -191,19 +207,19 @@ class Company:
 
     def report(self, event: Mapping[str, Any]) -> None:
         """Have the lighthouse note a line of metrics or a word."""
-        with self._changed:
-            self._reports.append(json.dumps(event).encode("utf-8"))
-            self._changed.notify_all()
+        self._reports.add(event)
 
     def reported(self, seconds: float) -> None:
         """Wait until all reports have been taken, `seconds` at most."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._reports, seconds)
+        self._reports.settle(seconds)
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """Until `over`, looked at whenever something has changed, or `seconds` have passed; what it says then."""
+        began = time.monotonic()
         with self._changed:
-            return self._changed.wait_for(over, seconds)
+            is_over = self._changed.wait_for(over, seconds)
+            self.waited += time.monotonic() - began
+        return is_over
 
     def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
         """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
@@ -214,8 +230,8 @@ class Company:
         with self._changed:
             self._closed = True
             self._poke()
-        for thread in self._threads:
-            thread.join(_PATIENCE + 2.0)
+        self._reports.close()
+        self._thread.join(_PATIENCE + 2.0)
 
     # Threads
 
@@ -239,28 +255,20 @@ class Company:
                 elif isinstance(answer, Refusal):
                     self.ended = self.ended or Over(answer.reason)
                 self._changed.notify_all()
+            self._give_up()
             if ack is not None:
                 self.ask(ack)
             with self._changed:
                 pause = (_BEAT if self._training else _SOON) - (time.monotonic() - began)
                 self._changed.wait_for(lambda: self._poked or self._closed, max(pause, 0.01))
 
-    def _report_on(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._reports or self._closed)
-                if not self._reports:
-                    return
-                event = self._reports[0]
-            taken = self.ask(event, key=REPORTED) is not None
-            with self._changed:
-                if taken and self._reports:
-                    self._reports.popleft()
-                    self._changed.notify_all()
-                elif self._closed:
-                    return
-            if not taken:
-                time.sleep(_SOON)
+    def _give_up(self) -> None:
+        """Tell of those with whom nothing is exchanged any more."""
+        with self._changed:
+            before, self._given_up = self._given_up, self.member.given_up()
+            new = self._given_up - before
+        for seat in new:
+            self.left_behind(seat)
 
     def _told(self, query: IncomingQuery) -> None:
         """In the session's thread: nothing here waits."""
@@ -273,6 +281,11 @@ class Company:
             message = decode(query.payload, limit=_LONGEST_ANSWER)
         except ValueError as error:
             _LOG.warning("the lighthouse: %s", error)
+            return
+        if isinstance(message, Silent):
+            now = time.monotonic()
+            self._silent = {seat: end for seat, end in self._silent.items() if end > now} | {message.seat: now + _QUIET}
+            self.fell_silent(message.seat)
             return
         ack = None
         with self._changed:
@@ -293,6 +306,7 @@ class Company:
                 case Refusal(reason=reason):
                     self.ended = Over(reason)
             self._poke()
+        self._give_up()
         if ack is not None:
             self.say(ack)
 

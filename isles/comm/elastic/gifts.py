@@ -37,6 +37,25 @@ class NotGiven(Exception):
     """A gift did not come; the reason is a line for a person."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GiftRequest:
+    """giver: whose gift; what: under which name. most: bytes that are taken. seconds: without a piece, after which it
+    counts as lost; wait: until it is offered, by default as long. after: none of this round or an earlier one.
+    """
+
+    giver: str
+    what: str
+    most: int
+    seconds: float
+    wait: float | None = None
+    after: int = -1
+
+    @property
+    def patience(self) -> float:
+        """Seconds until it is offered."""
+        return self.seconds if self.wait is None else self.wait
+
+
 def is_written(path: Path) -> None:
     """What is offered lies there already."""
 
@@ -60,17 +79,7 @@ class Gifts(Protocol):
         """See `Giver.withdraw`."""
         ...
 
-    def take(
-        self,
-        giver: str,
-        what: str,
-        path: Path,
-        *,
-        most: int,
-        seconds: float,
-        after: int = -1,
-        wait: float | None = None,
-    ) -> dict[str, Any]:
+    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         """See `take`."""
         ...
 
@@ -133,20 +142,9 @@ class Giver:
         """It is too old for new takers; those who have begun to take it go on."""
         self._open.pop(what, None)
 
-    def take(
-        self,
-        giver: str,
-        what: str,
-        path: Path,
-        *,
-        most: int,
-        seconds: float,
-        after: int = -1,
-        wait: float | None = None,
-    ) -> dict[str, Any]:
+    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         """What another one offers; see `take`."""
-        lost = partial(self.lost, giver)
-        return take(self.session, giver, what, path, most=most, seconds=seconds, after=after, wait=wait, lost=lost)
+        return take(self.session, asked, path, lost=partial(self.lost, asked.giver))
 
     def close(self) -> None:
         """What is being written ends first."""
@@ -233,31 +231,20 @@ class Giver:
 
 
 def take(
-    session: Session,
-    giver: str,
-    what: str,
-    path: Path,
-    *,
-    most: int,
-    seconds: float,
-    after: int = -1,
-    wait: float | None = None,
-    lost: Callable[[], bool] = lambda: False,
+    session: Session, asked: GiftRequest, path: Path, *, lost: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Fetch `what` from `giver` into the file `path`; what is said beside it.
+    """Fetch a gift into the file `path`; what is said beside it. lost: whether the giver is gone.
 
-    most: bytes that are taken. seconds: without a piece, after which it counts as lost; wait: until it is offered, by
-    default as long. after: take none of this round or an earlier one. lost: whether the giver is gone. NotGiven where
-    it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
+    NotGiven where it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
     """
-    taking = _Taking(session, f"{GIFT}/{giver}", what, after, lost)
-    facts = taking.open(seconds if wait is None else wait)
+    taking = _Taking(session, f"{GIFT}/{asked.giver}", asked.what, asked.after, lost)
+    facts = taking.open(asked.patience)
     size, number = facts["size"], facts["number"]
-    if size > most:
-        raise NotGiven(f"it has {size} bytes, more than the {most} that fit this model")
+    if size > asked.most:
+        raise NotGiven(f"it has {size} bytes, more than the {asked.most} that fit this model")
     with path.open("wb") as file:
         checksum = 0
-        for piece in taking.pieces(number, size, seconds):
+        for piece in taking.pieces(number, size, asked.seconds):
             checksum = zlib.crc32(piece, checksum)
             file.write(piece)
     if checksum != facts.get("crc32"):

@@ -75,6 +75,17 @@ class IslandGroup:
             return [list(numbers)]
         return [own.tolist() for own in self._group.all_gather(torch.tensor(numbers))]
 
+    def gather_text(self, text: bytes) -> list[bytes]:
+        """Everybody's, of any length; all call it together."""
+        if self._group is None:
+            return [text]
+        lengths = [length for (length,) in self.gather(len(text))]
+        if max(lengths) > _LONGEST:
+            raise Malformed(self._group.ranks[lengths.index(max(lengths))], f"a saying of {max(lengths)} bytes")
+        mine = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
+        told = self._group.all_gather(mine)
+        return [one.numpy().tobytes()[:length] for one, length in zip(told, lengths, strict=True)]
+
 
 def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, int]:
     """(digest, whose fault it is that there is none, whether that is late or sent what cannot be) as numbers."""

@@ -2,6 +2,7 @@
 
     CONFIG, HELLO            anybody with the token: the run's configuration; a seat
     ABOUT, ECHO, REACH       anybody with the token: how it stands; how fast the line is; whether an address is reached
+    STATUS                   anybody with the token: who serves what, of a swarm
     ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
     TOLD / seat              to a seat: orders
     GIFT / seat              of a seat (of the lighthouse: `LIGHTHOUSE`): files
@@ -21,8 +22,9 @@ from pathlib import Path
 
 from isles.comm.credentials import write_private
 
-CONFIG, HELLO, ABOUT, ECHO, REACH, ASKED, REPORTED, TOLD, GIFT = (
-    f"isles/{name}" for name in ("config", "hello", "about", "echo", "reach", "asked", "reported", "told", "gift")
+CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, ASKED, REPORTED, TOLD, GIFT = (
+    f"isles/{name}"
+    for name in ("config", "hello", "about", "echo", "reach", "status", "asked", "reported", "told", "gift")
 )
 PIECE = 1 << 20  # bytes that ECHO sends at most
 LIGHTHOUSE = "lighthouse"

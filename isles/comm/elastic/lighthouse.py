@@ -1,6 +1,6 @@
-"""The meeting point of an elastic run: `Membership` on a router's session, with its journal. No torch.
+"""The meeting point of an elastic run: an `Assembly` on a router's session, with its journal. No torch.
 
-question of a seat -> Membership -> orders: an entry for the journal, on the disk before anything later leaves; an
+question of a seat -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
 answer; words to other seats, which may be lost, for the next beats say them again
 
 All of it happens in the session's thread, one call after the other.
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from isles.comm.elastic.calls import call, unfit
 from isles.comm.elastic.guards.presence import Presence
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
@@ -34,7 +33,6 @@ from isles.comm.elastic.keys import (
 )
 from isles.comm.elastic.links.relayed import RelayCounter
 from isles.comm.elastic.links.whereabouts import Whereabouts
-from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import (
     About,
     Accusation,
@@ -47,10 +45,11 @@ from isles.comm.elastic.messages import (
     Listening,
     Reached,
     Refusal,
+    Silent,
     decode,
     encode,
 )
-from isles.comm.elastic.orders import Order, Record, Reply, Rules
+from isles.comm.elastic.orders import Assembly, Order, Record, Reply
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.parsing import parse_json
 
@@ -64,8 +63,9 @@ T = TypeVar("T")
 
 
 class Lighthouse:
-    """config: the run's, as text. version: of isles, which all must have. heard(seat, event): what a worker reports,
-    parsed from JSON but unchecked; ValueError refuses it.
+    """assembly: made of the entries of `journal`, which it goes on from. config: the run's, as text. version: of isles,
+    which all must have. heard(seat, event): what a worker reports, parsed from JSON but unchecked; ValueError refuses
+    it.
 
     port: of the session. refused: what was not taken, counted by (seat or -1, reason). relayed: bytes that workers
     have sent to each other over this lighthouse.
@@ -74,7 +74,7 @@ class Lighthouse:
     def __init__(
         self,
         session: Session,
-        rules: Rules,
+        assembly: Assembly,
         journal: Journal,
         keys: SeatKeys,
         *,
@@ -85,12 +85,13 @@ class Lighthouse:
     ) -> None:
         self.refused = session.refused
         self.finished: set[int] = set()
+        self._failed: OSError | None = None
         self.relayed = 0
-        self._relay = RelayCounter(port, lambda: session.taken)
+        self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
-        self.membership = Membership(rules, journal.entries, until=time.monotonic() + GRACE)
+        self._assembly = assembly
         if journal.entries:
             journal.append({"event": "lit", "at": round(time.time(), 3)})
         for entry in journal.entries:
@@ -108,25 +109,29 @@ class Lighthouse:
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
         session.watch("isles/seat/*", self._presence)
+        session.watch("isles/place/*/seat/*", self._follower)
         session.present(LIT)
         self._ticker = threading.Thread(target=self._tick_on, name="isles-ticks", daemon=True)
         self._ticker.start()
 
-    def members(self) -> list[int]:
-        """Seats whose weights count now."""
-        with self._lock:
-            return self.membership.members()
+    def act(self, call: Callable[[float], list[Order]]) -> None:
+        """Call something of the assembly, in the session's thread, and carry out its orders. Returns at once."""
+        self._session.later(lambda: self._carry_out(self._call(lambda _, now: call(now))))
 
-    def all_finished(self) -> bool:
-        """Whether all whose weights count have done the last round."""
+    def look(self, at: Callable[[float], T]) -> T:
+        """What something of the assembly says now."""
         with self._lock:
-            members = self.membership.members()
-            return bool(members) and set(members) <= self.finished
+            return at(time.monotonic())
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Until `over`, looked at whenever somebody was heard, or `seconds` have passed."""
+        """Until `over`, looked at whenever somebody was heard, or `seconds` have passed. OSError where the disk takes
+        no more: then nothing was told that is not on it, and nothing will be.
+        """
         with self._lock:
-            return self._lock.wait_for(over, seconds)
+            said = self._lock.wait_for(lambda: self._failed is not None or over(), seconds)
+            if self._failed is not None:
+                raise self._failed
+            return said
 
     def tell(self, seats: Sequence[int], message: Any) -> None:
         """A word to seats."""
@@ -170,8 +175,8 @@ class Lighthouse:
         self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus)), query)
 
     def _about(self) -> About:
-        members, rules = self.membership.members(), self.membership.rules
-        return About(self._version, time.time(), len(members), self.membership.newest_round, rules.last or 0)
+        members, newest, last = self._assembly.about()
+        return About(self._version, time.time(), members, newest, last)
 
     def _reach(self, query: IncomingQuery) -> None:
         try:
@@ -190,16 +195,19 @@ class Lighthouse:
             return
         try:
             message = decode(query.payload)
-            unfit(self.membership, message)
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
-        if self._present.spoke(seat, time.monotonic()):
+        if self._present.spoke(seat):
             self._carry_out(self._call(lambda m, now: m.back(now, seat)))
         if isinstance(message, Accusation) and message.charge == "refused":
             self.refused.note(message.seat, "a share that another worker refuses")
         if isinstance(message, Find):
             query.reply(encode(self._whereabouts.find(seat, message)))
+            return
+        if isinstance(message, Silent):
+            query.reply()
+            self.tell(self._present.others_of(message.seat), message)
             return
         if isinstance(message, Listening):
             self._listening(seat, message, query)
@@ -210,7 +218,11 @@ class Lighthouse:
                 self._lock.notify_all()
             query.reply()
             return
-        orders = self._call(lambda m, now: call(m, now, seat, message))
+        try:
+            orders = self._call(lambda m, now: m.hear(now, seat, message))
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
+            return
         if orders is None:
             self._refuse(query, seat, "a word that no worker says")
             return
@@ -236,29 +248,54 @@ class Lighthouse:
             self._heard(seat, parse_json(payload))
         except ValueError as error:
             self.refused.note(seat, str(error))
+        except OSError as error:
+            self._fail(error)
+        with self._lock:
+            self._lock.notify_all()
 
     def _presence(self, key: str, there: bool) -> None:
         name = key.rpartition("/")[2]
         if name.isdecimal() and len(name) <= 9:
             seat = int(name)
             if not there:
-                self._whereabouts.forget(seat)
-            self._present.changed(seat, there, time.monotonic())
+                self._whereabouts.forget(seat, 0)
+            self._present.changed(seat, there)
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if there else m.gone(now, seat)))
+
+    def _follower(self, key: str, there: bool) -> None:
+        *_, place, _, seat = key.split("/")
+        if not there and all(name.isdecimal() and len(name) <= 9 for name in (place, seat)):
+            self._whereabouts.forget(int(seat), int(place))
 
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for seat in self._present.silent(time.monotonic()):
             self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
         self.relayed = self._relay.relayed()
+        if (note := self._relay.note(self.relayed)) is not None:
+            self._carry_out([Record(note)])
 
-    def _call(self, asked: Callable[[Membership, float], T]) -> T:
+    def _call(self, asked: Callable[[Assembly, float], T]) -> T:
         with self._lock:
-            orders = asked(self.membership, time.monotonic())
+            orders = asked(self._assembly, time.monotonic())
             self._lock.notify_all()
         return orders
 
     def _carry_out(self, orders: Sequence[Order], query: IncomingQuery | None = None) -> None:
+        if self._failed is not None:
+            return
+        try:
+            self._carry(orders, query)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """The disk takes no more."""
+        with self._lock:
+            self._failed = self._failed or error
+            self._lock.notify_all()
+
+    def _carry(self, orders: Sequence[Order], query: IncomingQuery | None) -> None:
         answer = b""
         for order in orders:
             if isinstance(order, Record):
@@ -268,7 +305,7 @@ class Lighthouse:
             if isinstance(order, Reply):
                 message: Any = order.message
                 if isinstance(message, Admitted):
-                    self._present.joined(message.seat, time.monotonic())
+                    self._present.joined(message.seat)
                     message = Entry(message.seat, self._keys.of(message.seat))
                 answer = encode(message)
             else:

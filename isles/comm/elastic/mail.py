@@ -4,6 +4,7 @@ A message goes as chunks of `CHUNK` bytes, each with the message's number at its
 the whole. A chunk is acknowledged once it is in its place, or kept for a receive that is not posted yet; one that comes
 twice is acknowledged again. Messages of one address are taken in their order. What nobody asked for is kept up to
 `EARLY` bytes a sender and `EARLY_OF_ALL` together. A receive takes exactly what was posted: another length is refused.
+What belongs to a round that is over is not taken, so that its sender does not wait for an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from isles.comm.elastic.guards.refusals import Refusals
-from isles.comm.tags import Tag
+from isles.comm.errors import PeerLost
+from isles.comm.tags import Channel, Tag
 
 CHUNK = 1 << 20
 EARLY = 16 << 20
@@ -26,7 +28,8 @@ _LONGEST = 1 << 36  # bytes of a message
 _STALE = 8  # rounds: whoever posts a receive of round r waits no more for those of rounds before r - 8
 _FINISHED = 4096  # messages whose late chunks are still known, by sender
 
-Verdict = Literal["kept", "later", "never"]
+Ended = Callable[[str | PeerLost | None], None]
+Verdict = Literal["kept", "later", "never", "over"]
 
 
 class Chunk(NamedTuple):
@@ -41,12 +44,12 @@ class Chunk(NamedTuple):
 @dataclass(eq=False)
 class Receive:
     """A receive that was posted. number: of the message that it takes, once its first chunk has come. ended: called
-    once, with None or with what went wrong, in words.
+    once, with None or with what went wrong.
     """
 
     tag: Tag
     out: np.ndarray
-    ended: Callable[[str | None], None]
+    ended: Ended
     offsets: set[int] = field(default_factory=set)
     left: int = 0
     number: int | None = None
@@ -88,9 +91,10 @@ class Inbox:
     def __init__(self, refused: Refusals | None = None) -> None:
         self.refused = Refusals() if refused is None else refused
         self._senders: dict[int, _Sender] = {}
+        self._over: dict[Channel, int] = {}  # the newest round that is over
         self._lock = threading.Lock()
 
-    def post(self, sender: int, tag: Tag, out: np.ndarray, ended: Callable[[str | None], None]) -> None:
+    def post(self, sender: int, tag: Tag, out: np.ndarray, ended: Ended) -> None:
         """Receive exactly `len(out)` bytes from `sender` into (n,) uint8 `out`. ended: called once, perhaps at once."""
         receive = Receive(tag, out, ended, left=len(offsets(len(out))))
         with self._lock:
@@ -108,7 +112,9 @@ class Inbox:
                 self.take(sender, Chunk(tag, number, offset, early.total), data)
 
     def take(self, sender: int, chunk: Chunk, data: bytes) -> Verdict:
-        """A chunk has come. kept: acknowledge it; later: it should be sent again in a while; never: it is refused."""
+        """A chunk has come. kept: acknowledge it; later: it should be sent again in a while; never: it is refused;
+        over: its round is.
+        """
         tag, number, offset, total = chunk
         with self._lock:
             known = self._senders.setdefault(sender, _Sender())
@@ -117,6 +123,8 @@ class Inbox:
             if offset < 0 or offset % CHUNK or offset >= max(total, 1) or len(data) != min(CHUNK, total - offset):
                 return self._refuse(sender, "pieces that do not fit together")
             receive = known.posted.get(tag)
+            if self._is_over(tag):
+                return "over"
             if receive is None or receive.number not in (None, number):
                 return self._keep(known, sender, chunk, data)
             if total != len(receive.out):
@@ -136,7 +144,32 @@ class Inbox:
             receive.ended(None)
         return "kept"
 
-    def drop(self, sender: int, why: str) -> None:
+    def over(self, channel: Channel, round: int) -> list[tuple[int, Tag]]:
+        """Rounds of `channel` up to `round` are over, and no later ones: nothing of them is taken any more.
+        (sender, tag) of what came for them in vain.
+        """
+        vain, ended = list[tuple[int, Tag]](), list[Receive]()
+        with self._lock:
+            self._over[channel] = round
+            for sender, known in self._senders.items():
+                for number in [number for number, early in known.early.items() if self._is_over(early.tag)]:
+                    early = known.early.pop(number)
+                    known.early_bytes -= early.size
+                    vain.append((sender, early.tag))
+                ended += [known.posted.pop(tag) for tag in [*known.posted] if self._is_over(tag)]
+        for receive in ended:
+            receive.ended("that round is over here")
+        return vain
+
+    def end(self, sender: int, channel: Channel, round: int, why: PeerLost) -> None:
+        """Nothing comes from `sender` any more for rounds of `channel` up to `round`."""
+        with self._lock:
+            known = self._senders.get(sender, _Sender())
+            ended = [known.posted.pop(tag) for tag in [*known.posted] if tag.channel == channel and tag.round <= round]
+        for receive in ended:
+            receive.ended(why)
+
+    def drop(self, sender: int, why: str | PeerLost) -> None:
         """`sender` is gone: end its receives and forget what it sent."""
         with self._lock:
             known = self._senders.pop(sender, _Sender())
@@ -147,6 +180,9 @@ class Inbox:
         """Bytes kept of messages that nobody has asked for."""
         with self._lock:
             return sum(known.early_bytes for known in self._senders.values())
+
+    def _is_over(self, tag: Tag) -> bool:
+        return tag.round <= self._over.get(tag.channel, -1)
 
     def _keep(self, known: _Sender, sender: int, chunk: Chunk, data: bytes) -> Verdict:
         if chunk.total > _LONGEST:
@@ -175,7 +211,11 @@ class Inbox:
             known.finished.popitem(last=False)
 
     def _forget_old(self, known: _Sender, tag: Tag) -> list[Receive]:
-        """Rounds long over: their receives, which missed their deadlines, and what came for nobody."""
+        """Rounds long over: their receives, which missed their deadlines, and what came for nobody. Other channels have
+        no rounds: the numbers there count letters, batches or calls, many of which are under way at a time.
+        """
+        if tag.channel != "outer":
+            return []
 
         def old(other: Tag) -> bool:
             return other.channel == tag.channel and other.round < tag.round - _STALE

@@ -116,9 +116,17 @@ class Member:
         own = max((view.number for view in self.views.values() if self.seat in view.seats), default=-1)
         return min((view.since for view in self.views.values() if view.number > own), default=None)
 
+    def earliest(self) -> int:
+        """The first round that a view can begin with that nobody has proposed yet."""
+        return max(self.round, self._newest_round) + MARGIN
+
     def lost(self, seat: int) -> bool:
         """Whether no work of `seat` is taken any more: its connection broke, or a view without it is on its way."""
-        return seat in self._broken or any(seat in promise.lost for promise in self._promises.values())
+        return seat in self._broken or seat in self.given_up()
+
+    def given_up(self) -> frozenset[int]:
+        """Who is left out of a view that is on its way, though not by its own wish."""
+        return frozenset(seat for promise in self._promises.values() for seat in promise.lost)
 
     def connection(self, seat: int, *, broken: bool) -> None:
         """What the network says about `seat`."""

@@ -2,7 +2,7 @@
 
 Every method is a call in and returns the orders that go out, in their order; nothing is done here, there is no clock
 and no socket. A `Record` must be on disk before any later order leaves. What is recorded is all that must survive the
-lighthouse: `Membership(rules, entries)` goes on from there and waits for its workers to come back.
+lighthouse (`lasting.register`): `Membership(rules, entries)` goes on from there and waits for its workers to come back.
 
 A change (somebody ready, gone, leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member of
 the present view promises, or says that it is there already; then the view is recorded and told. Training never waits.
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import NOTHING
-from isles.comm.elastic.ballots import Ballots
 from isles.comm.elastic.cells import debt, fresh_before, last_round
 from isles.comm.elastic.guards.strikes import Strikes
+from isles.comm.elastic.lasting.journalled import Journalled
+from isles.comm.elastic.lasting.register import Register
 from isles.comm.elastic.messages import (
     MARGIN,
     Accusation,
@@ -32,41 +32,43 @@ from isles.comm.elastic.messages import (
     Over,
     Proposal,
     Refusal,
-    from_plain,
     plain,
 )
-from isles.comm.elastic.orders import Order, Record, Reply, Rules, Tell, Worker
+from isles.comm.elastic.orders import Order, Reply, Rules, Tell
 from isles.comm.elastic.pace import steps_by_pace
 from isles.comm.view import Lot, View
 
-_BEHIND = 4  # rounds behind the newest from which a member is better off with another's state
 
-
-class Membership:
+class Membership(Journalled):
     """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
     then as gone.
     """
 
     def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
         self.rules = rules
-        self.workers: dict[int, Worker] = {}
-        self.account = Account()
-        self.ballots = Ballots()
         self.proposal: Proposal | None = None
-        self.newest_round = 0
-        self._issued = -1
         self._acks: set[int] = set()
         self._strikes = Strikes()
-        self._out: list[Order] = []
-        for entry in entries:
-            self._apply(entry)
-        self._awaited = {worker.seat for worker in self.workers.values() if worker.here}
-        self._until = until if self._awaited else 0.0
+        self._register = Register()
+        self.workers, self.account = self._register.workers, self._register.account
+        self.ballots = self._register.ballots
+        super().__init__(entries, until)
+
+    def _apply(self, entry: dict[str, Any]) -> None:
+        self._register.apply(entry)
+
+    def _connected(self) -> Iterable[int]:
+        return (worker.seat for worker in self.workers.here)
 
     @property
     def view(self) -> View | None:
         """The newest."""
-        return self.account.newest
+        return self._register.view
+
+    @property
+    def newest_round(self) -> int:
+        """That a member has begun."""
+        return self._register.newest_round
 
     @property
     def last(self) -> int | None:
@@ -75,8 +77,8 @@ class Membership:
         return self.rules.last if view is None or batches is None else last_round(view, batches)
 
     def members(self) -> list[int]:
-        """Seats whose weights count: in a view, connected, and not to begin with another's state."""
-        return [worker.seat for worker in self.workers.values() if worker.here and worker.state in ("in", "leaving")]
+        """Seats whose weights count."""
+        return self._register.members()
 
     def owed(self) -> list[Lot]:
         """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
@@ -93,11 +95,11 @@ class Membership:
 
     def join(self, now: float, description: str) -> list[Order]:
         """A worker asks for a seat."""
-        if sum(worker.here for worker in self.workers.values()) >= self.rules.most:
+        if len(self.workers.here) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         seat = len(self.workers)
         self._record("join", seat=seat, description=description)
-        self._out.append(Reply(Admitted(seat)))
+        self._reply(Admitted(seat))
         return self._orders(now)
 
     def beat(self, now: float, seat: int, beat: Beat) -> list[Order]:
@@ -105,7 +107,7 @@ class Membership:
         refusal = self._hear(now, seat, beat)
         if refusal is None:
             self._step(now)  # what follows from it is in the answer already
-            self._out.append(Reply(self._answer(seat, beat)))
+            self._reply(self._answer(seat, beat))
         return refusal or self._orders(now)
 
     def ack(self, now: float, seat: int, ack: Ack) -> list[Order]:
@@ -139,7 +141,7 @@ class Membership:
         """
         if seat in self.workers and self.workers[seat].here and self.workers[seat].state != "leaving":
             self._record("leave", seat=seat)
-            leaving = [worker.seat for worker in self.workers.values() if worker.here and worker.state == "leaving"]
+            leaving = [worker.seat for worker in self.workers.here if worker.state == "leaving"]
             if set(leaving) == set(self.members()):  # nobody is left for whom another view would be
                 for each in leaving:
                     self._tell(each, Over())
@@ -158,7 +160,7 @@ class Membership:
     def done(self, now: float, seat: int, done: Done) -> list[Order]:
         """A member has the answer of an attempt of a round of an all-reduce method."""
         if self.rules.agrees and self._here(seat):
-            self.ballots.done(seat, done, self._voters(done.round))
+            self.ballots.done(seat, done, self._register.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round) and self.workers[seat].state == "in":
                 self._record("call", seat=seat)  # the others took it for lost, and landed what it has not got
         orders = self._orders(now)
@@ -169,7 +171,7 @@ class Membership:
         """A member has its share of a round for which a quorum is enough, and trains on."""
         if self.rules.quorum and self._here(seat):
             quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
-            self.ballots.delivered(now, seat, delivered, self._voters(delivered.round), quorum)
+            self.ballots.delivered(now, seat, delivered, self._register.voters(delivered.round), quorum)
         orders = self._orders(now)
         word = self.ballots.word(delivered.round)
         return orders if word is None else [*orders, Reply(word)]
@@ -178,7 +180,7 @@ class Membership:
         """A member says that another's share of an attempt was late or refused."""
         if self._here(seat) and accusation.seat != seat and accusation.seat in self.workers:
             if self.rules.agrees:
-                self.ballots.accused(seat, accusation, self._voters(accusation.round), self.members())
+                self.ballots.accused(seat, accusation, self._register.voters(accusation.round), self.members())
             if accusation.charge == "refused":
                 is_enough = self._strikes.are_enough(accusation.seat, seat, accusation.round)
                 if is_enough and self.workers[accusation.seat].here:
@@ -188,10 +190,7 @@ class Membership:
 
     def tick(self, now: float) -> list[Order]:
         """Time passes: after a restart, who has not come back by `until` is gone."""
-        if self._awaited and now >= self._until:
-            for seat in sorted(self._awaited):
-                self._record("gone", seat=seat)
-            self._awaited = set()
+        self._count_absent(now)
         return self._orders(now)
 
     # What follows
@@ -209,8 +208,7 @@ class Membership:
 
     def _orders(self, now: float) -> list[Order]:
         self._step(now)
-        orders, self._out = self._out, []
-        return orders
+        return self._taken()
 
     def _step(self, now: float) -> None:
         """Everything that is due now, except while it is not clear who survived a restart."""
@@ -225,7 +223,7 @@ class Membership:
         self._assign()
 
     def _propose(self) -> None:
-        wanted = tuple(sorted(w.seat for w in self.workers.values() if w.here and w.state in ("in", "ready")))
+        wanted = tuple(w.seat for w in self.workers.here if w.state in ("in", "ready"))
         view = self.view
         if view is None:
             if len(wanted) >= self.rules.founders:
@@ -238,8 +236,8 @@ class Membership:
         since = self._since()
         if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.seats):
             lost = tuple(s for s in view.seats if s not in wanted and self.workers[s].state != "leaving")
-            self._record("issue", number=self._issued + 1)
-            self.proposal = Proposal(self._issued, view.number, since, wanted, lost)
+            self._record("issue", number=self._register.issued + 1)
+            self.proposal = Proposal(self._register.issued, view.number, since, wanted, lost)
             self._acks = set()
             for seat in self._voters_of_view():
                 self._tell(seat, self.proposal)
@@ -269,14 +267,13 @@ class Membership:
 
     def _assign(self) -> None:
         """A donor for everybody who is to begin with another's state."""
-        donors = [w.seat for w in self.workers.values() if w.here and w.state == "in"]
-        for worker in self.workers.values():
-            if not worker.here or worker.state != "outside":
-                continue
+        donors = [w.seat for w in self.workers.here if w.state == "in"]
+        waiting = [w for w in self.workers.here if w.state == "outside"]
+        for worker in waiting:
             load = worker.load
             if load is not None and (load.donor in donors or (load.donor < 0 and not donors)):
                 continue
-            loads = [w.load.donor for w in self.workers.values() if w.load is not None and w.state == "outside"]
+            loads = [w.load.donor for w in waiting if w.load is not None]
             donor = min(donors, key=lambda seat: (seat in worker.tried, loads.count(seat), seat), default=-1)
             pace = self.workers[donor].seconds if donor >= 0 else 0.0
             worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3))
@@ -289,7 +286,7 @@ class Membership:
         proposal = self.proposal if worker.state in ("in", "leaving") else None
         if worker.state == "outside" and worker.load is not None:
             self._tell(seat, worker.load)
-        return BeatReply(beat.round, self._issued, newest, self.newest_round, views, proposal, worker.call)
+        return BeatReply(beat.round, self._register.issued, newest, self.newest_round, views, proposal, worker.call)
 
     def _awaited_from(self, seat: int) -> float:
         """The first round that waits for `seat`. Where a quorum is enough none does before it is in one."""
@@ -301,99 +298,8 @@ class Membership:
         here = set(self.members())
         return [] if view is None else [seat for seat in view.seats if seat in here]
 
-    def _voters(self, round: int) -> tuple[int, ...]:
-        """Who exchanges in the first attempt of `round`."""
-        view = self.account.view_of(round)
-        return () if view is None else tuple(seat for seat in view.seats if seat not in self.ballots.left_out(view))
-
     def _here(self, seat: int) -> bool:
         return seat in self.workers and self.workers[seat].here
 
     def _tell(self, seat: int, message: Message) -> None:
         self._out.append(Tell(seat, message))
-
-    # What must survive
-
-    def _record(self, event: str, **values: Any) -> None:
-        entry = {"event": event, **values}
-        self._out.append(Record(entry))
-        self._apply(entry)
-
-    def _apply(self, entry: dict[str, Any]) -> None:
-        """The only place where anything changes that a restarted lighthouse must know."""
-        match entry:
-            case {"event": "join", "seat": seat, "description": description}:
-                self.workers[seat] = Worker(seat, description)
-            case {"event": "beat", "seat": seat, "beat": beat}:
-                self._apply_beat(self.workers[seat], from_plain(beat))
-            case {"event": "gone", "seat": seat}:
-                self._apply_gone(self.workers[seat])
-            case {"event": "back", "seat": seat}:
-                self._apply_back(self.workers[seat])
-            case {"event": "leave", "seat": seat}:
-                worker = self.workers[seat]
-                worker.state = "leaving" if worker.state == "in" else "left"
-            case {"event": "call", "seat": seat}:
-                self._call_again(self.workers[seat])
-            case {"event": "shut", "seat": seat}:
-                self._call_again(self.workers[seat])
-                self.workers[seat].state = "shut"
-            case {"event": "issue", "number": number}:
-                self._issued = number
-            case {"event": "view", "view": view}:
-                self._apply_view(from_plain(view))
-            case {"event": "word", "word": word}:
-                self._apply_word(from_plain(word))
-            case _ if entry.get("event") != "lit":  # which says that the lighthouse was started again
-                raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")
-
-    def _apply_beat(self, worker: Worker, beat: Beat) -> None:
-        worker.round = max(worker.round, beat.round)
-        self.account.begun(worker.seat, beat.round, beat.skipped, dict(beat.seen))
-        if worker.state == "outside" and beat.ready == worker.call:
-            worker.state = "ready"
-        if worker.state in ("in", "leaving"):
-            self.newest_round = max(self.newest_round, beat.round)
-        since = 1 if self.view is None else self.view.since  # a newcomer is not behind before its first round
-        if worker.state == "in" and self.newest_round - max(worker.round, since - 1) > _BEHIND:
-            self._call_again(worker)
-
-    def _apply_gone(self, worker: Worker) -> None:
-        worker.connected = False
-        if worker.state in ("in", "leaving"):
-            self.account.forgo(worker.seat)
-        if worker.state == "leaving":
-            worker.state = "left"
-        elif worker.state == "ready":
-            worker.state = "outside"
-
-    def _apply_back(self, worker: Worker) -> None:
-        worker.connected = True
-        if worker.state == "in":
-            self.account.reclaim(worker.seat)
-
-    def _apply_view(self, view: View) -> None:
-        before = () if self.view is None else self.view.seats
-        veterans = [seat for seat in view.seats if seat in before and self.workers[seat].state == "in"]
-        self.account.open(view, self.members())
-        for seat in before:
-            if seat not in view.seats and self.workers[seat].state == "in":
-                self._call_again(self.workers[seat])
-        for seat in view.seats:
-            self.workers[seat].enter(view.since)
-        self.ballots.opened(view)
-        if not veterans:  # nobody would be in that round before the newcomers are
-            self.newest_round = max(self.newest_round, view.since)
-
-    def _apply_word(self, word: Any) -> None:
-        for seat in self.ballots.apply(word, self._voters(word.round)):
-            if self.workers[seat].state == "in":
-                self._call_again(self.workers[seat])
-        if word.verdict == "land":
-            self.account.landed(word.round, word.seats)
-
-    def _call_again(self, worker: Worker) -> None:
-        """Its state is not that of the others any more, or no view waits for it."""
-        self.account.forgo(worker.seat)
-        worker.state, worker.call = "outside", worker.call + 1
-        worker.load, worker.tried = None, set()

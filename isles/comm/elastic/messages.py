@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.swarm.words import Apart, Begin, Enter, Seek, StatesKept, SwarmBeat, SwarmNow, Wait
 from isles.comm.view import Lot, View
 from isles.parsing import parse_json
 
@@ -137,6 +138,15 @@ class Accusation:
 
 
 @dataclass(frozen=True)
+class Silent:
+    """To the lighthouse: nothing comes from `seat`, which is waited for. To members: the lighthouse has not heard it
+    either, so nobody waits for it now.
+    """
+
+    seat: int
+
+
+@dataclass(frozen=True)
 class Hello:
     """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
     engine's name of the session that asks.
@@ -179,13 +189,14 @@ class Entry:
 @dataclass(frozen=True)
 class Listening:
     """A worker can be reached directly, it thinks. host: "" where the lighthouse sees it; session: the engine's name of
-    the session that asks; certificate: its own (DER, base64).
+    the session that asks; certificate: its own (DER, base64); place: in its island.
     """
 
     host: str
     port: int
     session: str
     certificate: str
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,9 +210,10 @@ class Reached:
 
 @dataclass(frozen=True)
 class Find:
-    """A worker asks for the way to `seat`."""
+    """A worker asks for the way to the worker at `place` in the island of `seat`."""
 
     seat: int
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -252,8 +264,9 @@ class Refusal:
 
 
 Message = (
-    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Refusal | Word
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Silent | Refusal | Word
     | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
+    | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

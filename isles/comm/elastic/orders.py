@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from isles.comm.elastic.messages import Load, Message
 
@@ -50,6 +51,36 @@ class Tell:
 Order = Record | Reply | Tell
 
 
+class Assembly(Protocol):
+    """The state machine of a world whose workers come and go; each call returns the orders that go out. now: seconds of
+    one clock.
+    """
+
+    def join(self, now: float, description: str) -> list[Order]:
+        """A worker asks for a seat."""
+        ...
+
+    def gone(self, now: float, seat: int) -> list[Order]:
+        """The connection of a worker broke."""
+        ...
+
+    def back(self, now: float, seat: int) -> list[Order]:
+        """The connection of a worker is there (again)."""
+        ...
+
+    def tick(self, now: float) -> list[Order]:
+        """Time passes."""
+        ...
+
+    def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
+        """What a worker says; None where no worker says that. ValueError for what cannot be."""
+        ...
+
+    def about(self) -> tuple[int, int, int]:
+        """(workers that train, the newest round or step, the last one or 0)."""
+        ...
+
+
 @dataclass
 class Worker:
     """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state; entered: the
@@ -77,3 +108,24 @@ class Worker:
     def here(self) -> bool:
         """Whether it has a part in the run now."""
         return self.connected and self.state not in ("left", "shut")
+
+
+class SeatTable(dict[int, Worker]):
+    """By seat, all that there ever were: after a day many more than are here."""
+
+    _here: list[Worker] | None = None
+
+    @property
+    def here(self) -> list[Worker]:
+        """Those that have a part in the run now, as of the last `changed`."""
+        if self._here is None:
+            self._here = [worker for worker in self.values() if worker.here]
+        return self._here
+
+    def waiting(self, seats: Collection[int]) -> list[Worker]:
+        """Those beside `seats` that were to begin with a state, connected or not."""
+        return [one for one in self.values() if one.state in ("outside", "ready") and one.seat not in seats]
+
+    def changed(self) -> None:
+        """One of them came, or may be here no more."""
+        self._here = None

@@ -20,7 +20,7 @@ from isles.comm.transport import Deadlines
 
 _KEPT = 8  # rounds whose answers are remembered
 _SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
-_LEAST, _FIRST = 2.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
+_LEAST, _FIRST = 3.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
 _SPREADS = 5.0
 
 
@@ -56,7 +56,7 @@ class ElasticRoster:
         return self._answers[round][0]
 
     def lost(self, seat: int) -> bool:
-        return self.company.lost(seat)
+        return self.company.lost(seat) or self.company.is_silent(seat)
 
     def miss(self, seat: int, error: CommError) -> None:
         """Who is gone the network tells; who is only late is met again. Whose share cannot be one is told of."""

@@ -10,7 +10,7 @@ from isles.comm.elastic.ballot import NOTHING, Word
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.member import Standing
 from isles.comm.elastic.messages import Accusation, Done, Reload
-from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Refused
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
 
 _SOON = 0.3  # seconds until an answer is told again
 _UNDECIDED = 3.0  # seconds for a view that is on its way
@@ -48,7 +48,9 @@ def ruled(line: LighthouseLine, round: int, attempt: int, digest: int | None) ->
 def accuse(line: LighthouseLine, round: int, attempt: int, error: CommError) -> None:
     """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
     peer = getattr(error, "peer", -1)
-    if peer >= 0 and isinstance(error, DeadlinePassed):
+    if isinstance(error, PeerSilent):
+        line.ask(Accusation(round, attempt, error.rank, "late"))
+    elif peer >= 0 and isinstance(error, DeadlinePassed):
         line.ask(Accusation(round, attempt, peer, "late"))
     elif peer >= 0 and isinstance(error, (Refused, Malformed, Diverged)):
         reason = "".join(one for one in str(error) if one.isprintable())

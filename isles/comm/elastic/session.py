@@ -10,7 +10,9 @@
 What was learned of the engine, each met in a trial: replies must not be consolidated (or they wait for routes that are
 dead); a question that nobody takes ends without a word; shared memory must be off (it crosses network namespaces);
 whatever a callback holds must not be dropped there, so callbacks only queue and a thread of ours does the rest; a
-session that is not closed keeps the process from ending; a process may not fork after zenoh was imported.
+session that is not closed keeps the process from ending; a process may not fork after zenoh was imported; a link whose
+other end is silent is given up only once what is being written to it has gone, which takes TCP a quarter of an hour, so
+the kernel is told to give up after a lease, and whoever waits for room to write to it, too.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, Literal
 
 from isles.comm.credentials import Credentials, write_private
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.tcp import endpoint, give_up_after
 
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE = 4 << 20
@@ -72,7 +75,7 @@ class Session:
     refused: what was not taken here, by whoever serves on this session.
     """
 
-    def __init__(self, session: Any, engine: Any, refused: Refusals) -> None:
+    def __init__(self, session: Any, engine: Any, refused: Refusals, lease: float) -> None:
         self._session, self._engine, self.refused = session, engine, refused
         self.taken = 0  # bytes of what was said to this session itself
         self._declared: list[Any] = []
@@ -86,6 +89,17 @@ class Session:
         ]
         for thread in self._threads:
             thread.start()
+        self._end_lines_after(lease)
+
+    def _end_lines_after(self, silence: float) -> None:
+        put = self._engine.SampleKind.PUT
+
+        def changed(event: Any) -> None:
+            if event.kind == put:
+                give_up_after(endpoint(_ends(event.link.src)), endpoint(_ends(event.link.dst)), silence)
+
+        listener = self._session.info.declare_link_events_listener
+        self._declared.append(listener(lambda event: self._todo.put((changed, event)), history=True))
 
     # The verbs
 
@@ -249,13 +263,14 @@ def open_session(
     ValueError where zenoh is missing, the key is, or the address cannot be had; OSError where nobody lets it in.
     """
     engine = zenoh()
+    refuse_number(listen or connect or "")
     if listen is not None and credentials.key is None:
         raise ValueError("to listen for others this machine needs the run's key: join first")
     config = engine.Config()
     for key, value in _settings(mode, credentials, listen, connect, lease, patience).items():
         config.insert_json5(key, json.dumps(value))
     try:
-        return Session(engine.open(config), engine, Refusals() if refused is None else refused)
+        return Session(engine.open(config), engine, Refusals() if refused is None else refused, lease)
     except engine.ZError as error:
         said = " ".join(str(error).split())[:200]
         if listen is not None and "in use" in said:
@@ -263,6 +278,12 @@ def open_session(
         if listen is not None and "assign requested address" in said:
             raise ValueError(f"{listen}: is no address of this machine; name one that is (--host, --listen)") from None
         raise OSError(f"no session with {connect or listen}: {said}") from None
+
+
+def refuse_number(place: str) -> None:
+    """ValueError for an IPv6 address as a number: the engine's TLS takes it for a name that cannot be."""
+    if place.startswith("["):
+        raise ValueError(f"{place}: the engine takes no IPv6 address as a number; write a name that stands for it")
 
 
 def address(host: str, port: int) -> str:
@@ -275,9 +296,14 @@ def _size(query: Any) -> int:
     return 1024 + (0 if query.payload is None else len(query.payload))
 
 
+def _ends(locator: Any) -> tuple[str, str]:
+    """Host and port of the engine's "tls/HOST:PORT"."""
+    host, _, port = str(locator).partition("/")[2].rpartition(":")
+    return host.strip("[]"), port
+
+
 def _host(locator: Any) -> str:
-    """Of the engine's "tls/HOST:PORT"."""
-    return str(locator).partition("/")[2].rpartition(":")[0].strip("[]")
+    return _ends(locator)[0]
 
 
 def _settings(
@@ -296,6 +322,7 @@ def _settings(
         "scouting/multicast/enabled": False,
         "transport/shared_memory/enabled": False,
         "transport/link/tx/lease": round(1000 * lease),
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * lease),
         "transport/link/rx/max_message_size": MAX_MESSAGE,
         "transport/link/tls": tls,
         "transport/auth/usrpwd": {

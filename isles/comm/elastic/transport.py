@@ -22,21 +22,23 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.links.relayed import WAYS
 from isles.comm.elastic.mail import CHUNK, Chunk, Inbox, offsets
 from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.errors import PeerLost
+from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.transfers import PostedWork
-from isles.comm.tags import CHANNELS, Tag
+from isles.comm.tags import CHANNELS, Channel, Tag
 
 WINDOW = 4
 _SHORTEST, _LONGEST = 2.0, 60.0  # seconds until a chunk without an answer is sent again
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
 _SEATS = 1 << 20
+_OVER = -1  # in place of a chunk's offset: its round, and those before, are over at the sender
 _HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")  # tag, number, offset, total, sender, introduction
 Answered = Callable[[bytes | None, bytes | None], None]
-WAYS = ("direct", "relayed")  # how bytes go
 _MAIL, _SEAT = "mail", "seat"
 
 
@@ -73,8 +75,8 @@ class ElasticTransport(OnHostClock):
     """One worker's end. `session`: to the lighthouse; `seat`: its number; `size`: of the world that it begins in.
 
     resent: chunks sent again. carried: bytes of the chunks that went out, "direct" and "relayed". gone, back: called
-    with a seat, in a session's thread, when its last connection breaks and when there is one. place: this worker's in
-    an island, of which workers at that place in others are reached.
+    with a seat, in a session's thread, when its last connection breaks and when there is one. doubt: called with a seat
+    that is waited for in vain. place: this worker's in an island, of which workers at that place in others are reached.
     """
 
     native = False
@@ -87,10 +89,11 @@ class ElasticTransport(OnHostClock):
         *,
         gone: Callable[[int], None] = lambda seat: None,
         back: Callable[[int], None] = lambda seat: None,
+        doubt: Callable[[int], None] = lambda seat: None,
         guide: Guide | None = None,
         place: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(Doubts(doubt))
         self._room = f"isles/place/{place}" if place else "isles"
         self.rank, self.size, self.resent = seat, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
@@ -124,17 +127,19 @@ class ElasticTransport(OnHostClock):
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         work = PostedWork(peer, data, self.now)
         with self._lock:
-            if peer in self._lost:
-                line = None
-            else:
-                line = self._outgoing.get(peer)
-                if line is None:
-                    line = self._outgoing[peer] = _Outgoing(self, peer)
+            line = None if peer in self._lost else self._line(peer)
         if line is None:
             work.finished(PeerLost(peer, "its connection is gone"))
         else:
             line.add(_Message(work, data.numpy(), tag, next(self._numbers)))
         return work
+
+    def _line(self, peer: int) -> _Outgoing:
+        """To that peer; under the lock."""
+        line = self._outgoing.get(peer)
+        if line is None:
+            line = self._outgoing[peer] = _Outgoing(self, peer)
+        return line
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
         """From anyone is not offered. ValueError."""
@@ -142,8 +147,8 @@ class ElasticTransport(OnHostClock):
             raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
         work = PostedWork(peer, out, self.now)
 
-        def ended(why: str | None) -> None:
-            work.finished(None if why is None else PeerLost(peer, why))
+        def ended(why: str | PeerLost | None) -> None:
+            work.finished(None if why is None else _lost(peer, why))
 
         if peer in self._lost:
             ended("its connection is gone")
@@ -153,13 +158,39 @@ class ElasticTransport(OnHostClock):
                 self._inbox.drop(peer, "its connection is gone")
         return work
 
-    def give_up(self, seat: int, why: str) -> None:
+    def fell_silent(self, seat: int) -> None:
+        """End all that is under way with `seat`, which gives no sign of life."""
+        self.give_up(seat, PeerSilent(seat))
+
+    def give_up(self, seat: int, why: str | PeerLost) -> None:
         """End all that is under way with `seat`; later messages are tried again."""
         with self._lock:
             line = self._outgoing.pop(seat, None)
         if line is not None:
             line.end(why)
         self._inbox.drop(seat, why)
+
+    def over(self, channel: Channel, round: int) -> None:
+        """Rounds of `channel` up to `round` are over here, and no later ones: whoever sends to one of them, or has
+        sent, is told so, and waits no longer for this worker's part in it.
+        """
+        last: dict[int, Tag] = {}
+        for sender, tag in self._inbox.over(channel, round):
+            last[sender] = max(last.get(sender, tag), tag)
+        for sender, tag in last.items():
+            with self._lock:
+                line = None if sender in self._lost else self._line(sender)
+            if line is not None:
+                nothing = np.zeros(0, np.uint8)
+                line.add(_Message(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), _OVER)
+
+    def passed(self, peer: int, tag: Tag) -> None:
+        """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
+        with self._lock:
+            line = self._outgoing.get(peer)
+        if line is not None:
+            line.passed(tag)
+        self._inbox.end(peer, tag.channel, tag.round, RoundPassed(peer))
 
     def close(self) -> None:
         """End the threads. The session is whoever's who opened it. Safe to call twice."""
@@ -185,6 +216,10 @@ class ElasticTransport(OnHostClock):
         if not hmac.compare_digest(word, self._guide.expected(sender)):
             self.refused.note(-1, "a message in another's name")
             asked.refuse(b"never")
+            return
+        if (chunk.offset, chunk.total) == (_OVER, 0):
+            asked.reply()
+            self.passed(sender, chunk.tag)
             return
         verdict = self._inbox.take(sender, chunk, asked.payload)
         if verdict == "kept":
@@ -231,6 +266,10 @@ class ElasticTransport(OnHostClock):
         self._guide.met(seat, there=bool(ways), direct=self.way(seat) is not self._relay)
 
 
+def _lost(peer: int, why: str | PeerLost) -> PeerLost:
+    return PeerLost(peer, why) if isinstance(why, str) else why
+
+
 class _Message:
     """One message on its way out. number: its own among all of this worker; left: chunks that have no receipt yet."""
 
@@ -251,22 +290,32 @@ class _Outgoing:
         self._pause = 0.0  # since nobody takes it; one chunk at a time tries
         self._not_before = 0.0
         self._seconds = _SHORTEST  # until a chunk counts as lost: twice as long each time, or as answers take
-        self._over: str | None = None
+        self._over: str | PeerLost | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True).start()
 
-    def add(self, message: _Message) -> None:
-        """Send it behind the others."""
+    def add(self, message: _Message, *chunks: int) -> None:
+        """Send it behind the others; chunks: offsets, if not those of its bytes."""
         with self._changed:
             over = self._over
             if over is None:
                 self._messages.add(message)
-                self._waiting += [(message, offset) for offset in offsets(len(message.data))]
+                self._waiting += [(message, offset) for offset in chunks or offsets(len(message.data))]
                 self._changed.notify()
         if over is not None:
-            message.work.finished(PeerLost(self._peer, over))
+            message.work.finished(_lost(self._peer, over))
 
-    def end(self, why: str) -> None:
+    def passed(self, tag: Tag) -> None:
+        """Send nothing any more to that round and those before."""
+        with self._changed:
+            ended = [m for m in self._messages if m.tag.channel == tag.channel and m.tag.round <= tag.round]
+            self._messages.difference_update(ended)
+            self._pause = self._not_before = 0.0
+            self._changed.notify()
+        for message in ended:
+            message.work.finished(RoundPassed(self._peer))
+
+    def end(self, why: str | PeerLost) -> None:
         """Send nothing any more."""
         with self._changed:
             self._over = why
@@ -274,7 +323,7 @@ class _Outgoing:
             self._waiting.clear()
             self._changed.notify()
         for message in messages:
-            message.work.finished(PeerLost(self._peer, why))
+            message.work.finished(_lost(self._peer, why))
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
@@ -311,7 +360,7 @@ class _Outgoing:
             return
         tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
         head = _HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank, self._word)
-        chunk = message.data[offset : offset + CHUNK].tobytes()
+        chunk = message.data[max(offset, 0) : offset + CHUNK].tobytes()
         try:
             self._transport.ship(self._peer, chunk, head, answered, allowed)
         except OSError as error:
@@ -326,6 +375,8 @@ class _Outgoing:
                 self._seconds = min(max(_SHORTEST, 4 * seconds, 0.9 * self._seconds), _LONGEST)
                 self._pause = self._not_before = 0.0
                 message.left -= 1
+            elif refusal == b"over":
+                pass
             elif refusal == b"never":
                 error = PeerLost(self._peer, "it refused what was sent to it")
             elif message in self._messages:
@@ -339,3 +390,5 @@ class _Outgoing:
             self._changed.notify()
         if ended:
             message.work.finished(error)
+        if refusal == b"over":
+            self._transport.passed(self._peer, message.tag)

@@ -15,7 +15,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -108,6 +108,9 @@ class Life:
     def lose(self, peer: int, why: str) -> None:
         """From now on nobody waits for `peer`."""
         self._gone.setdefault(peer, why)
+
+    def awaited(self, peers: Collection[int | None], seconds: float) -> None:
+        """A worker has stood still for so long because nothing comes from `peers`: told at each glance."""
 
     def gone(self, peer: int | None) -> str | None:
         """Why nothing will come from a peer any more; None for who may still answer."""

@@ -152,6 +152,7 @@ class BackgroundTransfer:
             start = self.driver.now()
             while (left := self._left()) > 0 and not self._ended.wait(min(left, GLANCE)):
                 self.driver.life.look()
+                self.driver.life.awaited({work.peer for work in self._late()}, self.driver.now() - start)
             self.traffic.waited(self.channel, start, self.driver.now())
             if not self._ended.is_set():
                 self._abandon()

@@ -58,8 +58,10 @@ class EventQueue:
 
     def step(self) -> None:
         """Move to the next event and act it out."""
-        self.next_time()
         event = heapq.heappop(self._heap)
+        while event[4] is None:
+            self._cancelled -= 1
+            event = heapq.heappop(self._heap)
         action, event[4] = event[4], None
         self.now = event[0]
         action()

@@ -31,6 +31,7 @@ from typing import Protocol
 import torch
 
 from isles.comm.errors import CommError
+from isles.comm.tags import Tag
 from isles.comm.virtual.events import EventQueue
 from isles.network.pauses import Absences
 
@@ -52,6 +53,13 @@ class Awaited(Protocol):
     """What ended it, if it has failed."""
 
     def fail(self, error: Exception) -> None: ...
+
+
+class Stepped(Awaited, Protocol):
+    """A transfer, while its protocol is stepped."""
+
+    tag: Tag | None
+    """Of the latest message that it sent or asked for."""
 
 
 class VirtualWorker:
@@ -93,7 +101,7 @@ class Scheduler:
         self.workers = [VirtualWorker(self, rank, away, clocks[rank]) for rank, away in enumerate(absences)]
         self.stepper = 0
         """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
-        self.stepping: Awaited | None = None
+        self.stepping: Stepped | None = None
         """The transfer whose protocol that is."""
         self._slots = slots
         self._mutex = threading.Lock()
@@ -204,9 +212,13 @@ class Scheduler:
 
     def _first_clock(self) -> float | None:
         """The least clock of all who can still act by themselves."""
-        clocks = [worker.clock for worker in self._running]
-        clocks += [heap[0][0] for heap in (self._ready, self._resuming) if heap]
-        return min(clocks, default=None)
+        first = self._ready[0][0] if self._ready else None
+        if self._resuming and (first is None or self._resuming[0][0] < first):
+            first = self._resuming[0][0]
+        for worker in self._running:
+            if first is None or worker.clock < first:
+                first = worker.clock
+        return first
 
     def _dispatch(self) -> None:
         """Act out all events that are due, and fill the free slots."""

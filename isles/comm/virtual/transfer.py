@@ -19,10 +19,11 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isles.comm.errors import DeadlinePassed
-from isles.comm.tags import Channel
+from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps, awaited
 from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
+from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
 
 
@@ -45,18 +46,19 @@ class VirtualWork:
         with self._owner:
             return self.finished
 
-    def is_abandoned(self) -> bool:
-        """Whether the transfer that made it has failed: then nobody will read it."""
-        return self._transfer is not None and self._transfer.error is not None
+    def abandoned(self) -> BaseException | None:
+        """What ended the transfer that made it: then nobody will read it."""
+        return None if self._transfer is None else self._transfer.error
 
     def finish(self, error: Exception | None = None) -> None:
         """It is gone, has arrived, or has failed, now; a paused owner hears of it when it is back."""
-        timeline = self._owner.scheduler.timeline
-        back = self._owner.back(timeline.now)
-        if back > timeline.now:
-            timeline.at(back, ARRIVED, self._owner.rank, partial(self._finish, error))
-        else:
-            self._finish(error)
+        if self._owner.absences is not None:
+            timeline = self._owner.scheduler.timeline
+            back = self._owner.back(timeline.now)
+            if back > timeline.now:
+                timeline.at(back, ARRIVED, self._owner.rank, partial(self._finish, error))
+                return
+        self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
         self.finished, self.error, self.out = True, error, None
@@ -101,14 +103,16 @@ class VirtualTransfer:
         channel: Channel,
         deadline: float,
         traffic: Traffic,
+        fates: Fates,
     ) -> None:
         self.error: BaseException | None = None
         self.finished = False
+        self.tag: Tag | None = None
         self._scheduler, self._owner = scheduler, owner
         self._steps: Steps[Any] | None = steps
         self._channel: Channel = channel
         self._seconds = deadline
-        self._traffic = traffic
+        self._traffic, self._fates = traffic, fates
         self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
         self._needed = 0  # of them, before the protocol goes on
@@ -192,10 +196,10 @@ class VirtualTransfer:
                     return
                 works, needed = cast("tuple[Sequence[VirtualWork], int]", awaited(waited))
                 error = next((work.error for work in works if work.error is not None), None)
-                pending = dict.fromkeys(work for work in works if not work.finished)
-                done = sum(work.finished for work in works)
+                pending = [work for work in works if not work.finished]
+                done = len(works) - len(pending)
                 if error is None and done < needed:
-                    self._pending, self._needed = pending, needed - done
+                    self._pending, self._needed = dict.fromkeys(pending), needed - done
                     for work in pending:
                         work.waiter = self
                     return
@@ -203,6 +207,8 @@ class VirtualTransfer:
     def _end(self, result: Any, error: BaseException | None) -> None:
         self._result, self.error, self.finished, self._steps = result, error, True, None
         self._pending.clear()
+        if error is not None and self.tag is not None:
+            self._fates.failed(self._owner.rank, self.tag, error)
         self._traffic.transfer(self._channel, self._began, self._scheduler.timeline.now)
         if self._deadline is not None:
             self._scheduler.timeline.cancel(self._deadline)

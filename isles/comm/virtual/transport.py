@@ -12,7 +12,7 @@ from torch import Tensor
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
+from isles.comm.virtual.scheduler import Scheduler, Stepped, VirtualWorker
 from isles.comm.virtual.transfer import VirtualBell, VirtualTransfer, VirtualWork
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.noise import lognormal
@@ -55,6 +55,8 @@ class VirtualTransport:
     @property
     def traffic(self) -> Traffic:
         """Totals up to this worker's clock. Reading takes a turn, so that what is logged does not depend on `slots`."""
+        if self._scheduler.stepper == get_ident():
+            return self._traffic
         with self._worker:
             return self._traffic
 
@@ -62,7 +64,7 @@ class VirtualTransport:
         """Done when the last bit has left the uplink; PeerLost if the peer has ended before."""
         self._check(peer, data)
         with self._worker:
-            work = VirtualWork(self._worker, peer, None, self._scheduler.stepping)
+            work = VirtualWork(self._worker, peer, None, self._transfer(tag))
             self._wire.send(self.rank, peer, data, tag, work)
         return work
 
@@ -78,14 +80,16 @@ class VirtualTransport:
         """
         self._check(peer, out)
         with self._worker:
-            work = VirtualWork(self._worker, peer, out, self._scheduler.stepping)
+            work = VirtualWork(self._worker, peer, out, self._transfer(tag))
             self._wire.recv(self.rank, peer, tag, work)
         return work
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
         """Messages a failed transfer has asked for are dropped when they come."""
         with self._worker:
-            transfer = VirtualTransfer(self._scheduler, self._worker, protocol, channel, deadline, self._traffic)
+            transfer = VirtualTransfer(
+                self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.fates
+            )
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
@@ -167,6 +171,23 @@ class VirtualTransport:
         for transfer in self._transfers:
             transfer.fail(error)
         self._transfers = []
+
+    def died(self, at: float, error: Exception) -> None:
+        """The worker ended at `at`: it has not computed what it was charged with for the time after. Clocks of workers
+        that only compute run ahead.
+        """
+        worker = self._worker
+        if worker.clock > at:
+            away = [] if worker.absences is None else worker.absences.between(at, worker.clock)
+            self.compute_seconds -= worker.clock - at - sum(back - leaves for leaves, back in away)
+        self.abandon(error)
+
+    def _transfer(self, tag: Tag) -> Stepped | None:
+        """In whose protocol a message is made: its part in the exchange of `tag`."""
+        transfer = self._scheduler.stepping
+        if transfer is not None:
+            transfer.tag = tag
+        return transfer
 
     def _check(self, peer: int | None, buffer: Tensor) -> None:
         assert peer is None or (0 <= peer < self.size and peer != self.rank), f"worker {self.rank} has no peer {peer}"

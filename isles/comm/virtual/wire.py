@@ -29,7 +29,9 @@ from torch import Tensor
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.tags import Tag
 from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, EventQueue
+from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.transfer import VirtualWork
+from isles.network.noise import LognormalSeries
 from isles.network.pipe import Pipe
 from isles.network.topology import Topology
 
@@ -42,14 +44,15 @@ class VirtualMessage:
     """
 
     __slots__ = (
-        "arrival", "bits", "data", "down", "dropped", "error", "latency", "lines", "receive", "sent", "source", "tag",
-        "target",
+        "arrival", "bits", "data", "down", "dropped", "error", "latency", "lines", "nbytes", "receive", "sent",
+        "source", "tag", "target",
     )  # fmt: skip
 
     def __init__(
         self, source: int, target: int, tag: Tag, latency: float, data: Bytes, sent: VirtualWork, down: int | None
     ) -> None:
         self.source, self.target, self.tag, self.latency, self.down = source, target, tag, latency, down
+        self.nbytes = data.nbytes
         self.bits = 8.0 * data.nbytes
         self.data: Bytes | None = data  # the sender's own bytes until it is gone, then a copy, or None once delivered
         self.sent = sent
@@ -76,31 +79,42 @@ class VirtualWire:
             self._downs[line] = len(self._pipes)
             self._pipes.append(Pipe(routes.far.down_rate(line)))
         self._completions: list[Event | None] = [None] * len(self._pipes)
+        self._ways: list[dict[int, tuple[int, int | None, float, LognormalSeries]]] = [{} for _ in range(size)]
         self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
         """When the latest message comes to the target's downlink, [source][(target, channel)]."""
-        self._posted: dict[tuple[int, int | None, Tag], deque[VirtualWork]] = {}  # (target, source, tag)
+        self._posted: dict[tuple[int, int | None, Tag], list[VirtualWork]] = {}  # (target, source, tag)
         self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
+        self.fates = Fates()
         self._lost: dict[int, str] = {}
         self._dead: set[int] = set()  # of the lost ones those whose lines broke in the middle
 
     def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
         """Queue `data` on the uplink of `source`; `work` is done when it is gone, PeerLost if the target has ended."""
+        self.fates.sent += data.nbytes
         if target in self._lost:
-            work.finish(PeerLost(target, self._lost[target]))
+            error = PeerLost(target, self._lost[target])
+            self.fates.ended(data.nbytes, error)
+            work.finish(error)
             return
-        number = self.numbers[source][target]
-        self.numbers[source][target] += 1
-        self._coming[target, source, tag] += 1
-        latency = self.routes.latency(source, target, number=number, seed=self.seed)
-        line = self.routes.down(source, target)
-        down = None if line is None else self._downs[line]
-        message = VirtualMessage(source, target, tag, latency, data.numpy(), work, down)
-        index = self.routes.up(source, target)
+        numbers = self.numbers[source]
+        number = numbers[target]
+        numbers[target] = number + 1
+        key = target, source, tag
+        self._coming[key] = self._coming.get(key, 0) + 1
+        index, down, latency, factors = self._ways[source].get(target) or self._way(source, target)
+        message = VirtualMessage(source, target, tag, latency * factors[number], data.numpy(), work, down)
         begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
         if begins and down is not None:
             self._leaves(message)
         self._watch(index)
+
+    def _way(self, source: int, target: int) -> tuple[int, int | None, float, LognormalSeries]:
+        """What stays the same for all messages from `source` to `target`: the places of their lines, their latency."""
+        line = self.routes.down(source, target)
+        lines = self.routes.up(source, target), None if line is None else self._downs[line]
+        way = self._ways[source][target] = (*lines, *self.routes.latencies(source, target, self.seed))
+        return way
 
     def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
         """Fill `work.out` with the next message under `tag`; at once PeerLost if it can never come."""
@@ -113,12 +127,16 @@ class VirtualWire:
                 del waiting[source]
                 if not waiting:
                     del self._arrived[target, tag]
-            _deliver(message, work)
+            self._deliver(message, work)
             return
         key = (target, source, tag)
-        queue = self._posted.setdefault(key, deque())
-        queue.append(work)
-        self._fail_hopeless(key)
+        queue = self._posted.get(key)
+        if queue is None:
+            self._posted[key] = [work]
+        else:
+            queue.append(work)
+        if self._lost:
+            self._fail_hopeless(key)
 
     def lost(self, rank: int, why: str) -> None:
         """`rank` has ended: what it has sent is still delivered; who waits for more gets PeerLost, in rank order."""
@@ -126,7 +144,8 @@ class VirtualWire:
         for key in [key for key in self._posted if key[0] == rank]:
             del self._posted[key]
         for gone in [key for key in self._arrived if key[0] == rank]:
-            del self._arrived[gone]
+            for message in (message for queue in self._arrived.pop(gone).values() for message in queue):
+                self.fates.ended(message.nbytes, PeerLost(rank, why))
         for key in sorted((key for key in self._posted if key[1] in (rank, None)), key=lambda key: key[0]):
             self._fail_hopeless(key)
 
@@ -158,7 +177,7 @@ class VirtualWire:
         else:
             return
         # Looked up anew each time: a failed receive lets its protocol go on, which may post and end others.
-        while len(queue := self._posted.get(key, deque())) > coming:
+        while len(queue := self._posted.get(key, [])) > coming:
             work = queue.pop()
             if not queue:
                 del self._posted[key]
@@ -235,15 +254,17 @@ class VirtualWire:
     def _arrive(self, message: VirtualMessage) -> None:
         target, source, tag = message.target, message.source, message.tag
         if message.receive is not None:
-            message.receive.finish(message.error)
+            self._hand_over(message, message.receive)
             return
         self._count_down((target, source, tag))
         if target in self._lost or message.dropped:
+            gone = target if target in self._lost else source
+            self.fates.ended(message.nbytes, PeerLost(gone, self._lost.get(gone, "it died")))
             self._fail_hopeless((target, source, tag))
             return
         receive = self._take((target, source, tag)) or self._take((target, None, tag))
         if receive is not None:
-            _deliver(message, receive)
+            self._deliver(message, receive)
         else:
             self._arrived.setdefault((target, tag), {}).setdefault(source, deque()).append(message)
 
@@ -252,21 +273,35 @@ class VirtualWire:
         queue = self._posted.get(key)
         if queue is None:
             return None
-        work = queue.popleft()
-        if not queue:
-            del self._posted[key]
-        return work
+        if len(queue) == 1:
+            return self._posted.pop(key)[0]
+        return queue.pop(0)
 
     def _count_down(self, key: tuple[int, int, Tag]) -> None:
         self._coming[key] -= 1
         if not self._coming[key]:
             del self._coming[key]  # tags are not used twice: without this the counter would grow for ever
 
+    def _deliver(self, message: VirtualMessage, receive: VirtualWork) -> None:
+        _fill(message, receive)
+        receive.peer = message.source
+        self._hand_over(message, receive)
 
-def _deliver(message: VirtualMessage, receive: VirtualWork) -> None:
-    _fill(message, receive)
-    receive.peer = message.source
-    receive.finish(message.error)
+    def _hand_over(self, message: VirtualMessage, receive: VirtualWork) -> None:
+        self.fates.ended(message.nbytes, receive.abandoned() or message.error)
+        receive.finish(message.error)
+
+    def unclaimed(self) -> list[tuple[int, int, Tag, int]]:
+        """(source, target, tag, bytes) of each message that has come and that nobody has asked for."""
+        waiting = (
+            (target, tag, source, queue) for (target, tag), by in self._arrived.items() for source, queue in by.items()
+        )
+        return [(source, target, tag, one.nbytes) for target, tag, source, queue in waiting for one in queue]
+
+    def under_way(self) -> int:
+        """Bytes of messages that have not come yet."""
+        known = self.fates.received + self.fates.missed.total() + sum(one[-1] for one in self.unclaimed())
+        return self.fates.sent - known
 
 
 def _fill(message: VirtualMessage, receive: VirtualWork) -> None:
@@ -274,7 +309,7 @@ def _fill(message: VirtualMessage, receive: VirtualWork) -> None:
     data, out = message.data, receive.out
     message.data = None
     assert data is not None and out is not None
-    if receive.is_abandoned():
+    if receive.abandoned() is not None:
         return
     if data.nbytes != out.numel():
         what = f"a message of {data.nbytes} bytes met a receive of {out.numel()} bytes ({message.tag})"

@@ -11,7 +11,9 @@ What keeps copies and kernels apart, though kernels run later than they are call
 Streams are made once a lane: every fresh one would have the allocator keep memory of its own for it. Kernels are called
 from two threads, the caller's and autograd's; which stream they use is looked up where a job is asked for.
 
-**Never run: no GPU was to be had.** Tests of it are skipped without one (`tests/memory/test_cuda.py`).
+**Not run by its authors, for want of a GPU.** `tests/memory/streams.py` judges the order of its accesses without one;
+`tests/memory/test_cuda.py` waits for one; a run holds it against plain copies before it trusts it
+(`isles.training.memory.trial`).
 """
 
 from __future__ import annotations

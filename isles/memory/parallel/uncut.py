@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from isles.memory.costs import Placement, Profile, host_bytes, least_peak
-from isles.memory.counts import Counts, expand, possible
 from isles.memory.lanes import simulate
 from isles.memory.parallel.decoder import STATE, WEIGHT, HalfDecoder, profile_of
 from isles.memory.parallel.job import ParallelJob, ParallelWay, deepest, divisors
-from isles.memory.search import Search
+from isles.memory.searching.counts import Counts, expand, possible
+from isles.memory.searching.trials import PlanTrials
 from isles.memory.serial import LaneTimeline
 from isles.network.machines import Machine
 
@@ -70,7 +70,7 @@ def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
     best, fastest = None, math.inf
     for accumulation in divisors(job.sequences // job.devices):
         made = averaged(job, job.shape, accumulation, shared=shared)
-        search = Search(
+        tried = PlanTrials(
             made,
             job.machine,
             budget=job.machine.device_bytes,
@@ -78,8 +78,8 @@ def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
             update="early",
             accumulation=accumulation,
         )
-        search.first(_family(len(made.units)), _TRIED, below=fastest)
-        for plan, seconds in search.seconds.items():
+        tried.first(_family(len(made.units)), _TRIED, below=fastest)
+        for plan, seconds in tried.seconds.items():
             if seconds < fastest:
                 best, fastest = (accumulation, plan), seconds
     return best

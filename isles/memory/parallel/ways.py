@@ -24,18 +24,22 @@ def compared(job: ParallelJob) -> list[ParallelWay]:
 
 
 def turning(
-    first: Callable[[float], float | None], second: Callable[[float], float | None], at: Sequence[float]
+    first: Callable[[float], float | None], second: Callable[[float], float | None], rates: Sequence[float]
 ) -> float | None:
-    """Where `first` becomes faster than `second`, at rates that rise: read off between two of them on a logarithmic
-    scale; the first rate where it is so from there on; infinite where it never is; None where one does not fit.
+    """The rate of a link from which on `first` is no slower than `second`. first, second: seconds of a step of two
+    ways at a rate, None where a way does not fit.
+
+    Both are asked at `rates`, which rise. Where `first` is slower at one of them and not at the next, the answer lies
+    between the two, by a straight line of log(first / second) over log(rate). `first` was never slower: the lowest
+    rate. It is slower at all of them: infinite. One of the ways does not fit: None.
     """
     gaps = []
-    for rate in at:
+    for rate in rates:
         one, other = first(rate), second(rate)
         if one is None or other is None:
             return None
         gaps.append(math.log(one / other))
-    for (low, before), (high, after) in itertools.pairwise(zip(at, gaps, strict=True)):
+    for (low, before), (high, after) in itertools.pairwise(zip(rates, gaps, strict=True)):
         if before > 0 >= after:
             return math.exp(math.log(low) + before / (before - after) * math.log(high / low))
-    return at[0] if gaps[0] <= 0 else math.inf
+    return rates[0] if gaps[0] <= 0 else math.inf

@@ -108,6 +108,12 @@ def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: CutBy = "time
     )
 
 
+def fill(load: ModelLoad, cuts: Sequence[int], stage: int, node: ClusterNode) -> float:
+    """The share of a node's memory that one stage of a cluster cut there takes."""
+    bounds = [0, *cuts, load.blocks]
+    return _Costs(load, [node] * (len(cuts) + 1)).filled(stage, bounds[stage], bounds[stage + 1])
+
+
 def _best(
     blocks: int,
     stages: int,

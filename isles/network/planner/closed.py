@@ -197,6 +197,11 @@ def buckets(bits: float) -> list[float]:
     return [each / count for each in (*sizes[::2], *reversed(sizes[1::2])) if each]
 
 
+def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
+    """Bytes that each sends, on average, where gradients are averaged as they are, in one piece a step: to the bit."""
+    return steps * (2 * (workers - 1) * 4 * parameters + workers * (workers - 1) * _HEADER) / workers
+
+
 def _gradient(form: PlannedForm, entries: float, size: int) -> MessagePattern:
     if math.isinf(form.back):
         return Ragged(form.bits * entries / 8, _HEADER + _LENGTH)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 COMPARED = "weights and their mean"
+"""What a comparison of replicas holds; workers of one replica are not compared."""
 UNDER_WAY = "messages under way"
 BLOCK = 1 << 17
 """Entries of a flat vector that are handled at a time; 512 KB of float32."""

@@ -172,7 +172,8 @@ class _Moves:
                 visits = len(problem.slots) * later
                 raise ValueError(
                     f"there are no legal paths: {len(problem.slots)} slots need {visits} places at later stages "
-                    f"and find {len(self._later) * problem.memory}; choose a shorter path_length or fewer origins"
+                    f"and find {len(self._later) * problem.memory}; choose path_length = {problem.path_length - 1} "
+                    "or less, or fewer nodes at stage 0, the origins"
                 )
             most = max(sum(room[stage] for stage in stages) for stages in usable)
             stages = rng.choice([stages for stages in usable if sum(room[stage] for stage in stages) == most])

@@ -35,8 +35,3 @@ def turned(basis: Tensor, total: Tensor, rate: float) -> Tensor:
         return basis
     product = total @ basis
     return orthonormal(basis + (2 * rate / size) * (product - basis @ (basis.T @ product)))
-
-
-def loss_outside(basis: Tensor, total: Tensor) -> float:
-    """tr M - tr(U^T M U)."""
-    return float(total.trace() - ((total @ basis) * basis).sum())

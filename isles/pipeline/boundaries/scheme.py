@@ -51,11 +51,11 @@ class Crossings:
 class Scheme:
     """The stream as it is: nothing to fit, nothing to leave."""
 
-    def __init__(self, place: Crossings) -> None:
-        self.place = place
-
     compares = False
     """Whether there are `settings`."""
+
+    def __init__(self, place: Crossings) -> None:
+        self.place = place
 
     def settings(self, stage: Any) -> str | None:
         """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""

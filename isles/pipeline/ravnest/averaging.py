@@ -11,7 +11,7 @@ hold them in a whole cluster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +47,24 @@ class ClusterAverage:
     def __init__(
         self, quorum: Quorum, segments: Sequence[SharedSegment], *, by_samples: bool = False, with_state: bool = False
     ) -> None:
-        if len(segments) > WORDS:
-            raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
-        self.quorum, self._segments = quorum, list(enumerate(segments))
+        self.quorum = quorum
+        self.recut(segments)
         self._by_samples, self._with_state = by_samples, with_state
-        self._shares: list[_Share] = []
         self._optimizer: Optimizer | None = None
 
+    def recut(self, segments: Sequence[SharedSegment]) -> None:
+        """The segments of the clusters that are now. Who holds something says so again (`serve`)."""
+        if len(segments) > WORDS:
+            raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
+        self._segments = list(enumerate(segments))
+        self._shares = []
+
     def serve(self, stage: nn.Module, optimizer: Optimizer) -> None:
-        """This node holds `stage`, its parameters by their names in the whole model, in the place that it has now."""
-        place = self.quorum.seats.place(self.quorum.world.rank)
+        """This node holds `stage`, its parameters by their names in the whole model, in the place that it has now, or
+        gives away.
+        """
+        seats, rank = self.quorum.seats, self.quorum.world.rank
+        place = seats.place(next((taker for giver, taker in seats.handed if giver == rank), rank))
         assert place is not None
         cluster, here = place
         own = dict(stage.named_parameters())
@@ -91,8 +99,9 @@ class ClusterAverage:
         return self.quorum.seats.whole
 
     def load(self, step: int) -> None:
-        """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards. All nodes
-        ask together, those of these clusters ready for it (`serve`).
+        """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards, and who
+        takes a place from one that leaves has what that one had. All nodes ask together, those who take ready for it
+        (`serve`).
         """
         tensors = {share.number: self._tensors(share, True) for share in self._shares}
         found, joined = self.quorum.together(lambda number: self._gifts(tensors, number))
@@ -120,13 +129,11 @@ class ClusterAverage:
 
     def _gifts(self, tensors: dict[int, list[Tensor]], number: int) -> Attempt[tuple[dict[int, Tensor], list[int]]]:
         seats, world = self.quorum.seats, self.quorum.world
-        giver, joined = seats.clusters[seats.whole[0]], seats.complete
+        first, joined = seats.whole[0], seats.complete
         found: dict[int, Tensor] = {}
         protocols: list[Steps[Any]] = []
         nbytes = 0
-        for fragment, segment in self._segments:
-            source = giver[segment.holders[seats.whole[0]]]
-            takers = [seats.clusters[cluster][segment.holders[cluster]] for cluster in joined]
+        for fragment, source, takers in self._given(first, joined):
             call = world.call("outer", round=number, fragment=fragment)
             if world.rank == source and takers:
                 flat = _flat(tensors[fragment])
@@ -141,6 +148,20 @@ class ClusterAverage:
                 )
                 nbytes += flat.nbytes
         return Attempt((found, joined), protocols, nbytes)
+
+    def _given(self, first: int, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+        """Of each segment who gives it to whom: cluster `first` to those that join, who leaves to its successor."""
+        seats = self.quorum.seats
+        successors = dict(seats.handed)
+        for fragment, segment in self._segments:
+            takers = [seats.clusters[cluster][segment.holders[cluster]] for cluster in joined]
+            sources = {seats.holder(first, segment.holders[first]): takers}
+            for cluster in seats.whole:
+                giver = seats.holder(cluster, segment.holders[cluster])
+                if giver in successors:
+                    sources[giver] = [*sources.get(giver, ()), successors[giver]]
+            for source, own in sources.items():
+                yield fragment, source, own
 
     def _weighed(self, flat: Tensor, samples: int) -> Tensor:
         if not self._by_samples:

@@ -2,7 +2,7 @@
 
 All swap one word each, those of broken clusters and those who stand by as well, as often as it takes, in step:
 
-    gathering    known losses          again, until all know of the same ones
+    gathering    known losses          again, until all know of the same ones (and who comes, and leaves)
     then the work is tried             over the clusters that are whole; whoever hears meanwhile that somebody does not
                                        take part, or hears no more of somebody, gives up
     done | failed                      all done: it counts. Else from the top, with fresh memory and fresh addresses
@@ -12,29 +12,33 @@ count what was done or none does. One more loss while the verdict itself travels
 only one to whom the first loss showed; then a deadline, or a header, ends the run by name. A worker that is late and
 not lost (DeadlinePassed) ends it too: it may come back, so nobody goes on without it. Who serves what changes by what
 all have agreed on alone.
+
+Where nodes come and leave, words carry that as they carry losses: what one has heard all know when the work begins. Who
+came is one of them from the next time on (`admit`), and swaps no word before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from isles.comm.collectives.basic import all_done
-from isles.comm.errors import PeerLost
+from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import AnyOf, Steps, Work, awaited
+from isles.network.clusters.growing import ClusterGrowth
 from isles.pipeline.ravnest.seats import ClusterSeats
+from isles.pipeline.ravnest.words import DONE, FAILED, GATHERING, ROWS, QuorumWord, WordForm
 
 T = TypeVar("T")
 WORDS = MAX_FRAGMENTS - 1
 """The fragment of channel "outer" under which words travel; what is done together takes others."""
-_GATHERING, _DONE, _FAILED = range(3)
-_BITS = 62  # of an int64, for as many positions
 _IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
 
 
@@ -50,52 +54,69 @@ class Attempt(Generic[T]):
 
 
 def word_bytes(workers: int) -> int:
-    """That each swap sends to each other worker, in a world of so many; where nobody is lost there are two."""
-    return 8 * (1 + _lost_words(workers))
-
-
-def _lost_words(workers: int) -> int:
-    return -(-workers // _BITS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    state: int
-    lost: frozenset[int]
-
-    def packed(self, workers: int) -> Tensor:
-        words = [0] * _lost_words(workers)
-        for position in self.lost:
-            words[position // _BITS] |= 1 << position % _BITS
-        return torch.tensor([self.state, *words], dtype=torch.int64)
-
-    @classmethod
-    def unpacked(cls, packed: Tensor) -> _Word:
-        state, *words = packed.tolist()
-        lost = (number * _BITS + bit for number, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
-        return cls(state, frozenset(lost))
+    """That each swap sends to each other worker, in a world of fixed size; where nobody is lost there are two."""
+    return 8 * WordForm(workers).numbers
 
 
 class Quorum:
-    """Over `world`, in whose positions `seats` are told."""
+    """Over `world`, in whose positions `seats` are told. growth: how new clusters are made of those who come; None:
+    nobody comes or leaves.
+    """
 
-    def __init__(self, world: Group, seats: ClusterSeats) -> None:
-        self.world, self.seats = world, seats
+    def __init__(self, world: Group, seats: ClusterSeats, growth: ClusterGrowth | None = None) -> None:
+        self.world, self.seats, self.growth = world, seats, growth
         """`seats`: as all have agreed on."""
+        self._form = WordForm(world.size, is_open=growth is not None)
         self._lost: set[int] = set()
-        self._swaps = 0
+        self._leaving: set[int] = set()
+        self._told: dict[int, int] = {}
+        self._agreed = QuorumWord(GATHERING, frozenset())
         self._coming: dict[int, tuple[Work, Tensor]] = {}
         """The others' next words, by position."""
+        self.refused: Counter[int] = Counter()
+        """Words that could not be, by position."""
+        self.most = 1 << 30
+        """Clusters at most."""
+        self.swaps = 0
+        """So far, the same everywhere."""
 
     @property
     def trains(self) -> bool:
         """Whether this worker's cluster is whole."""
         return self.seats.trains(self.world.rank)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether this worker has left."""
+        return self.world.rank in self.seats.lost
+
     def mend(self) -> bool:
-        """Who stands by takes places of the lost; whether clusters want the others' weights now. All ask together."""
-        self.seats = self.seats.mended()
-        return bool(self.seats.complete)
+        """Who stands by takes places of the lost and of those who leave, and makes new clusters; whether there is
+        something to load or to arrange now. All ask together.
+        """
+        before = self.seats
+        self.seats = before.mended(None if self.growth is None else replace(self.growth, most=self.most))
+        return bool(self.seats.complete or self.seats.handed) or self.seats.clusters != before.clusters
+
+    def meet(self, position: int, told: int) -> None:
+        """Somebody has come, as this one has heard."""
+        self._told[position] = max(told, self._told.get(position, 0))
+
+    def leave(self) -> None:
+        """This worker wants to go."""
+        self._leaving.add(self.world.rank)
+
+    def admit(self) -> list[int]:
+        """All who came, as was agreed on when they were last together, stand by from now on: who they are. Who wants
+        to leave may. All ask together.
+        """
+        before = self.seats
+        self.seats = before.met(self._agreed.told, self._agreed.leaving)
+        return [position for position in self.seats.waiting if position not in before.waiting]
+
+    def enter(self, swaps: int, seats: ClusterSeats) -> None:
+        """Be one of those who swap from now on, as they have told."""
+        self.swaps, self.seats = swaps, seats
 
     def settle(self) -> None:
         """Agree on who is left; all ask together."""
@@ -113,38 +134,51 @@ class Quorum:
         whole.
         """
         while True:
-            word = _Word(_GATHERING, frozenset(self._lost))
-            while any(answer != word for answer in self._swap(word)) or word.lost != self._lost:
-                word = _Word(_GATHERING, frozenset(self._lost))
+            word = self._gather()
             self.seats = self.seats.without(word.lost - self.seats.lost)
             if not self.seats.whole:
                 raise PeerLost(-1, "a node of the last cluster that was whole")
             self._listen()
-            made = attempt(self._swaps)
+            made = attempt(self.swaps)
             try:
                 guarded = self._guarded(made.protocols)
                 finished = self.world.start(guarded, "outer", nbytes=made.nbytes).wait()
             except PeerLost:
                 finished = False
-            answers = self._swap(_Word(_DONE if finished else _FAILED, frozenset(self._lost)))
-            if finished and all(answer.state == _DONE for answer in answers):
+            answers = self._swap(self._word(DONE if finished else FAILED))
+            if finished and all(answer.state == DONE for answer in answers):
+                self._agreed = word
                 return made.result
+
+    def _gather(self) -> QuorumWord:
+        """What all who are left know, once that is the same."""
+        while True:
+            word = self._word(GATHERING)
+            if all(answer == word for answer in self._swap(word)) and word == self._word(GATHERING):
+                return word
+
+    def _word(self, state: int) -> QuorumWord:
+        if self.growth is None:
+            return QuorumWord(state, frozenset(self._lost))
+        known = {*self.seats.living, *self.seats.lost}
+        told = {position: self._told[position] for position in sorted(self._told.keys() - known)[:ROWS]}
+        return QuorumWord(state, frozenset(self._lost), frozenset(self._leaving), told)
 
     def _listen(self) -> None:
         """Post receives of the others' next words."""
-        call = self.world.call("outer", round=self._swaps + 1, fragment=WORDS)
+        call = self.world.call("outer", round=self.swaps + 1, fragment=WORDS)
         for other in self.seats.living:
             if other != self.world.rank and other not in self._coming and other not in self._lost:
-                word = torch.zeros(1 + _lost_words(self.world.size), dtype=torch.int64)
+                word = torch.zeros(self._form.numbers, dtype=torch.int64)
                 self._coming[other] = call.recv(other, word), word
 
-    def _swap(self, word: _Word) -> list[_Word]:
+    def _swap(self, word: QuorumWord) -> list[QuorumWord]:
         """What all who are left say. Who is lost, and what others know of losses, is noted."""
         self._listen()
-        self._swaps += 1
+        self.swaps += 1
         coming, self._coming = self._coming, {}
-        call = self.world.call("outer", round=self._swaps, fragment=WORDS)
-        words, patience = word.packed(self.world.size), None
+        call = self.world.call("outer", round=self.swaps, fragment=WORDS)
+        words, patience = self._form.packed(word), None
         if not self.trains:
             patience = _IDLE * self.world.deadlines.outer
         waits = {
@@ -155,12 +189,17 @@ class Quorum:
         for other, wait in waits.items():
             try:
                 wait.wait()
-            except PeerLost:
+                answer = self._form.unpacked(self.world.ranks[other], coming[other][1])
+            except (PeerLost, Malformed) as error:
                 self._lost.add(other)
+                if isinstance(error, Malformed):
+                    self.refused[other] += 1
                 continue
-            answer = _Word.unpacked(coming[other][1])
             answers.append(answer)
             self._lost |= answer.lost
+            self._leaving |= answer.leaving
+            for position, told in answer.told.items():
+                self.meet(position, told)
         if self.world.rank in self._lost:
             raise PeerLost(-1, "this one, as the others say")
         return answers
@@ -172,10 +211,8 @@ class Quorum:
         try:
             while _advance(running):
                 for other, (work, word) in list(words.items()):
-                    if work.error is not None:
-                        raise work.error
                     if work.done():
-                        if int(word[0]) != _DONE:
+                        if work.error is not None or int(word[0]) != DONE:
                             return False
                         del words[other]
                 waited = [work for works, _ in running.values() for work in works if not work.done()]

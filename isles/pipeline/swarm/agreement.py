@@ -11,6 +11,7 @@ Guarantee. Whoever is lost, as many as there are and at any moment, all who are 
 holds what each of them said. That needs what a closed connection gives: who is taken for lost sends nothing any more.
 Who is lost to somebody alone, for it sent what cannot be, leaves as well; of two who lost each other, the higher.
 Without a loss it is one round, of one letter to each of the others, and the word of the decision.
+A word begins with whom its sender has lost.
 
 Why: who heard the same ones in two rounds knows what any of them knew when the second began, and nobody else can still
 speak. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous Message-passing Systems (2010).
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
-from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
+from isles.comm.errors import DeadlinePassed, Malformed, PeerLost, Refused
 from isles.pipeline.swarm.books import as_words, from_words, words_for
 from isles.pipeline.swarm.post import WORD, Post
 
@@ -47,6 +48,16 @@ class Agreement:
         """Members that this one has lost since."""
         return set(self.members) & self.post.mail.lost.keys()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether all are to agree now, whatever they do: this peer has refused what a member sent, which nobody else
+        can know, or somebody who has lost a member has begun the next agreement.
+        """
+        lost, count = self.post.mail.lost, words_for(len(self.members))
+        if any(isinstance(lost[position], Malformed | Refused) for position in self.lost):
+            return True
+        return any(body[8 : 8 + 8 * count].any() for body in self.post.calls())
+
     def let_go(self, positions: Sequence[int]) -> None:
         """These leave, as all know."""
         self.members = tuple(position for position in self.members if position not in positions)
@@ -59,10 +70,11 @@ class Agreement:
         who is lost right now. PeerLost where the others do not count this one any more.
         """
         self.post.turn_over()
-        size = self.post.mail.group.size
-        known = self._flood([*as_words(self.lost, size), *own])
+        places = {position: place for place, position in enumerate(self.members)}
+        lost = as_words([places[position] for position in self.lost], len(self.members))
+        known = self._flood([*lost, *own])
         self._settle_members(known.keys() - self._accused(known))
-        return {position: known[position][words_for(size) :] for position in self.members}
+        return {position: known[position][len(lost) :] for position in self.members}
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         known = {self.me: tuple(own)}
@@ -111,7 +123,7 @@ class Agreement:
                     self.post.keep(letter)
             missing = set(self.members) - {self.me} - heard.keys() - self.lost - set(barred)
             for word in heard.values():  # who is lost to somebody may be silent here for that
-                missing -= {each for said in word.values() for each in from_words(said, self.post.mail.group.size)}
+                missing -= {each for said in word.values() for each in self._lost_by(said)}
             if not missing:
                 return heard, None
             if now() >= until:
@@ -133,14 +145,18 @@ class Agreement:
 
     def _accused(self, known: Mapping[int, Sequence[int]]) -> set[int]:
         """Who is to leave, as somebody has lost it. Of two who have lost each other it is the higher one."""
-        size = self.post.mail.group.size
-        lost = {position: from_words(said, size) for position, said in known.items()}
+        lost = {position: self._lost_by(said) for position, said in known.items()}
         return {
             position
             for accuser, theirs in lost.items()
             for position in theirs & known.keys()
             if not (accuser in lost[position] and accuser > position)
         }
+
+    def _lost_by(self, said: Sequence[int]) -> set[int]:
+        """Whom it has lost who says that: it begins with a set of members, by their place among them."""
+        count = len(self.members)
+        return {self.members[place] for place in from_words(said[: words_for(count)], count)}
 
     def _settle_members(self, left: Collection[int]) -> None:
         before, self.members = self.members, tuple(sorted(left))

@@ -1,7 +1,8 @@
 """Who serves which stage, and how that changes between two steps: a pure function of what all have agreed on.
 
-    joins    who has asked to come gets the stage that wants it most
+    joins    who has asked to come gets the stage that it wishes, else the one that wants it most
     moves    else, once a period, one peer at most goes to another stage (`isles.pipeline.swarm.rebalancer`)
+    rescue   a stage that nobody serves any more gets who has asked to come, else one of another stage, at once
 
 Who changes its stage takes the weights and the state of one that serves it already, and joins in as soon as it has
 them; the others wait for it at the end of the step at the latest.
@@ -12,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from isles.pipeline.swarm.rebalancer import PeerLoad, Rebalancer, stage_for_joiner
+from isles.pipeline.swarm.rebalancer import PeerLoad, Rebalancer, rescuer, stage_for_joiner
 
 NOWHERE = -1
 """The stage of who is not there: not yet, or not any more."""
@@ -46,6 +47,8 @@ class Arrangement:
 
     def __init__(self, stages: Sequence[int], costs: Sequence[float], balance: Rebalancer | None = None) -> None:
         self.stages, self.costs, self.balance = list(stages), tuple(costs), balance
+        self.wishes: dict[int, int] = {}
+        """By who asks to come, the stage that it wishes to serve, or `NOWHERE`."""
         self.seconds: dict[int, float] = {}
         """By peer, what it was last measured to compute for a microbatch at its stage."""
 
@@ -70,22 +73,44 @@ class Arrangement:
         self, now: float, members: Collection[int], told: Mapping[int, PeerTold], asking: Sequence[int]
     ) -> list[StageChange]:
         """Of the next step. now: seconds that all agree on; asking: who wants to come."""
-        for gone in set(self.seconds) - set(members):
-            del self.seconds[gone]
-        queues = {peer: told[peer].queue if peer in told else 0.0 for peer in members}
-        loads = {peer: PeerLoad(self.stages[peer], queues[peer], 1.0 / self.cost(peer)) for peer in sorted(members)}
-        changes = []
-        for peer in asking:
-            stage = stage_for_joiner(loads, len(self.costs))
-            changes.append(StageChange(peer, NOWHERE, stage))
-            mean = sum(load.rate * self.costs[load.stage] for load in loads.values()) / len(loads)
-            queue = min((load.queue for load in loads.values() if load.stage == stage), default=0.0)
-            loads[peer] = PeerLoad(stage, queue, mean / self.costs[stage])
+        loads = self._loads(members, {peer: each.queue for peer, each in told.items()})
+        changes = [self._come(peer, loads, self.wishes.get(peer, NOWHERE)) for peer in asking]
         if self.balance is not None and not changes:
             move = self.balance.move(now, loads)
             if move is not None:
                 changes.append(StageChange(move.peer, self.stages[move.peer], move.to))
         return changes
+
+    def rescue(self, members: Collection[int], asking: Sequence[int], lost: Sequence[int]) -> list[StageChange]:
+        """Who goes to the stages `lost`, which no member serves any more, as far as there is anybody. What is left of
+        `asking` comes some other time.
+        """
+        loads = self._loads(members, {})
+        changes = [self._come(peer, loads) for peer, _ in zip(asking, lost, strict=False)]
+        for stage in lost[len(changes) :]:
+            move = rescuer(loads, self.costs, stage)
+            if move is None:
+                break
+            load = loads[move.peer]
+            rate = load.rate * self.costs[load.stage] / self.costs[stage]
+            loads[move.peer] = PeerLoad(stage, 0.0, rate)
+            changes.append(StageChange(move.peer, load.stage, stage))
+        return changes
+
+    def _loads(self, members: Collection[int], queues: Mapping[int, float]) -> dict[int, PeerLoad]:
+        for gone in set(self.seconds) - set(members):
+            del self.seconds[gone]
+        return {
+            peer: PeerLoad(self.stages[peer], queues.get(peer, 0.0), 1.0 / self.cost(peer)) for peer in sorted(members)
+        }
+
+    def _come(self, peer: int, loads: dict[int, PeerLoad], wish: int = NOWHERE) -> StageChange:
+        """Where one that comes wishes to go, or is wanted most; it is among `loads` from then on."""
+        stage = wish if 0 <= wish < len(self.costs) else stage_for_joiner(loads, len(self.costs))
+        mean = sum(load.rate * self.costs[load.stage] for load in loads.values()) / len(loads)
+        queue = min((load.queue for load in loads.values() if load.stage == stage), default=0.0)
+        loads[peer] = PeerLoad(stage, queue, mean / self.costs[stage])
+        return StageChange(peer, NOWHERE, stage)
 
     def apply(self, changes: Sequence[StageChange]) -> None:
         """From now on."""
@@ -93,3 +118,33 @@ class Arrangement:
             if change.before != NOWHERE and change.peer in self.seconds:
                 self.seconds[change.peer] *= self.costs[change.after] / self.costs[change.before]
             self.stages[change.peer] = change.after
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        seconds = {str(peer): seconds for peer, seconds in self.seconds.items()}
+        return {"stages": list(self.stages), "seconds": seconds, "next_look": self.next_look}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.stages[:] = state["stages"]
+        self.seconds = {int(peer): seconds for peer, seconds in state["seconds"].items()}
+        self.next_look = state["next_look"]
+
+    @property
+    def next_look(self) -> float:
+        """Seconds at which somebody may move next; 0 where nobody does."""
+        return 0.0 if self.balance is None else self.balance.next_look
+
+    @next_look.setter
+    def next_look(self, seconds: float) -> None:
+        if self.balance is not None:
+            self.balance.next_look = seconds
+
+
+def origins(todo: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:
+    """Who begins which of the microbatches `todo`, so that origins of such seconds a microbatch end together."""
+    given: dict[int, list[int]] = {peer: [] for peer in sorted(seconds)}
+    for microbatch in todo:
+        peer = min(given, key=lambda peer: ((len(given[peer]) + 1) * seconds[peer], peer))
+        given[peer].append(microbatch)
+    return given

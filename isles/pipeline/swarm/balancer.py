@@ -10,8 +10,10 @@ where a line is slower than the peer behind it.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 ALPHA = 0.1
 """Weight of the newest measurement in a moving average."""
@@ -36,6 +38,14 @@ class MovingAverage:
         """The newest measurement."""
         self._weight += self.alpha * (1.0 - self._weight)
         self.value = value if self.value is None else self.value + self.alpha / self._weight * (value - self.value)
+
+    def state(self) -> list[float | None]:
+        """What `restore` takes."""
+        return [self.value, self._weight]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Go on from `state`."""
+        self.value, self._weight = state
 
 
 @dataclass(slots=True)
@@ -133,3 +143,22 @@ class PeerBalancer:
         before = self.cost(peer)
         known.compute.add(seconds / samples)
         known.load += max(seconds - samples * before, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: what the next choices depend on."""
+        version, numbers, gauss = self._random.getstate()
+        peers = {
+            str(peer): [known.load, known.picks, known.queue, known.compute.state(), known.wire.state()]
+            for peer, known in self._peers.items()
+        }
+        return {"peers": peers, "random": [version, list(numbers), gauss]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Choose on as the one whose `state_dict` it is."""
+        self._peers = {}
+        for peer, (load, picks, queue, compute, wire) in state["peers"].items():
+            known = self._peers[int(peer)] = PeerSpeed(load=load, picks=picks, queue=queue)
+            known.compute.restore(compute)
+            known.wire.restore(wire)
+        version, numbers, gauss = state["random"]
+        self._random.setstate((version, tuple(numbers), gauss))

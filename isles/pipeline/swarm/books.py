@@ -98,4 +98,10 @@ def as_words(chosen: Collection[int], count: int) -> list[int]:
 
 def from_words(words: Sequence[int], count: int) -> set[int]:
     """What `as_words` was given."""
-    return {number for number in range(count) if words[number // 63] >> number % 63 & 1}
+    found = set()
+    for place, word in enumerate(words):
+        while word:
+            lowest = word & -word
+            found.add(63 * place + lowest.bit_length() - 1)
+            word ^= lowest
+    return {number for number in found if number < count}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,15 @@ def state_bytes(whole: nn.Module, piece: Piece) -> int:
 
 
 @torch.no_grad()
-def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece]) -> bool:
+def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], mend: Callable[[], None] | None = None) -> bool:
     """Fill `whole` with the weights of all stages, at the first peer of stage 0 that is left; whether this one is that.
     All peers ask together; `whole` may be on the meta device where it is not filled. Bytes sent: of a stage's state, by
-    the first peer of each other stage.
+    the first peer of each other stage. mend: see `Swarm.step`.
     """
     post, agreement = swarm.agreement.post, swarm.agreement
     while True:
         agreement.agree([])
-        swarm.place()
+        swarm.place(mend)
         firsts = [swarm.peers(stage)[0] for stage in range(swarm.count)]
         holds = 1
         if swarm.me == firsts[0]:
@@ -40,7 +40,7 @@ def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece]) -> bool:
             body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
             post.mail.send(firsts[0], MailNote(STATE, 0, post.turn, swarm.peer.stage), body)
         said = agreement.agree([holds])
-        swarm.place()
+        swarm.place(mend)
         if firsts[0] in said and said[firsts[0]][0]:
             return swarm.me == firsts[0]
 

@@ -3,7 +3,7 @@
     WANT    to the first peer of the stage that has it; to the next one where that is lost
     GIFT    the state, as bytes
 
-Whoever has a state answers wherever it waits: between two steps nobody's changes.
+Whoever has a state answers wherever it waits until an exchange begins.
 """
 
 from __future__ import annotations
@@ -20,14 +20,34 @@ from isles.pipeline.swarm.post import GIFT, WANT, Post
 AsBytes = Callable[[], bytes]
 
 
-def give(post: Post, state: AsBytes) -> None:
-    """Answer whoever asks from now on with what `state` is then."""
+class StateGifts:
+    """Answers whoever asks for this peer's state, which is `state` of when it is sent. While it is closed, who asks
+    waits: what an exchange moves is nobody's state until it has landed.
+    """
 
-    def answer(letter: MailLetter) -> None:
-        body = torch.frombuffer(bytearray(state()), dtype=torch.uint8)
-        post.mail.send(letter.sender, MailNote(GIFT, 0, letter.note.attempt), body)
+    def __init__(self, post: Post, state: AsBytes) -> None:
+        self._post, self._state = post, state
+        self._is_open = True
+        self._asked: list[MailLetter] = []
+        post.answers[WANT] = self._answer
 
-    post.answers[WANT] = answer
+    def close(self) -> None:
+        """Keep who asks waiting."""
+        self._is_open = False
+
+    def open(self) -> None:
+        """Answer them, and who asks from now on."""
+        self._is_open = True
+        asked, self._asked = self._asked, []
+        for letter in asked:
+            self._answer(letter)
+
+    def _answer(self, letter: MailLetter) -> None:
+        if not self._is_open:
+            self._asked.append(letter)
+            return
+        body = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
+        self._post.mail.send(letter.sender, MailNote(GIFT, 0, letter.note.attempt), body)
 
 
 def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:

@@ -32,17 +32,16 @@ class SwarmJudge:
         self.swarm, self.work = swarm, swarm.peer.work
         self.post, self.agreement = swarm.agreement.post, swarm.agreement
 
-    def loss(self, batches: Callable[[], Iterable[Tensor]]) -> float:
+    def loss(self, batches: Callable[[], Iterable[Tensor]], mend: Callable[[], None] | None = None) -> float:
         """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
-        peers. NaN without rows.
+        peers. NaN without rows. mend: see `Swarm.step`.
         """
-        stage = self.work.stage
-        was_training = stage.training
-        stage.eval()
+        was_training = self.work.stage.training
         try:
             while True:
                 self.agreement.agree([])
-                self.swarm.place()
+                self.swarm.place(mend)
+                self.work.stage.eval()
                 origin = self.swarm.peers(0)[0]
                 if origin == self.swarm.me:
                     own = self._ask(batches())
@@ -50,12 +49,12 @@ class SwarmJudge:
                     self._serve(origin)
                     own = (0.0, -1)
                 said = self.agreement.agree([as_bits(own[0]), own[1]])
-                self.swarm.place()
+                self.swarm.place(mend)
                 if origin in said and said[origin][1] >= 0:
                     total, rows = as_number(said[origin][0]), said[origin][1]
                     return total / rows if rows else float("nan")
         finally:
-            stage.train(was_training)
+            self.work.stage.train(was_training)
 
     def _ask(self, batches: Iterable[Tensor]) -> tuple[float, int]:
         """The sum of the losses over rows, and how many rows; (0, -1) where a stage was lost meanwhile."""
@@ -72,7 +71,7 @@ class SwarmJudge:
                 lost = set(self.agreement.lost)
                 waiting.extendleft(under_way)
                 under_way.clear()
-            if any(set(peers) <= lost for peers in self.swarm.peer.stages):
+            if self.agreement.is_due or any(set(peers) <= lost for peers in self.swarm.peer.stages):
                 return 0.0, -1
             if waiting and len(under_way) < _UNDER_WAY * len(self.swarm.peer.stages[1]):
                 number = waiting.popleft()
@@ -95,9 +94,8 @@ class SwarmJudge:
                     return
                 if letter.note.kind == LOOK:
                     self._pass_on(letter)
-            if origin in self.agreement.lost or any(
-                set(peers) <= self.agreement.lost for peers in self.swarm.peer.stages
-            ):
+            lost = self.agreement.lost
+            if self.agreement.is_due or origin in lost or any(set(peers) <= lost for peers in self.swarm.peer.stages):
                 return
             if not letters:
                 self._wait()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -69,6 +70,16 @@ class SwarmCounts:
     seconds: float = 0.0
 
 
+class Tally(NamedTuple):
+    """What a peer has counted of a step: the microbatches added to its gradients, doubles twice; the books of them,
+    where they are kept; the losses that it knows.
+    """
+
+    counted: list[int]
+    books: dict[int, Booked]
+    losses: dict[int, Tensor]
+
+
 class SwarmPeer:
     """This worker's share of the microbatches. stages: the positions of each stage's peers, kept by whoever settles."""
 
@@ -78,10 +89,7 @@ class SwarmPeer:
         self.now = post.mail.group.transport.now
         self.stages: list[tuple[int, ...]] = []
         self.stage = 0
-        self.books: dict[int, Booked] = {}
-        self.counted: list[int] = []
-        """Microbatches added to the gradients, doubles twice."""
-        self.losses: dict[int, Tensor] = {}
+        self.take_up(Tally([], {}, {}))
         self.counts = SwarmCounts()
         self._seed = seed
         self._balancer = PeerBalancer(seed)
@@ -111,9 +119,25 @@ class SwarmPeer:
 
     def forget(self) -> None:
         """Nothing is counted any more."""
-        self.books.clear()
-        self.counted.clear()
-        self.losses.clear()
+        self.take_up(Tally([], {}, {}))
+
+    @property
+    def tally(self) -> Tally:
+        """What is counted."""
+        return Tally(self.counted, self.books, self.losses)
+
+    def take_up(self, tally: Tally) -> None:
+        """Go on from what was counted then."""
+        self.counted, self.books, self.losses = tally
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able, between two steps."""
+        return {"balancer": self._balancer.state_dict(), "counts": asdict(self.counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, at the stage where it was made."""
+        self._balancer.load_state_dict(state["balancer"])
+        self.counts = SwarmCounts(**state["counts"])
 
     def losses_counted(self) -> list[Tensor]:
         """Of the microbatches that are counted, doubles twice."""
@@ -126,7 +150,7 @@ class SwarmPeer:
 
     def run(self, mine: Collection[int]) -> bool:
         """Send the microbatches `mine` (of an origin) on their way, and serve those of others until all origins that
-        are left have their gradients. False where somebody was lost meanwhile.
+        are left have their gradients, or all are to agree. False where somebody was lost meanwhile.
         """
         self._clear()
         waiting, self._pending = deque(sorted(mine)), set(mine)
@@ -148,7 +172,7 @@ class SwarmPeer:
         return not self.agreement.lost
 
     def repair(self, fixes: Fixes) -> None:
-        """Do this peer's share of `fixes`. Comes back early where somebody is lost."""
+        """Do this peer's share of `fixes`. Comes back early where somebody is lost, here or to another one."""
         self._clear()
         for microbatch, peer in fixes.doubles:
             if peer == self.me:
@@ -164,7 +188,7 @@ class SwarmPeer:
                 self._send(route.visits[0], FORWARD, route.microbatch, sent)
         starts = deque(route.microbatch for route in own if route.first == 0 and self.stage == 0)
         self.counts.repaired += len(own)
-        while not self.agreement.lost:
+        while not self.agreement.lost and not self.agreement.is_due:
             self._take()
             if self._backwards:
                 self._backward(self._backwards.popleft())
@@ -300,6 +324,8 @@ class SwarmPeer:
     def _is_broken(self) -> bool:
         """Whether this run is not to be gone on with."""
         lost = self.agreement.lost
+        if self.agreement.is_due:
+            return True
         return bool(lost) and (not self.ways.chooses_again or any(set(peers) <= lost for peers in self.stages))
 
     def _forget_lost(self) -> None:

@@ -10,26 +10,36 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from torch import Tensor
+
 from isles.comm.collectives.mail import Mail, MailLetter
 from isles.network.routing.routes import Task
 from isles.pipeline.swarm.books import words_for
 from isles.pipeline.wire import StageForm
 
-FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE, WANT, GIFT, ASK, WELCOME = range(1, 15)
+FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE, WANT, GIFT, ASK, WELCOME, OUTER = range(1, 16)
 """Kinds: a microbatch; that its forward pass is done; its gradient; an origin has all of its gradients; of an
 agreement; a share of the stage's sum to add up; the sum; a batch to judge; its loss; a stage's weights; a wish for
-a stage's state; that state; a wish to come; where to begin.
+a stage's state; that state; a wish to come; where to begin; a message of an exchange of the outer method.
 """
 _COPIES, _SPARE = 8, 1 << 20
 """How many times a stage's weights its state may be, and bytes beside."""
-_FIGURES = 16
-"""Numbers of a word at the most, beside a book."""
+_FORMS = 2
+"""How many times a gradient's bytes a codec may make of it."""
+_FIGURES = 32
+"""Numbers of a word at the most, beside sets of peers and of microbatches."""
+ROW = 5
+"""Numbers of a peer in a welcome."""
 
 
-def letter_lengths(form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int) -> dict[int, range]:
-    """The bytes that letters of each kind may have. gradient, state: bytes of the largest stage's."""
+def letter_lengths(
+    form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int, ever: int | None = None
+) -> dict[int, range]:
+    """The bytes that letters of each kind may have. gradient, state: bytes of the largest stage's. peers: that may be
+    there at once; ever: in the whole run, by default as many.
+    """
     forward, back = form.nbytes(Task("F", 0, 1)), form.nbytes(Task("B", 0, 0))
-    words = 8 * peers * (_FIGURES + 2 * words_for(peers) + words_for(microbatches))
+    words = 8 * peers * (_FIGURES + words_for(peers) + words_for(microbatches))
     return {
         FORWARD: range(forward, forward + 1),
         TAKEN: range(1),
@@ -44,7 +54,8 @@ def letter_lengths(form: StageForm, *, gradient: int, state: int, peers: int, mi
         WANT: range(1),
         GIFT: range(_COPIES * state + _SPARE),
         ASK: range(1),
-        WELCOME: range(0, 8 * (4 * peers + _FIGURES) + 1, 8),
+        WELCOME: range(0, 8 * (ROW * (peers if ever is None else ever) + _FIGURES) + 1, 8),
+        OUTER: range(_FORMS * gradient + _SPARE),
     }
 
 
@@ -58,6 +69,7 @@ class Post:
         self.answers: dict[int, Callable[[MailLetter], object]] = {}
         self._words: deque[MailLetter] = deque()
         self._work: deque[MailLetter] = deque()
+        self._outer: deque[MailLetter] = deque()
 
     def turn_over(self) -> None:
         """The next turn begins."""
@@ -69,23 +81,39 @@ class Post:
             if (answer := self.answers.get(letter.note.kind)) is not None:
                 answer(letter)
             elif letter.note.attempt >= self.turn:
-                (self._words if letter.note.kind == WORD else self._work).append(letter)
+                self._box(letter.note.kind).append(letter)
 
     def begin_at(self, turn: int) -> None:
         """Of one that comes later."""
         self.turn = turn
 
+    @property
+    def is_called(self) -> bool:
+        """Whether somebody has begun the next agreement."""
+        return any(letter.note.attempt > self.turn for letter in self._words)
+
+    def calls(self) -> list[Tensor]:
+        """The words with which others have begun the next agreement."""
+        return [letter.body for letter in self._words if letter.note.attempt == self.turn + 1]
+
     def words(self) -> list[MailLetter]:
         """Those of this turn, in the order in which they came; those of later ones stay."""
         return self._of_this_turn(self._words)
 
+    def outer(self) -> list[MailLetter]:
+        """Those of exchanges of the outer method."""
+        return self._of_this_turn(self._outer)
+
     def work(self) -> list[MailLetter]:
-        """What is no word."""
+        """The others."""
         return self._of_this_turn(self._work)
 
     def keep(self, letter: MailLetter) -> None:
         """Put a word back."""
         self._words.append(letter)
+
+    def _box(self, kind: int) -> deque[MailLetter]:
+        return {WORD: self._words, OUTER: self._outer}.get(kind, self._work)
 
     def _of_this_turn(self, letters: deque[MailLetter]) -> list[MailLetter]:
         found = [letter for letter in letters if letter.note.attempt == self.turn]

@@ -90,6 +90,24 @@ def stage_for_joiner(loads: Mapping[int, PeerLoad], stages: int) -> int:
     return max(members, key=need)
 
 
+def rescuer(loads: Mapping[int, PeerLoad], costs: Sequence[float], stage: int) -> StageMove | None:
+    """Who goes to `stage`, which nobody serves: whoever leaves the slowest of the other stages the fastest. None where
+    each of those has one peer.
+    """
+    members = _members(loads)
+    rates = {at: sum(loads[peer].rate for peer in peers) for at, peers in members.items()}
+    best, found = 0.0, None
+    for peer, load in sorted(loads.items()):
+        if len(members[load.stage]) < 2:
+            continue
+        here = rates[load.stage] - load.rate
+        there = load.rate * costs[load.stage] / costs[stage]
+        after = min([here, there, *(rate for at, rate in rates.items() if at != load.stage)])
+        if after > best:
+            best, found = after, StageMove(peer, stage)
+    return found
+
+
 class Rebalancer:
     """At most one move a period. costs: see `throughput_move`. period: seconds from one table to the next."""
 

@@ -20,9 +20,8 @@ Without a loss, and with every answer in time, all three are the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,53 +29,38 @@ from torch import Tensor, nn
 from isles.comm.errors import CommError, DeadlinePassed
 from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange
+from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange, origins
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.post import ASK, as_bits, as_number
-from isles.pipeline.swarm.reduction import stage_sum
+from isles.pipeline.swarm.reduction import StageSums
+from isles.pipeline.swarm.told import PeerWord, SwarmStep
+
+_NO_SQUARE = -1.0
+"""Of a gradient of nothing."""
+COMERS = 8
+"""Of whom one peer tells at once that they ask to come; the others are told of later."""
+NOBODY = -1
+Said = dict[int, tuple[int, ...]]
+"""What peers have said in an agreement, by position."""
 
 
 class StageLost(CommError):
-    """No peer of `stage` is left: nobody has its weights."""
+    """No peer of `stage` is left: nobody has its weights. why: nobody can take its place."""
 
-    def __init__(self, stage: int) -> None:
-        super().__init__(f"stage {stage} has no peer left")
-        self.stage = stage
+    def __init__(self, stage: int, why: str = "") -> None:
+        super().__init__(f"stage {stage} has no peer left" + (f": {why}" if why else ""))
+        self.stage, self.why = stage, why
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.stage,)
-
-
-class _Word(NamedTuple):
-    """What a peer says in a verdict. Floats as the bits of a double."""
-
-    holds: int
-    square: int
-    counted: int
-    nanoseconds: int
-    queue: int
-    clock: int
-    leaves: int
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmStep:
-    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient;
-    stage_norm: of this stage's.
-    """
-
-    loss: float
-    norm: float
-    stage_norm: float
-    members: tuple[int, ...]
-    told: Mapping[int, PeerTold]
+        return type(self), (self.stage, self.why)
 
 
 class Swarm:
     """The steps of one peer. arrangement: the same at all of them.
 
-    parameters: of this peer's stage, whose `.grad` a step leaves as the mean over the step's microbatches.
+    parameters: of this peer's stage, whose `.grad` a step leaves as the mean over the step's microbatches; norms are
+    those of a stage's mean square over its peers, which are alike here.
     """
 
     def __init__(
@@ -95,11 +79,22 @@ class Swarm:
         self.changes: list[StageChange] = []
         """Of the last `arrange`."""
         self._next: list[StageChange] = []
+        self.number = 0
+        """Of the step whose microbatches are under way."""
+        self.late: Tensor | None = None
+        """Between two steps, a gradient of the one before (n,) that the next one leaves in the parameters."""
         self.leaving = False
-        """Whether this peer asks to go: after a step, while its stage keeps another one."""
+        """Whether this peer asks to go: after a step, while its stage keeps another one. Is it the last, somebody of
+        another stage takes its place before.
+        """
+        self.is_needed = False
+        """Whether it asks to go and nobody can take its place."""
+        self.bare: set[int] = set()
+        """Stages that would be without a peer, could all go who ask to: the same at all."""
         self._going: list[int] = []
-        self._asking: set[int] = set()
-        agreement.post.answers[ASK] = lambda letter: self._asking.add(letter.sender)
+        self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
+        self.sums = StageSums(agreement.post)
+        agreement.post.answers[ASK] = lambda letter: self._asking.update({letter.sender: letter.note.number - 1})
         if self.stages[self.me] != NOWHERE:
             self.place()
 
@@ -126,9 +121,26 @@ class Swarm:
         ]
         self.arrangement.apply(self.changes)
         comers = [change.peer for change in self.changes if change.before == NOWHERE]
+        for comer in comers:
+            self.agreement.post.mail.meet(comer)
         self.agreement.members = tuple(sorted({*self.agreement.members, *comers}))
-        self._asking -= set(comers)
+        for comer in comers:
+            self._asking.pop(comer, None)
         return self.changes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two steps, with nothing under way: what the next ways depend on, and who moves."""
+        moves = [[change.peer, change.before, change.after] for change in self._next if change.before != NOWHERE]
+        told = {"arrangement": self.arrangement.state_dict(), "peer": self.peer.state_dict(), "moves": moves}
+        return told | {"late": self.late}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, with all peers."""
+        self.late = state["late"]
+        self.arrangement.load_state_dict(state["arrangement"])
+        self._next = [StageChange(*move) for move in state["moves"]]
+        self.place()
+        self.peer.load_state_dict(state["peer"])
 
     @property
     def donors(self) -> list[int]:
@@ -136,18 +148,55 @@ class Swarm:
         fresh = {change.peer for change in self.changes}
         return [peer for peer in self.peers(self.stages[self.me]) if peer not in fresh]
 
-    def step(self) -> SwarmStep:
-        """One step. StageLost where a stage has no peer any more; PeerLost where the others do not count this one any
-        more; DeadlinePassed where somebody is silent who is not known to be lost.
+    def rearrange(self, changes: Sequence[StageChange]) -> None:
+        """These at once; who was to come, go or move before the next step asks again."""
+        self._next, self._going = list(changes), []
+        self.arrange()
+        self.place()
+
+    @property
+    def asking(self) -> list[int]:
+        """Who has asked this peer to come, and where to, in so many words of an agreement."""
+        here = sorted(self._asking.keys() - self.agreement.post.mail.lost.keys())[:COMERS]
+        asking = [(self._asking[peer] + 1) * len(self.stages) + peer for peer in here]
+        return asking + [NOBODY] * (COMERS - len(asking))
+
+    def may_come(self, asked: Iterable[int]) -> list[int]:
+        """Those of `asked` that are positions of somebody who was not here before: who is counted out keeps its
+        stage. Where they wish to go the arrangement knows from now on.
         """
-        todo = range(self.microbatches)
+        wishes = {word % len(self.stages): word // len(self.stages) - 1 for word in sorted(asked) if word != NOBODY}
+        self.arrangement.wishes = {peer: wish for peer, wish in wishes.items() if self.stages[peer] == NOWHERE}
+        return sorted(self.arrangement.wishes)
+
+    def close(self) -> None:
+        """Await what is under way between two steps: here nothing. All peers call it together."""
+
+    def step(self, mend: Callable[[], None] | None = None) -> SwarmStep:
+        """One step. mend: called where a stage has no peer any more, to put somebody there; then the step begins again.
+        StageLost where there is nothing that mends; PeerLost where the others do not count this one any more;
+        DeadlinePassed where somebody is silent who is not known to be lost.
+        """
         while True:
-            self._begin()
-            whole = self.peer.run(self._mine(todo))
-            done = self._strict(whole) if self.consistency == "strict" else self._settle()
-            if done is not None:
-                return done
+            try:
+                done = self._try()
+                if done is not None:
+                    return done
+            except StageLost:
+                if mend is None:
+                    raise
+                mend()
             self.peer.counts.begun_again += 1
+
+    def _try(self) -> SwarmStep | None:
+        """None where the step is to begin again."""
+        self._begin()
+        whole = self.peer.run(self._mine(range(self.microbatches)))
+        while (settled := self._settled(whole)) is not None:
+            done = self._conclude(settled)
+            if done is not None or self.consistency == "strict":
+                return done
+        return None
 
     def _begin(self) -> None:
         for parameter in self.parameters:
@@ -155,13 +204,15 @@ class Swarm:
         self.peer.forget()
         self.place()
 
-    def place(self) -> None:
-        """Take note of who is left. StageLost where a stage has no peer any more."""
+    def place(self, mend: Callable[[], None] | None = None) -> None:
+        """Take note of who is left. mend: as in `step`."""
         stages = [self.peers(stage) for stage in range(self.count)]
-        for stage, peers in enumerate(stages):
-            if not peers:
-                raise StageLost(stage)
-        self.peer.place(stages, self.stages[self.me])
+        if all(stages):
+            self.peer.place(stages, self.stages[self.me])
+        elif mend is None:
+            raise StageLost(stages.index([]))
+        else:
+            mend()
 
     def _mine(self, todo: Sequence[int]) -> list[int]:
         """The microbatches that begin here, by the origins' speeds."""
@@ -171,15 +222,19 @@ class Swarm:
 
     # Settling
 
-    def _strict(self, whole: bool) -> SwarmStep | None:
+    def _settled(self, whole: bool) -> Said | None:
+        """What all who are left have counted, which is right. whole: whether nobody was lost before. None where that
+        takes another run.
+        """
+        return self._strict(whole) if self.consistency == "strict" else self._mended()
+
+    def _strict(self, whole: bool) -> Said | None:
         before = self.agreement.members
         said = self.agreement.agree([*self._counted(), int(whole)])
         self.place()
-        if self.agreement.members != before or not all(word[2] for word in said.values()):
-            return None
-        return self._conclude(said)
+        return said if self.agreement.members == before and all(word[2] for word in said.values()) else None
 
-    def _settle(self) -> SwarmStep:
+    def _mended(self) -> Said:
         while True:
             book = as_words(set(self.peer.counted), self.microbatches)
             said = self.agreement.agree([*self._counted(), *book])
@@ -188,36 +243,55 @@ class Swarm:
             stages = self.peer.stages
             if self.consistency == "exact":
                 found = fixes(books, stages, self.microbatches)
-                if not found.none:
-                    self.peer.repair(found)
-                    continue
+                if found.none:
+                    return said
+                self.peer.repair(found)
             elif todo := lacking(books, stages, self.microbatches):
                 self.peer.run(self._mine(todo))
-                continue
-            done = self._conclude(said)
-            if done is not None:
-                return done
+            else:
+                return said
 
     def _counted(self) -> list[int]:
         """How many microbatches this peer has added to its gradients, and the sum of their losses."""
         return [len(self.peer.counted), as_bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
 
-    def _conclude(self, settled: Mapping[int, Sequence[int]]) -> SwarmStep | None:
+    def _conclude(self, settled: Said) -> SwarmStep | None:
         """The step's gradients, once all who are left have them. settled: what all said when the books were right."""
+        gradient = self._gradient(self._counted_here(settled))
+        said, asked = self._vote(gradient)
+        if not all(told.holds for told in said.values()) or self.lacks(settled):
+            return None
+        self._take_over(gradient)
+        return self._told(said, self._loss(settled), asked)
+
+    def _counted_here(self, settled: Said) -> int:
+        """Microbatches, by this stage's peers that were left then."""
+        return sum(word[0] for position, word in settled.items() if self.stages[position] == self.stages[self.me])
+
+    def _loss(self, settled: Said) -> float:
+        last = [word for position, word in settled.items() if self.stages[position] == self.count - 1]
+        return sum(as_number(word[1]) for word in last) / sum(word[0] for word in last)
+
+    def _gradient(self, counted: int) -> Tensor | None:
+        """The mean gradient that this peer steps on (n,), of no entries where it is of nothing; None where somebody was
+        lost before its share came. counted: microbatches, by the peers of this stage.
+        """
+        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own()).result(self._wait)
+        return self._mean(total, counted)
+
+    def _mean(self, total: Tensor | None, counted: int) -> Tensor | None:
+        if total is None or counted == self.microbatches:
+            return total
+        return total * (self.microbatches / counted)
+
+    def _vote(self, gradient: Tensor | None) -> tuple[dict[int, PeerWord], list[int]]:
+        """What every peer says of itself when it has its gradient, or has none; and who asks to come."""
         own = len(self.peer.counted)
-        last, here = (
-            [settled[position] for position in self.peers(at)] for at in (-1 % self.count, self.stages[self.me])
-        )
-        loss = sum(as_number(word[1]) for word in last) / sum(word[0] for word in last)
-        total, factor = self._sum(), self.microbatches / sum(word[0] for word in here)
-        if total is not None and factor != 1.0:
-            total *= factor
-        square = 0.0 if total is None else float(total.double().square().sum())
+        square = float(gradient.double().square().sum()) if gradient is not None and gradient.numel() else _NO_SQUARE
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
-        asking = as_words(self._asking, len(self.stages))
         clock = as_bits(self.peer.now())
-        word = _Word(
-            int(total is not None),
+        word = PeerWord(
+            int(gradient is not None),
             as_bits(square),
             own,
             seconds,
@@ -225,18 +299,13 @@ class Swarm:
             clock,
             int(self.leaving),
         )
-        answers = self.agreement.agree([*word, *asking])
-        said = {position: _Word(*told[: len(word)]) for position, told in answers.items()}
+        answers = self.agreement.agree([*word, *self.asking])
         self.place()
-        if total is None or not all(told.holds for told in said.values()):
-            return None
-        self._take_over(total)
-        asked = {place for told in answers.values() for place in from_words(told[len(word) :], len(self.stages))}
-        return self._told(said, loss, asked)
+        asked = self.may_come(peer for told in answers.values() for peer in told[len(word) :])
+        return {position: PeerWord(*told[: len(word)]) for position, told in answers.items()}, asked
 
-    def _told(self, said: Mapping[int, _Word], loss: float, asked: set[int]) -> SwarmStep:
-        squares = [[as_number(said[position].square) for position in self.peers(stage)] for stage in range(self.count)]
-        means = [sum(known) / len(known) for known in squares]
+    def _told(self, said: Mapping[int, PeerWord], loss: float, asked: Sequence[int]) -> SwarmStep:
+        means = self._squares({position: as_number(word.square) for position, word in said.items()})
         told = {
             position: PeerTold(word.nanoseconds / 1e9, word.queue / 1000, word.counted)
             for position, word in said.items()
@@ -245,13 +314,30 @@ class Swarm:
         self.arrangement.measured(told)
         members = self.agreement.members
         clock = as_number(said[members[0]].clock)
-        self._going = self._may_go([peer for peer in members if said[peer].leaves])
-        staying = [peer for peer in members if peer not in self._going]
-        self._next = self.arrangement.change(
-            clock, staying, told, sorted(peer for peer in asked if self.stages[peer] == NOWHERE)
-        )
+        self._next = self._changes(clock, {peer for peer in members if said[peer].leaves}, told, asked)
         own = means[self.stages[self.me]]
         return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, told)
+
+    def _squares(self, said: Mapping[int, float]) -> list[float]:
+        """By stage, the mean square of its peers' gradients, 0 where none has any. said: by position."""
+        squares = [[said[position] for position in self.peers(stage)] for stage in range(self.count)]
+        known = [[square for square in each if square != _NO_SQUARE] for each in squares]
+        return [sum(each) / len(each) if each else 0.0 for each in known]
+
+    def _changes(
+        self, clock: float, leavers: set[int], told: Mapping[int, PeerTold], asking: Sequence[int]
+    ) -> list[StageChange]:
+        """Before the next step. The last of a stage goes once somebody else has come there."""
+        self._going = self._may_go(sorted(leavers))
+        staying = [peer for peer in self.agreement.members if peer not in leavers]
+        changes = self.arrangement.change(clock, staying, told, asking) if staying else []
+        last = {self.stages[peer] for peer in leavers.difference(self._going)}
+        bare = sorted(last - {change.after for change in changes})
+        moving = {change.peer for change in changes}
+        changes += self.arrangement.rescue([peer for peer in staying if peer not in moving], (), bare)
+        self.bare = last - {change.after for change in changes}
+        self.is_needed = self.me in leavers and self.stages[self.me] in self.bare
+        return changes
 
     def _may_go(self, leavers: Sequence[int]) -> list[int]:
         """Of those who want to, but for the last of a stage."""
@@ -267,11 +353,13 @@ class Swarm:
         """Whether this peer has left."""
         return self.me not in self.agreement.members
 
-    def _sum(self) -> Tensor | None:
-        flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
-        return stage_sum(
-            self.agreement.post, self.peer.stages[self.stages[self.me]], flat, lambda: self.agreement.lost, self._wait
-        )
+    def lacks(self, settled: Collection[int]) -> bool:
+        """Whether the step lacks what somebody has taken along who was there when the books were `settled`."""
+        return False  # it is in the sums
+
+    def _own(self) -> Tensor:
+        """This peer's gradients, added up (n,)."""
+        return torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
 
     def _wait(self, missing: set[int]) -> None:
         mail, now = self.agreement.post.mail, self.peer.now
@@ -281,21 +369,15 @@ class Swarm:
             raise DeadlinePassed(mail.group.ranks[min(missing)], "pipeline", self.agreement.patience)
 
     @torch.no_grad()
-    def _take_over(self, total: Tensor) -> None:
+    def _take_over(self, gradient: Tensor | None) -> None:
+        """None, or of no entries: the parameters have no gradient."""
         begin = 0
         for parameter in self.parameters:
-            part = total[begin : begin + parameter.numel()].view(parameter.shape)
-            parameter.grad = part.to(parameter.device)
+            parameter.grad = None
+            if gradient is not None and gradient.numel():
+                part = gradient[begin : begin + parameter.numel()].view(parameter.shape)
+                parameter.grad = part.to(parameter.device)
             begin += parameter.numel()
-
-
-def origins(todo: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:
-    """Who begins which of the microbatches `todo`, so that origins of such seconds a microbatch end together."""
-    given: dict[int, list[int]] = {peer: [] for peer in sorted(seconds)}
-    for microbatch in todo:
-        peer = min(given, key=lambda peer: ((len(given[peer]) + 1) * seconds[peer], peer))
-        given[peer].append(microbatch)
-    return given
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

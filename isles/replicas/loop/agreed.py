@@ -24,7 +24,7 @@ from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Ma
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
-from isles.replicas.loop.courier import PAYLOAD, Courier
+from isles.replicas.loop.courier import Courier, Sending
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
@@ -145,9 +145,8 @@ class AgreedCourier(Courier):
                 buffer.zero_()
         left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
         stamp = Stamp(flight.lands, fragment.digest, broken=not usable)
-        answer = self._start_in(
-            group, fragment, fragment.rounds, buffer, fragment.averaging, stamp, PAYLOAD, None, None, left, attempt
-        )
+        sending = Sending(fragment, fragment.rounds, buffer, fragment.averaging, stamp, residual=left)
+        answer = self._start(group, sending, attempt)
         answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
         return answer
 

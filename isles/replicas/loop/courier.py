@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 from warnings import warn
 
@@ -23,9 +24,29 @@ from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T
 
-PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+_PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
 MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What this worker brings to the exchange of a fragment's `round`.
+
+    buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
+    same at all. own: what the others decode of it, kept with the exchange; fill: where that is still to be written.
+    residual: where what they do not get of it is kept. part: which of the round's buffers it is.
+    """
+
+    fragment: Fragment
+    round: int
+    buffer: Tensor
+    means: Averaging
+    stamp: Stamp
+    own: Tensor | None = None
+    fill: Tensor | None = None
+    residual: Tensor | None = None
+    part: int = _PAYLOAD
 
 
 class Courier:
@@ -94,9 +115,8 @@ class Courier:
             fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = Stamp(step, fragment.digest, broken=not usable)
-        fragment.latest = sent = self._start(
-            fragment, fragment.rounds, payload, fragment.averaging, stamp, PAYLOAD, own, None, left
-        )
+        sending = Sending(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
+        fragment.latest = sent = self._start(self._present(sending.round), sending)
         sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
         return sent
 
@@ -107,7 +127,8 @@ class Courier:
         anchor = fragment.staging().copy_(fragment.anchor)
         own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
         stamp = Stamp(step, fragment.digest)
-        return self._start(fragment, round, anchor, means, stamp, _ANCHORS, own, own, None)
+        sending = Sending(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
+        return self._start(self._present(round), sending)
 
     def nothing(self, fragment: Fragment, step: int) -> Flight:
         """What lands before the first answer is due."""
@@ -120,8 +141,7 @@ class Courier:
         on alone, this worker's own share (as sent, or what `snapshot` writes now) is taken for the mean.
         """
         fragment, payload = flight.fragment, flight.payload
-        survived = [self.survives(exchange) for exchange in flight.exchanges()]
-        if not all(survived):  # new buffers: late messages may still leave from the old ones
+        if not self._all_survive(flight.exchanges()):  # new buffers: late messages may still leave from the old ones
             if self.parts.reading.needs_own:  # then only the fresh share counts
                 flight.payload = Exchange(torch.zeros_like(fragment.anchor), None, None, payload.participants)
             else:
@@ -133,6 +153,21 @@ class Courier:
 
     def survives(self, exchange: Exchange) -> bool:
         """Wait; False if a peer failed and `on_peer_failure` lets this worker go on without it."""
+        return self._all_survive([exchange])
+
+    def _all_survive(self, exchanges: Sequence[Exchange]) -> bool:
+        """The same of all messages of one round. That its answer is used is said once, when all of it is there: from
+        then on others count on this worker to have the work of its partners.
+        """
+        came = [self._came(one) for one in exchanges]  # wait for each
+        most = max(exchanges, key=lambda one: len(one.seats))
+        apart = any(one.seats not in ((), most.seats) for one in exchanges)  # one was lost between the two
+        usable = all(came) and not (apart and self.roster.grows) and self.roster.accepts(most.round, most.seats)
+        for one in exchanges:
+            one.failed = one.failed or (all(came) and not usable)
+        return usable
+
+    def _came(self, exchange: Exchange) -> bool:
         try:
             exchange.wait()
         except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
@@ -146,7 +181,6 @@ class Courier:
         else:
             for seat in exchange.seats:
                 self._late.pop(seat, None)
-            exchange.failed = exchange.failed or not self.roster.accepts(exchange.round, exchange.seats)
         return not exchange.failed
 
     def together(self, collective: Callable[[Group], T]) -> T:
@@ -204,40 +238,15 @@ class Courier:
         residual.mul_(feedback.decay)
         fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
 
-    def _start(
-        self,
-        fragment: Fragment,
-        round: int,
-        buffer: Tensor,
-        means: Averaging,
-        stamp: Stamp,
-        part: int,
-        own: Tensor | None,
-        fill: Tensor | None,
-        residual: Tensor | None,
-    ) -> Exchange:
-        group = self._present(round)
-        return self._start_in(group, fragment, round, buffer, means, stamp, part, own, fill, residual)
-
-    def _start_in(
-        self,
-        group: Group,
-        fragment: Fragment,
-        round: int,
-        buffer: Tensor,
-        means: Averaging,
-        stamp: Stamp,
-        part: int,
-        own: Tensor | None,
-        fill: Tensor | None,
-        residual: Tensor | None,
-        attempt: int = 0,
-    ) -> Exchange:
-        call = group.call(round=round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
-        nbytes = means.sent_bytes(round, group.size, group.rank)
-        steps = means.mean(call, buffer, stamp, fill, residual, part)
-        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
-        return Exchange(buffer, group.start(steps, deadline=deadline), own, group.size, seats=group.ranks, round=round)
+    def _start(self, group: Group, sending: Sending, attempt: int = 0) -> Exchange:
+        """Begin it in `group`. attempt: how often it was begun before."""
+        fragment, means, own = sending.fragment, sending.means, sending.own
+        call = group.call(round=sending.round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
+        nbytes = means.sent_bytes(sending.round, group.size, group.rank)
+        steps = means.mean(call, sending.buffer, sending.stamp, sending.fill, sending.residual, sending.part)
+        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(sending.stamp.step)
+        transfer = group.start(steps, deadline=deadline)
+        return Exchange(sending.buffer, transfer, own, group.size, seats=group.ranks, round=sending.round)
 
     def _meanwhile(self, step: int) -> float:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""

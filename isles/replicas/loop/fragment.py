@@ -127,11 +127,11 @@ class Fragment:
         self.ahead: Exchange | None = None
         """The exchange of anchors for the next round, started before it."""
         self.latest: Exchange | None = None
+        """The exchange of the last round's payload."""
         self.keep_until = 0
         """The means of rounds up to this one are kept, one at a time, for somebody else."""
         self.kept: Tensor | None = None
         """That of the round which landed last: a landing uses up the answer's own buffer."""
-        """The exchange of the last round's payload."""
         self.progress = 0.0
         """2-norm of what the last round had to send, before error feedback."""
         self.left_ratio = 0.0

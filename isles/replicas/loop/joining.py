@@ -11,12 +11,28 @@ from isles.replicas.loop.fragment import Exchange, Flight
 from isles.replicas.loop.outer import OuterSync
 
 
-def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
-    """Begin with the state of another worker (its `state_dict`), whose weights are here already: what this worker has
-    counted, and its clock, stay its own. ValueError for another method or config.
+def given(optimizer: OuterSync) -> dict[str, Any]:
+    """The live state right after a landing, for whoever is to `adopt` it. What has been sent ahead is not waited for:
+    its partner may be the very worker that waits for this state before it begins its first round.
     """
-    own = {"traffic": optimizer.group.traffic.state_dict(), "transport": optimizer.group.transport.state_dict()}
-    optimizer.load_state_dict({**state, **own})
+    ahead = [fragment.ahead for fragment in optimizer.fragments]
+    for fragment in optimizer.fragments:
+        fragment.ahead = None
+    try:
+        return optimizer.shared_state()
+    finally:
+        for fragment, exchange in zip(optimizer.fragments, ahead, strict=True):
+            fragment.ahead = exchange
+
+
+def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
+    """Begin with the state of another worker (`given`), whose weights are here already: what this worker has counted,
+    and its clock, stay its own; what it had under way is nobody's. ValueError for another method or config.
+    """
+    optimizer.flights = []
+    for fragment in optimizer.fragments:
+        fragment.ahead = None
+    optimizer.load_state_dict({name: state[name] for name in state if name not in ("traffic", "transport")})
 
 
 @torch.no_grad()

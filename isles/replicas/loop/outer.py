@@ -25,28 +25,22 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.comm.group import Group
-from isles.network.planner.memory import Held
-from isles.network.planner.planned import PlannedExchange, Rhythm
-from isles.replicas import start
-from isles.replicas.checks import idle_low_rank, not_finite, rounds_for_momentum, rounds_to_leave_behind
+from isles.replicas.checks import not_finite
 from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.couriers import courier_of
+from isles.replicas.loop.foretold import OuterForetold
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.look import Look, NoLook
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
-from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.parts.legal import warnings
-from isles.replicas.schedule import landings, opening_exchanges, outer_memory, planned_rounds
 from isles.replicas.start import T
-from isles.replicas.sync import ReplicaSync
 
 
-class OuterSync(ReplicaSync):
+class OuterSync(OuterForetold):
     """An outer method: a `Composition` run by the one loop.
 
     A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
@@ -129,11 +123,6 @@ class OuterSync(ReplicaSync):
         self._weighed = True
 
     @override
-    def opening_exchanges(self) -> list[PlannedExchange]:
-        hashes = 2 if weights_of(self.config) == "equal" else 3  # numbers of samples are as long as one
-        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size, hashes)
-
-    @override
     def settle(self) -> None:
         for exchange in self._under_way():
             self.courier.survives(exchange)
@@ -156,49 +145,12 @@ class OuterSync(ReplicaSync):
         return self.courier.members(round)
 
     @override
-    def schedule(self, steps: int) -> list[PlannedExchange]:
-        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
-
-    @override
-    def spread_bytes(self, steps: int) -> int:
-        """A fragment after each landing, everything at the end."""
-        return sum(self.replica.spread_bytes(places) for _, places in self.landings(steps))
-
-    def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
-        """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
-        landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
-        return [*((at, self.fragments[index].places) for at, index in landed), (steps + 1, self.everything)]
-
-    @override
-    def rhythm(self, steps: int) -> Rhythm:
-        if not isinstance(self.cadence, EveryH):
-            return super().rhythm(steps)
-        dense = max(fragment.averaging.starting for fragment in self.fragments)
-        return Rhythm(self.cadence.every_step_until + dense * self.cadence.sync_every, self.cadence.sync_every)
-
-    @override
-    def memory(self) -> list[Held]:
-        outer = outer_memory(self.parts, self.fragments, self.group.size)
-        return [*super().memory(), *outer, *self.courier.extra_memory(self.fragments)]
-
-    @override
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
         refused = self.group.ledger.trust.refused
         told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
         ratios = (fragment.left_ratio for fragment in self.fragments)
         return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
-
-    @override
-    def advise(self, steps: int) -> list[str]:
-        rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
-        if not rounds:
-            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
-        if self.parts.on_peer_failure == "solo":
-            largest = max(fragment.flat.numel for fragment in self.fragments)
-            rounds_to_leave_behind(rounds, len(self.fragments), largest)
-        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
-        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
 
     @contextmanager
     @override

@@ -24,7 +24,7 @@ from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
-from isles.replicas.loop.courier import PAYLOAD, Courier
+from isles.replicas.loop.courier import Courier, Sending
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
@@ -136,9 +136,8 @@ class QuorumCourier(Courier):
         stamp = Stamp(delivery.round, fragment.digest, broken=not usable)
         group = self._deliveries.group(word, _STEPS * self._pace)
         self._attempt = delivery.attempt
-        self._answer = self._start_in(
-            group, fragment, delivery.round, buffer, fragment.averaging, stamp, PAYLOAD, None, None, None, self._attempt
-        )
+        sending = Sending(fragment, delivery.round, buffer, fragment.averaging, stamp)
+        self._answer = self._start(group, sending, self._attempt)
         self._answer.spares, self._answer.is_own_broken = self.parts.on_broken == "leave out", not usable
 
     def _answered(self, delivery: Delivery) -> None:

@@ -21,13 +21,15 @@ from typing_extensions import override
 from isles.comm.errors import Refused
 from isles.comm.group import Group
 from isles.network.planner.memory import Held
-from isles.network.planner.planned import PlannedExchange, Rhythm, Swap, by_size
+from isles.network.planner.planned import PlannedExchange, Swap, by_size
+from isles.replicas.alike import StepsAlike
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.replica import Replica
-from isles.replicas.schedule import Outline, everyone, opening_exchanges, outline
+from isles.replicas.schedule import everyone, opening_exchanges
 from isles.replicas.start import bytes_by_format, same_settings
-from isles.replicas.sync import MethodConfig, ReplicaSync
+from isles.replicas.sync import MethodConfig
+from isles.wrapping import evaluated
 
 _NORM_BYTES = 8  # the square of a gradient's norm, float64
 
@@ -42,7 +44,7 @@ class FSDPConfig(MethodConfig):
     """
 
 
-class FSDP(ReplicaSync):
+class FSDP(StepsAlike):
     """Takes a model that went through `isles.shard`, and an inner optimizer made after that.
 
     A killed worker is PeerLost on all others; exact resume with as many workers.
@@ -94,13 +96,15 @@ class FSDP(ReplicaSync):
     @override
     def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
         """Refused for gradients of a peer that are not finite, unless a scaler is there to skip the step."""
+        loss = evaluated(closure)  # before the look: its backward pass brings the gradients
         suspects = [told.suspect for told in self.sharding.messages if getattr(told, "suspect", None) is not None]
         for told in self.sharding.messages:
             told.suspect = None
-        if suspects and scaler is None:
+        if suspects and (scaler is None or not scaler.is_enabled()):
             self.group.ledger.trust.refused += 1
             raise Refused(suspects[0], "its gradient is not finite")
-        return super().step(closure, scaler=scaler)
+        super().step(scaler=scaler)
+        return loss
 
     @contextmanager
     @override
@@ -155,16 +159,6 @@ class FSDP(ReplicaSync):
             if size > 1
             else []
         )
-
-    @override
-    def rhythm(self, steps: int) -> Rhythm:
-        """Every step is like the first."""
-        return Rhythm(0, 1)
-
-    @override
-    def own_outline(self, steps: int) -> Outline:
-        """Every step is like the first."""
-        return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
     @override
     def opening_exchanges(self) -> list[PlannedExchange]:

@@ -24,6 +24,7 @@ from isles.report.rundir import Run
 _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
 _KEYS_A_ROW = 4
+_HIGH = 0.92  # of a plot's height: words above a point there would run into the legend
 _LETTERS = 105  # of the heading's size in that width
 _ABREAST = 165  # letters of a table that stand beside each other
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
@@ -148,18 +149,29 @@ def _chart(axes: Any, chart: Chart) -> None:
         )
         if line.label and points:
             words = ", ".join(line.label.split("\n"))
+            offset, upright = _beside(axes, points[-1])
             axes.annotate(
                 words,
                 points[-1],
-                xytext=(0, 4),
+                xytext=offset,
                 textcoords="offset points",
                 ha="right",
-                va="bottom",
+                va=upright,
                 fontsize=8,
                 color=LIGHT["text"],
             )
     dots = chart.usable(chart.dots)
     axes.scatter([x for x, _ in dots], [y for _, y in dots], s=16, color=LIGHT["dot"], zorder=3, clip_on=False)
+
+
+def _beside(axes: Any, point: tuple[float, float]) -> tuple[tuple[int, int], str]:
+    """Where the words of a line stand that ends at `point`: points from there, and which side of theirs. Above it; near
+    the top, where the legend is, to the left of a line that rises, or below one that a logarithm has made flat.
+    """
+    _, height = axes.transAxes.inverted().transform(axes.transData.transform(point))
+    if height <= _HIGH:
+        return (0, 4), "bottom"
+    return ((0, -4), "top") if axes.get_yscale() == "log" else ((-20, 0), "center")
 
 
 def _bars(axes: Any, picture: Bars) -> None:

@@ -24,7 +24,9 @@ def axes_of(chart: Chart) -> tuple[ChartAxis, ChartAxis] | None:
         if chart.log_x
         else linear(0.0, max(xs), 8, tight=True, whole=chart.whole_x)
     )
-    return x_axis, logarithmic(min(ys), high) if chart.log_y else linear(min(ys), high, 6)
+    if chart.log_y:
+        return x_axis, logarithmic(min(ys), high)
+    return x_axis, linear(min(ys), high + 1 if chart.whole_y else high, 6, whole=chart.whole_y)
 
 
 def line_chart(chart: Chart) -> str:

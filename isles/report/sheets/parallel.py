@@ -144,7 +144,9 @@ def karma_hybrid() -> Sheet:
         data={"rows": data},
         panels=[
             Panel(
-                heading="A step by the links between hosts", picture=chart, keys=[(one.css, one.name) for one in lines]
+                heading="Seconds of a step by the links between hosts",
+                picture=chart,
+                keys=[(one.css, one.name) for one in lines],
             )
         ],
         notes=[

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from isles.models import sketch
-from isles.models.cuts import decoder_costs
+from collections.abc import Sequence
+
+from isles.models import limits, sketch
+from isles.models.cuts import PieceCosts, decoder_costs
+from isles.models.loads import load_of
 from isles.models.stages import Stage
+from isles.network.clusters.splitting import ModelLoad
 from isles.pipeline.pipeline import Cut, cut_of
 from isles.pipeline.ravnest.refinement import SharedSegment, refinement
+from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
-from isles.training.staged import planned_cut
+from isles.training.staged import hold_against_whole, planned_cut
 
 
 def cluster_cuts(config: Config) -> list[Cut]:
-    """Of every cluster. ValueError for a model that cannot be cut there."""
+    """Of every cluster at the start. ValueError for a model that cannot be cut there."""
     if not config.pipeline.clusters:
         return [planned_cut(config)] * config.replicas_in_all
+    return cuts_at(config, config.pipeline.clusters)
+
+
+def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
+    """Of clusters, by the first block of each stage but the first. ValueError for a model that cannot be cut there."""
     model, costs = sketch(config.model), None
     if config.model.own is None:
         costs = decoder_costs(config.model.shape())
-    return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last") for cuts in config.pipeline.clusters]
+    return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last") for cuts in clusters]
+
+
+def first_blocks(cut: Cut) -> tuple[int, ...]:
+    """Of each stage but the first."""
+    return tuple(piece.blocks.start for piece in cut.pieces[1:])
+
+
+def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
+    """What the model asks of the nodes that share it, by block."""
+    sequences = config.data.batch_size_per_worker(config.replicas_in_all) // config.pipeline.microbatches
+    states = 2.0 if inner_kind(config.inner, "adamw") == "adamw" else 0.0
+    context = limits(config.model).context
+    return load_of(sketch(config.model), costs, sequences=sequences, length=context, states=states)
 
 
 def ranks_of(cuts: list[Cut]) -> list[list[int]]:
@@ -41,3 +64,16 @@ def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
             named[key] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
         held.append(dict(enumerate(named[key])))
     return refinement(held)
+
+
+def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
+    """What a user should know at the start; every cut is held against the whole."""
+    notices = inner_notices(config.inner, "adamw", config.run.steps)
+    for cut in {first_blocks(one): one for one in cuts}.values():
+        notice = hold_against_whole(config, cut) if len(cut.pieces) > 1 else None
+        notices += [] if notice is None else [notice]
+    if config.pipeline.lossy:
+        notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")
+    if config.data.validation_fraction == 0:
+        notices.append("data.validation_fraction = 0: there will be no validation loss")
+    return list(dict.fromkeys(notices))

@@ -9,7 +9,6 @@ from typing import Any
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.models import limits, sketch
-from isles.models.loads import load_of
 from isles.models.stages import Stage
 from isles.network.clusters.splitting import ModelLoad
 from isles.network.routing.routes import Task
@@ -20,7 +19,7 @@ from isles.pipeline.ravnest.refinement import SharedSegment
 from isles.pipeline.ravnest.stage import AsyncWays, most_versions
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.wire import StageForm
-from isles.training.clustered.cuts import cluster_cuts, ranks_of, shared_segments
+from isles.training.clustered.cuts import cluster_cuts, model_load, ranks_of, shared_segments
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.staged import run_scheme
@@ -92,9 +91,7 @@ def dry_clusters(config: Config) -> ClusteredRun:
     segments, clusters = shared_segments(config, cuts), len(cuts)
     model, context = sketch(config.model), limits(config.model).context
     sequences = config.data.batch_size_per_worker(clusters)
-    states = 2.0 if inner_kind(config.inner, "adamw") == "adamw" else 0.0
-    part = sequences // pipeline.microbatches
-    load = load_of(model, cuts[0].costs, sequences=part, length=context, states=states)
+    load = model_load(config, cuts[0].costs)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     seats = []
     for number, (cut, ranks) in enumerate(zip(cuts, ranks_of(cuts), strict=True)):

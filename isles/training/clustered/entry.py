@@ -21,6 +21,7 @@ def train_clustered(
     """
     if resume is None:
         node = ClusterWorker(config, world, corpus)
+        node.meet(range(world.size))
         node.average.begin()
         return node.run(out)
     assert out is not None
@@ -28,9 +29,10 @@ def train_clustered(
     saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
     here = world.rank if world.rank in saved else next((worker for worker in saved if worker not in absent), saved[0])
     state = checkpoints.read_shard(resume, here)
-    seats = ClusterSeats.of_plain(state["seats"])
+    seats = ClusterSeats.of_plain(state["seats"], world.size)
     gone = set(range(world.size)) - set(saved)
     node = ClusterWorker(config, world, corpus, seats.without(gone - seats.lost).returned())
+    node.meet(range(world.size))
     if world.rank in saved:
         node.load_state_dict(state)
     else:

@@ -3,6 +3,7 @@
     until the last step:
         a stretch of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
         average with the other clusters               every replicas.sync_every updates, and at the end
+        mend                                          who stands by takes lost ones' places, new clusters begin
         validate, save, stop                          as any worker, see `isles.training.trainer`
 
 Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
@@ -12,216 +13,220 @@ others go on to the end.
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from isles.comm.codecs import codec
-from isles.comm.collectives.mean import sent_bytes
-from isles.comm.errors import PeerLost, WorkerFailed
+from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.models import choose_device, sketch
-from isles.pipeline.assemble import assembled
-from isles.pipeline.ravnest.averaging import ClusterAverage
+from isles.models import choose_device
+from isles.network.clusters.growing import ClusterGrowth
+from isles.pipeline.ravnest.entering import ClusterDoor, ClusterWelcome
 from isles.pipeline.ravnest.quorum import Quorum
 from isles.pipeline.ravnest.seats import ClusterSeats
-from isles.schema import Metrics
-from isles.training.clustered.cuts import cluster_cuts, ranks_of, shared_segments
-from isles.training.clustered.serving import Serving, layout_of_seats
-from isles.training.config.inner import inner_notices, lr_factor
-from isles.training.config.reading import run_name
+from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices
+from isles.training.clustered.ending import conclude, write_shard
+from isles.training.clustered.holding import NodeHolding
+from isles.training.clustered.meter import NodeMeter
+from isles.training.clustered.reading import SharedReading
+from isles.training.clustered.serving import Serving
+from isles.training.clustered.stretches import Stretches
 from isles.training.config.sections import Config
 from isles.training.draws import draws_state, restore_draws
-from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import first_nan
-from isles.training.records.saved import save_model
-from isles.training.records.timeline import Timeline
-from isles.training.staged import hold_against_whole, on_host
-from isles.training.step import WAITS
-from isles.training.text import Text
-
-LONGEST = 200
-"""Updates after which a cluster drains to hear whether it should stop."""
+from isles.training.step import Left
 
 
 class ClusterWorker:
     """One worker. corpus: that of `config.data`, where it was loaded already. seats: who serves what; None: as the run
-    begins.
+    begins. door: where others may come and leave. growth: how new clusters are made then.
     """
 
     def __init__(
-        self, config: Config, world: Mesh, corpus: Corpus | None = None, seats: ClusterSeats | None = None
+        self,
+        config: Config,
+        world: Mesh,
+        corpus: Corpus | None = None,
+        seats: ClusterSeats | None = None,
+        *,
+        door: ClusterDoor | None = None,
+        growth: ClusterGrowth | None = None,
     ) -> None:
-        self.config, self.world, self.corpus = config, world, corpus
+        self.config, self.world, self._door = config, world, door
         world.world.ledger.trust.ratio = config.world.trust_ratio
-        self.cuts = cuts = cluster_cuts(config)
-        self.quorum = Quorum(world.world, seats or ClusterSeats.of(ranks_of(cuts), world.size))
-        self._opening(cuts)
-        self.average = ClusterAverage(
-            self.quorum,
-            shared_segments(config, cuts),
-            by_samples=getattr(config.replicas, "weights", "equal") == "samples",
-            with_state=config.pipeline.average_optimizer,
-        )
+        cuts = cluster_cuts(config)
+        seats = seats or ClusterSeats.of([first_blocks(cut) for cut in cuts], range(world.size))
+        self.quorum = Quorum(world.world, seats, growth)
+        for notice in opening_notices(config, cuts) if not world.rank else ():
+            world.report({"notice": notice})
         self.device = choose_device(config.model, world.local_rank)
-        self.serving: Serving | None = None
-        """None: this worker stands by."""
-        self.is_broken = False
-        """Whether a node of its cluster is lost, and nobody has taken its place yet."""
-        if self.quorum.trains:
-            self._serve()
-        judges = torch.tensor([self.text is not None and self.text.judges])
-        self.judges = any(map(bool, world.world.all_gather(judges, channel="control")))
-        self.steps = self.averaged = self.told = 0
-        """Updates; those at the last average; losses of the stretch that were told."""
-        self.left_over: list[Tensor] = []
-        """Losses since the last line, of stretches before this one."""
-        self.training_seconds = self.clock_before = self.stale = 0.0
+        self.judges = False
+        """Whether text was kept for validation."""
+        self.saves: Callable[[Path, int, dict[str, Any]], None] = partial(write_shard, config, world)
+        """Given a directory, the step and `state_dict`, at a checkpoint."""
+        self.leaving = False
+        """Set it to have this worker leave after the next average, where workers may."""
+        self.goes: Callable[[int], bool] | None = None
+        """Asked after a step whether this worker goes though nobody can follow it, once its cluster has saved; None:
+        it stays until somebody can.
+        """
+        self._saved_for: frozenset[int] = frozenset()
+        self.steps = self.averaged = 0
+        """Updates; those at the last average."""
+        batch = config.data.batch_size_per_worker(config.replicas_in_all)
+        self.reading = SharedReading(len(seats.clusters), batch)
+        self.stale, self._has_come = 0.0, False
         self._end_at = 0
-        self.began: tuple[float, float] | None = None
-        """When the stretch under way began, and the seconds away until then."""
-        self.started = time.perf_counter()
-        self.timeline = Timeline(world.rank)
+        self.meter = NodeMeter(config, world)
+        self._holding = NodeHolding(config, world, corpus, self.quorum, cuts, self._update, is_open=self._is_open)
+        self.average = self._holding.average
+
+    def meet(self, present: Sequence[int]) -> None:
+        """All who begin together ask for what concerns all of them."""
+        text = self._holding.text
+        own = [0, 0] if text is None else [int(text.judges), text.loader.sequences]
+        said = torch.stack(self.world.world.among(present).all_gather(torch.tensor(own), channel="control"))
+        judges, sequences = said.amax(0).tolist()
+        self._know(judges=judges, most=sequences // self.reading.batch)
+
+    def _know(self, *, judges: int, most: int) -> None:
+        """most: clusters that the text is enough for."""
+        self.judges, self.quorum.most = bool(judges), most
+
+    def come(self, welcome: ClusterWelcome) -> None:
+        """Take part in a run that is at work, as was told."""
+        facts = welcome.facts
+        self.quorum.enter(welcome.swaps, welcome.seats)
+        self._know(judges=facts["judges"], most=facts["most"])
+        self.steps = self.averaged = facts["step"]
+        self.reading = replace(self.reading, since=facts["since"], before=facts["before"])
+        self._has_come = True  # and goes on where the others are, right after an average
+        self._mend()
 
     @property
-    def text(self) -> Text | None:
-        """At the root."""
-        return None if self.serving is None else self.serving.text
+    def serving(self) -> Serving | None:
+        """What this worker holds; None: it stands by."""
+        return self._holding.serving
 
     @property
     def trains(self) -> bool:
         """Whether it takes part in what its cluster does now."""
-        return self.quorum.trains and not self.is_broken
-
-    def _serve(self) -> None:
-        """Hold what this worker's place is now."""
-        world = self.world.arranged(layout_of_seats(self.quorum.seats, self.world.size))
-        cut = self.cuts[world.place.replica]
-        self.serving = Serving(self.config, world, cut, self._update, self.corpus)
-        self.average.serve(self.serving.model, self.serving.optimizer)
-        self.is_broken = False
-
-    def _opening(self, cuts: list[Any]) -> None:
-        """The first worker holds every cut against the whole, and says what a user should know."""
-        if self.world.rank:
-            return
-        notices = inner_notices(self.config.inner, "adamw", self.config.run.steps)
-        for cut in {tuple(piece.blocks.start for piece in one.pieces): one for one in cuts}.values():
-            notice = hold_against_whole(self.config, cut) if len(cut.pieces) > 1 else None
-            notices += [] if notice is None else [notice]
-        if self.config.pipeline.lossy:
-            notices.append(f"lossy between stages: {', '.join(self.config.pipeline.lossy)}")
-        if self.config.data.validation_fraction == 0:
-            notices.append("data.validation_fraction = 0: there will be no validation loss")
-        for notice in dict.fromkeys(notices):
-            self.world.report({"notice": notice})
+        return self._holding.trains
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """Train the steps that are left; the first worker that is left writes OUT/model.safetensors. Returns this
-        worker's share of the summary, or None where the run was stopped (its state is then in a checkpoint).
+        worker's share of the summary, or None where the run was stopped (its state is then in a checkpoint). Left where
+        this worker alone has gone.
         """
-        run = self.config.run
-        while self.steps < run.steps:
-            self._stretch(self._until() - self.steps)
-            step, ends = self.steps, self.steps == run.steps
-            validating = self.judges and run.validate_every and step % run.validate_every == 0 and not ends
-            if self.trains and (validating or step % run.log_every == 0 or ends):
-                assert self.serving is not None
-                self._report(self.serving.judge.loss(self.serving.validation()) if validating else None)
-            stopping = self.world.stop_here(step) and not ends
-            due = run.checkpoint_every and step % run.checkpoint_every == 0 and not ends
-            if out is not None and (stopping or due):
-                state = self.state_dict()
-                if (broken := first_nan(state)) is not None:
-                    raise self._diverged(f"its weights are not finite after inner step {step} ({broken})")
-                Checkpoints(out).write_shard(step, self.world.rank, state, run_name(self.config))
-                self.world.report({"checkpoint": step, "worker": self.world.rank})
-            if stopping:
-                self._report_spans(self.timeline.rest())
+        begins = self._has_come
+        while self.steps < self.config.run.steps:
+            if not begins:
+                self._stretch(self._stretches.until(self.steps) - self.steps)
+            begins = False
+            if self._at_border(out):
+                self.meter.stop()
                 return None
-        return self._conclude(out)
+        return self.conclude(out)
+
+    def conclude(self, out: Path | None) -> dict[str, Any]:
+        """Judge the averaged weights and write the model, with who is left; this worker's share of the summary."""
+        is_first = self.trains and self.world.rank in self.quorum.seats.clusters[self.quorum.seats.whole[0]]
+        result = conclude(
+            self.config,
+            len(self.quorum.seats.living),
+            self.serving if self.trains else None,
+            self.meter,
+            out if is_first else None,
+            steps=self.steps,
+            judges=self.judges,
+            tells=is_first,
+        )
+        return result | {"tokens": self._holding.tokens if self.trains else self._holding.tokens_before}
+
+    def _at_border(self, out: Path | None) -> bool:
+        """Validate, save, and whether to stop."""
+        run, step, ends = self.config.run, self.steps, self.steps == self.config.run.steps
+        validating = self._stretches.validates(step)
+        judged = self._judged() if self.trains and validating else None
+        if self.trains and (validating or step % run.log_every == 0 or ends):
+            self._report(judged)
+        stopping = self.world.stop_here(step) and not ends
+        due = run.checkpoint_every and step % run.checkpoint_every == 0 and not ends
+        stuck = frozenset() if self.goes is None or ends else self.quorum.seats.leaving
+        due = bool(due) or bool(stuck - self._saved_for)
+        self._saved_for = stuck
+        if out is not None and (stopping or due):
+            if (broken := first_nan(state := self.state_dict())) is not None:
+                raise self.meter.diverged(f"its weights are not finite after inner step {step} ({broken})")
+            self.saves(out, step, state)
+        return stopping or (self.goes is not None and self.world.rank in stuck and self.goes(step))
 
     # Stretches
 
     @property
-    def _every(self) -> int:
-        """Updates between averages; 0: there are none."""
-        return getattr(self.config.replicas, "sync_every", 0) if len(self.cuts) > 1 else 0
+    def _is_open(self) -> bool:
+        """Whether workers come and leave."""
+        return self._door is not None
 
-    def _judges_after(self, step: int) -> bool:
-        """Whether clusters judge there, though they do not average."""
-        every = self.config.run.validate_every
-        return len(self.cuts) > 1 and self.judges and every > 0 and step % every == 0
-
-    def _until(self) -> int:
-        """The update after which this stretch ends, the same at all workers."""
-        run = self.config.run
-        marks = [
-            (self.steps // every + 1) * every
-            for every in (self._every, run.validate_every, run.checkpoint_every)
-            if every
-        ]
-        return min([*marks, self.steps + LONGEST, run.steps])
+    @property
+    def _stretches(self) -> Stretches:
+        averages = len(self._holding.cuts) > 1 or self._is_open
+        every = getattr(self.config.replicas, "sync_every", 0) if averages else 0
+        return Stretches(self.config.run, every, self.judges)
 
     def _stretch(self, updates: int) -> None:
-        transport, until = self.world.transport, self.steps + updates
-        before = transport.now()
-        self.began, self.told = (before, transport.away_seconds), 0
+        until = self.steps + updates
+        self.meter.begin()
         self._end_at = until
         self._train(updates)
         self.steps = until
-        if self._every and (until % self._every == 0 or until == self.config.run.steps):
-            self.average.average(until, (until - self.averaged) * self._samples)
+        if self._stretches.averages(until):
+            if self._door is not None:
+                self._door.hear(self.quorum, leaving=self.leaving)
+            self.average.average(until, (until - self.averaged) * self._holding.samples)
             self.averaged = until
+            self._admit()
             self._mend()
-        elif self._judges_after(until):
-            self.quorum.settle()  # who judges must know of losses
-        self.training_seconds, self.began = self._trained(), None
-        self.timeline.step(before, transport.now())
+        elif self._stretches.settles(until):
+            self.quorum.settle()
+        self.meter.end()
 
     def _train(self, updates: int) -> None:
         """A loss ends it: what this cluster did is worthless then."""
         serving = self.serving
         if serving is None or not self.quorum.trains:
             return
-        if self.is_broken:
+        if self._holding.is_broken:
             serving.at(self.steps)
             serving.node.refuse()  # some of its nodes may not know
             return
         try:
             serving.node.run(serving.batches(updates))
-            self._take_losses()
+            self.meter.take(serving.node.losses)
         except PeerLost as error:
-            if len(self.cuts) == 1:
-                raise
-            self.quorum.miss(error.rank)
-            self.is_broken = True
-            self.left_over.clear()
+            self._broken_by(error)
 
-    def _mend(self) -> None:
-        """Where somebody stands by for who was lost, their clusters go on from the others' weights."""
-        while self.quorum.mend():
-            seats, here = self.quorum.seats, self.world.rank
-            place = seats.place(here)
-            if place is not None and place[0] in seats.complete:
-                is_new = self.serving is None
-                self._serve()
-                assert self.serving is not None
-                self.serving.begin_after(self.steps)
-                if is_new:
-                    told = f"worker {here} serves stage {place[1]} of cluster {place[0]} from step {self.steps} on"
-                    self.world.report({"notice": f"{told}, in place of one that was lost"})
-            self.average.load(self.steps)
+    def _judged(self) -> float | None:
+        """The loss on the text kept for it; None where a node of this cluster is lost meanwhile."""
+        assert self.serving is not None
+        try:
+            return self.serving.judge.loss(self.serving.validation())
+        except PeerLost as error:
+            self._broken_by(error)
+            return None
 
-    @property
-    def _samples(self) -> int:
-        return 0 if self.serving is None else self.serving.samples
+    def _broken_by(self, error: PeerLost) -> None:
+        """A node of this cluster is lost: PeerLost where nobody else has its part."""
+        if not self._stretches.every:
+            raise error
+        self.quorum.miss(error.rank)
+        self._holding.is_broken = True
+        self.meter.drop()
 
     def _update(self, stale: int) -> None:
         assert self.serving is not None
@@ -230,132 +235,64 @@ class ClusterWorker:
         if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
             self._report(None)
 
-    def _take_losses(self) -> None:
-        if self.serving is not None:
-            self.left_over += self.serving.node.losses[self.told :]
-            self.told = len(self.serving.node.losses)
+    # Who serves what
 
-    def _trained(self) -> float:
-        """Seconds of training so far."""
-        if self.began is None:
-            return self.training_seconds
-        transport = self.world.transport
-        since, away = self.began
-        return self.training_seconds + transport.now() - since - (transport.away_seconds - away)
+    def _admit(self) -> None:
+        """Those who came, unless all is done."""
+        if self._door is None or self.steps == self.config.run.steps:
+            return
+        facts = {"step": self.steps, "judges": int(self.judges), "most": self.quorum.most}
+        facts |= {"since": self.reading.since, "before": self.reading.before}
+        for comer in self._door.let_in(self.quorum, facts):
+            if self.world.rank == self.quorum.seats.living[0]:  # who says what all know
+                self._holding.note(f"worker {comer} has come, and stands by from step {self.steps} on")
+
+    def _mend(self) -> None:
+        """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
+        ones.
+        """
+        while self.quorum.mend() and not self.quorum.is_gone:
+            self._take_place()
+            self.average.load(self.steps)
+        if self._is_open:
+            if self.quorum.is_gone:
+                self._holding.note(f"worker {self.world.rank} leaves after step {self.steps}")
+                raise Left
+            self._take_place()  # others may have left without a successor
+
+    def _take_place(self) -> None:
+        self.reading = self.reading.among(len(self.quorum.seats.clusters), self.steps)
+        self._holding.take_place(self.steps, self.reading.after(self.steps))
 
     # Records
 
-    @property
-    def clock(self) -> float:
-        """Seconds of the run, those before it was resumed included."""
-        return self.clock_before + self.world.transport.now()
-
-    @property
-    def tokens(self) -> int:
-        """Read for the updates so far."""
-        return 0 if self.serving is None else self.steps * self.serving.tokens_an_update
-
     def _report(self, val_loss: float | None) -> None:
-        assert self.serving is not None
-        self._take_losses()
-        if not self.left_over:  # it has just taken a place
-            return
-        values = torch.stack(self.left_over).tolist()
-        self.left_over.clear()
-        if not all(map(math.isfinite, values)):
-            raise self._diverged(f"its loss is not finite by inner step {self.steps}")
-        traffic, config = self.world.world.traffic, self.config
-        blocked = traffic.total("blocked_seconds", *WAITS)
-        line = Metrics(
-            step=self.steps,
-            worker=self.world.rank,
-            loss=sum(values) / len(values),
-            lr=lr_factor(self.steps, config.run.steps, config.inner) * config.inner.lr,
-            tokens=self.tokens,
-            bytes_sent=int(traffic.total("bytes_sent")),
-            bytes_received=int(traffic.total("bytes_received")),
-            blocked_seconds=blocked,
-            compute_seconds=self._trained() - blocked,
-            clock_seconds=self.clock,
-            val_loss=val_loss if self.text is not None else None,
-        )
-        gauges = {"staleness": self.stale, "weight_versions": float(self.serving.node.versions.live)}
-        self.world.report(asdict(line) | gauges)
-        self._report_spans(self.timeline.take(self.steps, traffic.take_spans(), self.clock_before))
-
-    def _report_spans(self, spans: list[dict[str, Any]]) -> None:
-        if spans:
-            self.world.report({"spans": spans})
-
-    def _diverged(self, what: str) -> WorkerFailed:
-        return WorkerFailed(self.world.rank, f"{what}: lower inner.lr (now {self.config.inner.lr:g})")
-
-    def _conclude(self, out: Path | None) -> dict[str, Any]:
-        """Judge the averaged weights, put them together and save them."""
-        traffic, world = self.world.world.traffic, self.world
-        self.timeline.take(self.steps, traffic.take_spans(), self.clock_before)
-        spans = self.timeline.rest()
-        if self.trains and self.serving is not None:
-            shown = self.serving.node.played[-4 * len(self.serving.cut.pieces) :]
-            spans += self.timeline.tasks(self.steps, shown, self.clock_before)
-        self._report_spans(spans)
-        sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
-        channels, blocked = traffic.by_channel(), traffic.total("blocked_seconds", *WAITS)
-        clock, seconds = self.clock, time.perf_counter() - self.started
-        loss, root, first = None, False, False
-        if self.trains and self.serving is not None:
-            serving, root = self.serving, self.serving.text is not None
-            loss = serving.judge.loss(serving.validation()) if self.judges else None
-            first = serving.world.place.replica == self.quorum.seats.whole[0]
-            if first:
-                self._save(serving, out)
-        whole = sketch(self.config.model)
-        parameters = sum(parameter.numel() for parameter in whole.parameters())
-        dtype = next(whole.parameters()).dtype
-        ddp = [sent_bytes(parameters, dtype, codec("none"), world.size, position) for position in range(world.size)]
-        return {
-            "tokens": self.tokens if self.trains else 0,
-            "parameters": parameters if root and first else 0,  # the summary goes by who has the one model
-            "val_loss": loss if root and first else None,
-            "val_loss_replica": loss if root else None,
-            "replica_std": 0.0,  # all have just taken the same mean
-            "bytes_sent": sent,
-            "bytes_received": received,
-            "ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp),
-            "compute_seconds": self.training_seconds - blocked,
-            "blocked_seconds": blocked,
-            "train_seconds": seconds,
-            "virtual_seconds": clock,
-            "channels": channels,
-            "corpus_sha256": "" if self.text is None else self.text.corpus.sha256,
-            "memory": None,
-        }
-
-    def _save(self, serving: Serving, out: Path | None) -> None:
-        model = self.config.model
-        whole = on_host(model, self.config.run.seed) if serving.text is not None else sketch(model)
-        filled = assembled(serving.model, serving.world.stage, whole, serving.cut.pieces)
-        if filled is not None and out is not None:
-            save_model(filled, out / "model.safetensors")
+        serving = self.serving
+        assert serving is not None
+        self.meter.take(serving.node.losses)
+        gauges = {"staleness": self.stale, "weight_versions": float(serving.node.versions.live)}
+        self.meter.line(self.steps, self._holding.tokens, val_loss if serving.text is not None else None, gauges)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps of this worker depend on, and its running totals. Nothing is in flight."""
-        traffic, transport = self.world.world.traffic, self.world.transport
         return {
             "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
             "seats": self.quorum.seats.to_plain(),
             "steps": self.steps,
             "averaged": self.averaged,
-            "losses": torch.stack(self.left_over) if self.left_over else None,
-            "traffic": traffic.state_dict(),
-            "transport": transport.state_dict(),
-            "training_seconds": self.training_seconds,
-            "clock_seconds": self.clock,
-            "host_seconds": time.perf_counter() - self.started,
+            "tokens_before": self._holding.tokens_before,
+            "read": self.reading.after(self.steps),
+            **self.meter.state_dict(),
             **draws_state(self.device),
         }
+
+    def begin_after(self, step: int, read: int) -> None:
+        """As all are after so many steps and sequences of the data's order, but for the weights."""
+        self._go_on({"steps": step, "averaged": step, "read": read})
+        if self.serving is not None:
+            self.serving.begin_after(step, read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
@@ -363,18 +300,16 @@ class ClusterWorker:
             if state["serving"] is None:  # of a cluster that was broken, as not all knew
                 raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
             self.serving.load_state_dict(state["serving"], state["steps"])
-        self.steps, self.averaged = state["steps"], state["averaged"]
-        self.left_over = [] if state["losses"] is None else list(state["losses"].to(self.device))
-        self.world.transport.load_state_dict(state["transport"])
-        self.world.world.traffic.load_state_dict(state["traffic"])
-        self.training_seconds = state["training_seconds"]
-        self.clock_before = state["clock_seconds"] - self.world.transport.now()
-        self.started = time.perf_counter() - state["host_seconds"]
-        self.timeline = Timeline(self.world.rank, resumed=True)
+        self._go_on(state)
+        self._holding.tokens_before = state["tokens_before"]
+        self.meter.load_state_dict(state, self.device)
         restore_draws(state, self.device)
 
     def come_back(self, state: dict[str, Any]) -> None:
         """Take part again, without a state of one's own. state: of another worker."""
+        self._go_on(state)
+        self.meter.come_back(state)
+
+    def _go_on(self, state: dict[str, Any]) -> None:
         self.steps, self.averaged = state["steps"], state["averaged"]
-        self.clock_before = state["clock_seconds"] - self.world.transport.now()
-        self.timeline = Timeline(self.world.rank, resumed=True)
+        self.reading = replace(self.reading, since=state["steps"], before=state["read"])

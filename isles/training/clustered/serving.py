@@ -43,23 +43,35 @@ class Serving:
     def __init__(
         self, config: Config, world: Mesh, cut: Cut, update: Callable[[int], None], corpus: Corpus | None
     ) -> None:
-        self.config, self.world, self.cut = config, world, cut
-        self.text = Text(config, world, corpus) if world.place.stage == 0 else None
-        scheme = run_scheme(config, cut)
-        self.model = build_stage(config, cut, scheme, world.place.stage, world.local_rank)
+        self.config, self.world, self.cut, self._update, self._corpus = config, world, cut, update, corpus
+        self.model = build_stage(config, cut, run_scheme(config, cut), world.place.stage, world.local_rank)
         self.optimizer = inner_optimizer(self.model, config.inner, "adamw")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
         )
         self.device = next(self.model.parameters()).device
-        context, vocab = limits(config.model)
-        sequences = config.data.batch_size_per_worker(config.replicas_in_all)
-        form = form_of(self.model, scheme, config.pipeline, batch_size=sequences, context=context, vocab=vocab)
-        self.samples = sequences
+        self.samples = config.data.batch_size_per_worker(config.replicas_in_all)
         """Sequences of an update."""
+        self.updates = 0
+        """Taken here."""
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """In the cluster that this worker is in now, and of its text."""
+        config, world = self.config, self.world
+        self.text = Text(config, world, self._corpus) if world.place.stage == 0 else None
+        context, vocab = limits(config.model)
+        scheme = run_scheme(config, self.cut)
+        form = form_of(self.model, scheme, config.pipeline, batch_size=self.samples, context=context, vocab=vocab)
         cast = partial(autocast, config.model, self.device)
-        self.node = AsyncStage(self.model, update, world.stage, form, self._ways(), autocast=cast)
+        self.node = AsyncStage(self.model, self._update, world.stage, form, self._ways(), autocast=cast)
         self.judge = Judge(self.model, world.stage, form, home=False, autocast=cast)
+
+    def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
+        """Hold the same, among others or beside other clusters, after so many updates and sequences of the data."""
+        self.world = world
+        self._take_part()
+        self._go_on_after(updates, sequences)
 
     def _ways(self) -> AsyncWays:
         pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.place.stage]
@@ -72,8 +84,10 @@ class Serving:
             shares=shares,
         )
 
-    def begin_after(self, updates: int) -> None:
-        """As all are after so many, but for weights and optimizer state, which are here to be written over."""
+    def begin_after(self, updates: int, sequences: int) -> None:
+        """As all are after so many, but for weights and optimizer state, which are here to be written over. sequences:
+        of the data's order that were read.
+        """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
@@ -86,9 +100,12 @@ class Serving:
         self.optimizer.zero_grad()
         for _ in range(updates):
             self.schedule.step()
+        self._go_on_after(updates, sequences)
+
+    def _go_on_after(self, updates: int, sequences: int) -> None:
         self.at(updates)
         if self.text is not None:
-            self.text.go_on_after(updates)
+            self.text.go_on_after(sequences)
 
     def at(self, updates: int) -> None:
         """The next microbatch is the one behind so many updates."""
@@ -118,11 +135,12 @@ class Serving:
             group["lr"] = rate
         optimizer.zero_grad()
         self.schedule.step()
+        self.updates += 1
 
     @property
-    def tokens_an_update(self) -> int:
-        """Read here."""
-        return 0 if self.text is None else self.samples * self.node.form.length
+    def tokens(self) -> int:
+        """Read here for the updates taken."""
+        return 0 if self.text is None else self.updates * self.samples * self.node.form.length
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next updates depend on. Nothing is in flight."""
@@ -131,6 +149,7 @@ class Serving:
             "inner": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "loader": None if self.text is None else self.text.state_dict(),
+            "updates": self.updates,
         }
 
     def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
@@ -144,6 +163,7 @@ class Serving:
             ) from error
         self.optimizer.load_state_dict(state["inner"])
         self.schedule.load_state_dict(state["schedule"])
+        self.updates = state["updates"]
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.at(updates)

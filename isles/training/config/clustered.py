@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from isles.data.config import DataConfig
 from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig
 from isles.training.config.inner import InnerConfig
@@ -50,4 +51,25 @@ def refuse_clustered(
         raise ValueError(
             "model.tie_embeddings = true: the embedding is the head as well, and they lie at two ends of a cluster; "
             "set it to false"
+        )
+
+
+def refuse_growing(method: str, data: DataConfig) -> None:
+    """ValueError, with the key, for what does not go with clusters that may become more or fewer."""
+    wanted = {
+        "replicas.method": (method, "localsgd"),
+        "data.batch_mode": (data.batch_mode, "per_worker"),
+        "data.split": (data.split, "iid"),
+    }
+    for key, (value, right) in wanted.items():
+        if value != right:
+            raise ValueError(f'{key} = "{value}": clusters come and go here, which wants "{right}"; set it to that')
+
+
+def refuse_spares(pipeline: PipelineConfig) -> None:
+    """ValueError where nobody comes, so that who stands by is who was too many."""
+    if pipeline.spares:
+        raise ValueError(
+            f"pipeline.spares = {pipeline.spares} acts where workers come and go only: here those of world.workers "
+            "beyond the clusters' stand by; leave it out"
         )

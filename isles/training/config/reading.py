@@ -24,6 +24,7 @@ from isles.replicas import METHODS, method
 from isles.tables import read_toml, typed
 from isles.training.config.kept import SettingKey, beside, kept_names
 from isles.training.config.sections import ORDER, SECTIONS, Config
+from isles.training.config.swarmed import IN_SWARMS
 from isles.training.config.tokens import ending
 from isles.training.config.trust import check
 
@@ -72,7 +73,7 @@ def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str
         if name not in ORDER:
             raise ValueError(unknown_name("section", name, ORDER))
     tables = given if path is not None else over(_embedded(_method_of(given)), given)
-    _sections(tables)
+    sections(tables)
     return tables
 
 
@@ -91,7 +92,8 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
         _assign(given, key.strip(), _parse_value(text.strip()))
-    said = [key for key, value in flags.items() if value is not None] + [one.partition("=")[0] for one in assignments]
+    said = [key for key, value in flags.items() if value is not None]
+    said += [assignment.partition("=")[0].strip() for assignment in assignments]
     tokens = given.get("run", {}).get("tokens")
     if "run.steps" in said and tokens:
         raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: leave one out")
@@ -105,19 +107,22 @@ def over(below: Tables, above: Tables) -> Tables:
 
 def resolve(tables: Tables) -> Config:
     """The typed configuration of complete tables."""
-    name, sections = _method_of(tables), _sections(tables)
+    name, typed_sections = _method_of(tables), sections(tables)
     made_for = method(name).Config
     settings = {key: value for key, value in tables.get("replicas", {}).items() if key != "method"}
     known = [field.name for field in fields(made_for)]
     for key in settings:
         if key not in known:
             raise ValueError(_foreign(key, name, known))
+    if typed_sections["pipeline"].routing == "swarm":
+        settings = IN_SWARMS.get(name, {}) | settings
     if "seed" in known:  # one seed makes the whole run another one
-        settings.setdefault("seed", sections["run"].seed)
-    return ending(Config(method=name, replicas=typed("replicas", made_for, settings), **sections))
+        settings.setdefault("seed", typed_sections["run"].seed)
+    return ending(Config(method=name, replicas=typed("replicas", made_for, settings), **typed_sections))
 
 
-def _sections(tables: Tables) -> dict[str, Any]:
+def sections(tables: Tables) -> dict[str, Any]:
+    """Each section of the tables as its class, but [replicas]; checked. Loads no torch."""
     keys = {section: [field.name for field in fields(cls)] for section, cls in SECTIONS.items()}
     for section, known in keys.items():
         for key in tables.get(section, {}):

@@ -25,7 +25,7 @@ from isles.schema import BACKENDS, known_backend
 from isles.training.config.clustered import check_workers, refuse_clustered
 from isles.training.config.inner import InnerConfig
 from isles.training.config.planned import check_plan, plan_of
-from isles.training.config.swarmed import refuse_swarm
+from isles.training.config.swarmed import IN_SWARMS, refuse_swarm
 
 if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
     from isles.replicas.sync import MethodConfig
@@ -336,6 +336,12 @@ class Config:
             "run.start": (self.run.start, ""),
             "data.split": (self.data.split, "iid"),
         }
+        if self.method != "none" or self.pipeline.delay_updates:
+            unset["pipeline.stage_lost"] = self.pipeline.stage_lost, "stop"
+        if self.method != "none":
+            unset["pipeline.delay_updates"] = self.pipeline.delay_updates, 0
+        terms = IN_SWARMS.get(self.method, {})
+        unset |= {f"replicas.{key}": (getattr(self.replicas, key), value) for key, value in terms.items()}
         refuse_swarm(self.method, self.pipeline, self.model, self.world.workers, unset)
 
     def _check_pipeline(self) -> None:

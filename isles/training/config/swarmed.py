@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig
 
+IN_SWARMS: dict[str, dict[str, object]] = {
+    "diloco": {"on_late": "wait"},
+    "noloco": {"on_peer_failure": "solo", "prefetch_phi": False},
+}
+"""The outer methods between the peers of a stage, and what they must be set to: who is there is known when a round
+begins, all of them take part in it, and they go on without whoever is lost.
+"""
+
 
 def stages_of(pipeline: PipelineConfig, workers: int) -> list[list[int]]:
     """The ranks of every stage at the start. ValueError where `workers` are others than the peers that were named."""
@@ -38,9 +46,15 @@ def refuse_swarm(
     for key, (value, wanted) in unset.items():
         if value != wanted:
             raise ValueError(f'{key} = {value!r}: pipeline.routing = "swarm" wants {wanted!r}; set it to that')
-    if method != "none":
+    if method not in ("none", *IN_SWARMS):
         raise ValueError(
-            f'replicas.method = "{method}": the peers of a stage sum their gradients in every step; choose "none"'
+            f'replicas.method = "{method}": the peers of a stage sum their gradients in every step; choose "none", or '
+            f"{' or '.join(IN_SWARMS)}, which exchange every replicas.sync_every steps"
+        )
+    if pipeline.stage_lost == "rebuild" and method != "none":
+        raise ValueError(
+            f'pipeline.stage_lost = "rebuild" with replicas.method = "{method}": what it keeps of a stage is lost too; '
+            'choose "stop", or method "none"'
         )
     if model.own is None and model.shape().tie_embeddings:
         raise ValueError(

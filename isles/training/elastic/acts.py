@@ -6,6 +6,7 @@ follower    hears what is next, and does it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,10 @@ import torch
 
 from isles.comm.elastic.cells import Batch
 from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.guards.refusals import RefusalRow, Refusals, together, told_rows
 from isles.comm.elastic.island import FollowingRoster, IslandGroup, LeadingRoster
+from isles.comm.elastic.links.relayed import WAYS
+from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
@@ -25,18 +29,21 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.data.lots import rows, spare_rows
 from isles.models import build
+from isles.parsing import parse_json
 from isles.replicas.loop.joining import enter
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.draws import draws_seed
+from isles.training.elastic.given import giver_of
 from isles.training.elastic.means import Means, shadow
-from isles.training.elastic.states import WARM_UP, States, giver_of
+from isles.training.elastic.states import WARM_UP, States
 from isles.training.elastic.terms import lands_together, sync_every
 from isles.training.evaluation import validation_loss
 from isles.training.records.saved import load_weights
 from isles.training.trainer import Trainer
 
 _TRIES = 5
+_TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "conclude", "carried", "refused"}
 
 
 class Acts:
@@ -57,7 +64,7 @@ class Acts:
         report: Callable[[Any], None],
         last: Callable[[], int],
     ) -> None:
-        self._config, self._alone, self.folder = config, alone, folder
+        self._config, self._alone, self._corpus, self.folder = config, alone, corpus, folder
         world = Mesh(world=alone, layout=grid_of(1), report=report)
         if places.mesh is not None:
             world = replace(places.mesh, layout=grid_of(places.size, inner=places.size), report=report)
@@ -65,6 +72,7 @@ class Acts:
         self.seat = alone.transport.rank
         place, workers = self.reader
         torch.manual_seed(draws_seed(config.run.seed, self.seat * workers + place))
+        self._world = world
         self.trainer = Trainer(config, world, corpus, roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self._text, self._roster = self.trainer.optimizer, self.trainer.text, roster
@@ -72,7 +80,12 @@ class Acts:
         self.states = States(self.optimizer, gifts, folder, config.world.join_state, last, place=place)
         self._gifts, self._places = gifts, places
         self.paced: Callable[[float], None] = lambda seconds: None
-        """Called with the seconds of an inner step, before the last one of `train` exchanges."""
+        """Called with the seconds of an inner step, before the last one of `train` exchanges, and after the very first:
+        who joins amid a long first round waits for its end.
+        """
+        self._paced = False
+        self.refusals = Refusals()
+        """What this worker's session has not taken."""
         self._began_at: int | None = None  # inner steps, where this worker began without moments
 
     def take(
@@ -92,18 +105,27 @@ class Acts:
                 return round, left_out
         raise NotGiven("the workers of this island got states of different rounds")
 
-    def follow(self, donor: int, first: int, until: int, seconds: float) -> None:
-        """Land the means of rounds `first` to `until - 1` as `donor` has. NotGiven for all where one could not, or none
-        came within `seconds`.
+    def begin_anew(self) -> None:
+        """As drawn, the same everywhere: nobody has a state of the run, and what this worker has is nobody's."""
+        if not self.states.are_drawn:
+            trainer = Trainer(self._config, self._world, self._corpus, self._roster)
+            assert isinstance(trainer.optimizer, OuterSync)
+            self.states.become(trainer.optimizer)
+            trainer.memory.close()
+
+    def follow(self, donor: int, first: int, until: int, seconds: float) -> dict[int, int]:
+        """Land the means of rounds `first` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
+        `Missed`). NotGiven for all where one could not, or none came within `seconds`.
         """
         giver = giver_of(donor, self.reader[0])
-        path, why = self.folder / "taken.safetensors", ""
+        path, why, left_out = self.folder / "taken.safetensors", "", dict[int, int]()
         try:
-            shadow(self.optimizer, self._gifts, giver, range(first, until), path, seconds)
+            left_out = shadow(self.optimizer, self._gifts, giver, range(first, until), path, seconds)
         except NotGiven as reason:
             why = str(reason)
         if not all(told[0] for told in self._places.gather(int(not why))):
             raise NotGiven(why or "another worker of this island could not land them")
+        return left_out
 
     def enter(self, round: int, steps: int, began_at: int | None) -> None:
         """Begin with `round`, after so many inner steps. began_at: of inner steps, where this is without moments."""
@@ -128,6 +150,7 @@ class Acts:
         there are none, these are read out of turn, as `spare` have been before.
         """
         count = len(batches) or sync_every(self._config)
+        self.states.are_drawn = False
         self._text.take_from(positions(self._config, self.seat, map(Batch._make, batches), spare, self.reader))
         self.optimizer.steps = done
         self.schedule_at(done)
@@ -135,8 +158,9 @@ class Acts:
         began, away = transport.now(), transport.away_seconds
         for left in reversed(range(count)):
             self.trainer.step()
-            if left == 1:  # the last one exchanges, too, and waits for others
-                self.paced((transport.now() - began - transport.away_seconds + away) / (count - 1))
+            if left == 1 or (left and not self._paced):  # the last one exchanges, too, and waits for others
+                self._paced = True
+                self.paced((transport.now() - began - transport.away_seconds + away) / (count - left))
 
     def look(self) -> float | None:
         """Validation loss."""
@@ -145,7 +169,7 @@ class Acts:
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
         """Right after `round`: its mean and copies for whoever has asked, see `Means` and `States`."""
         if lands_together(self._config):
-            self.means.landed(round)
+            self.means.landed(round, left_out)
         self.copy(round, left_out)
 
     def copy(self, round: int, left_out: Mapping[Any, int]) -> None:
@@ -160,6 +184,18 @@ class Acts:
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # there is no round that it was sent ahead for
         return self.trainer.conclude(self.folder)
+
+    def carried(self) -> dict[str, int]:
+        """Bytes that all of an island have sent to others, by the way that they went."""
+        transport = self._alone.transport
+        assert isinstance(transport, ElasticTransport)
+        told = self._places.gather(*(transport.carried[way] for way in WAYS))
+        return {way: sum(numbers) for way, numbers in zip(WAYS, zip(*told, strict=True), strict=True)}
+
+    def refused(self) -> list[RefusalRow]:
+        """What all of an island have refused."""
+        told = self._places.gather_text(json.dumps(self.refusals.rows()).encode("ascii"))
+        return together(told_rows(parse_json(one)) for one in told)
 
     def judge(self, file: Path) -> float | None:
         """Validation loss of the one model, which is in `file`. ValueError where it does not fit this run's."""
@@ -180,13 +216,10 @@ def follow_leader(acts: Acts, places: IslandGroup) -> None:
     while (said := places.hear())["act"] != "end":
         act = said.pop("act")
         with suppress(NotGiven):  # the leader knows, and says what then
-            match act:
-                case "take" | "follow" | "enter" | "train" | "look" | "landed" | "conclude":
-                    getattr(acts, act)(**said)
-                case "idle":
-                    pass
-                case _:
-                    raise Malformed(-1, f"the leader of this island says {act!r}")
+            if act in _TOGETHER:
+                getattr(acts, act)(**said)
+            elif act != "idle":
+                raise Malformed(-1, f"the leader of this island says {act!r}")
 
 
 def positions(

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from isles.durable import replacing
+from isles.durable import plain_mode, replacing
 
 
 def write_mean(models: Sequence[Path], out: Path) -> None:
@@ -32,7 +32,7 @@ def write_mean(models: Sequence[Path], out: Path) -> None:
                 mean = mean + one
             mean = mean / mean.dtype.type(len(files))
         means[name] = mean
-    with replacing(out) as partial:
+    with replacing(out) as partial, plain_mode(partial):
         save_file(means, str(partial), metadata=first.metadata())
 
 

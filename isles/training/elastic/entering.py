@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,26 +21,28 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.island import IslandGroup
-from isles.comm.elastic.keys import CONFIG, HELLO
+from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
-from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
 from isles.errors import printable
-from isles.launch.addresses import parse_address
+from isles.launch.addresses import parse_address, written
 from isles.training.config.reading import resolve
 from isles.training.config.sections import LEASE, Config
 from isles.training.config.trust import names_in
+from isles.training.elastic.given import giver_of
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.states import giver_of
 from isles.training.elastic.terms import in_rounds
 from isles.version import __version__
 
 _PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
+_MOMENT = 10.0  # seconds of them until a person is told
 _ANSWER = 10.0  # seconds
 _CROWDED = 600.0  # seconds to be given a seat where too many come
+_SELDOM = 60.0  # seconds between lines for a person
 _LONGEST = 1 << 20  # bytes of a configuration
 
 
@@ -46,13 +50,14 @@ _LONGEST = 1 << 20  # bytes of a configuration
 class Here:
     """What is this machine's own. data, device: where they differ from the run's. listen: (host, port) of this machine
     at which other workers reach this one, port 0: any; announced: the address that they are told, "" for that under
-    which the lighthouse sees this machine.
+    which the lighthouse sees this machine. apart: ports from one worker of an island to the next.
     """
 
     data: str | None = None
     device: str | None = None
     listen: tuple[str, int] | None = None
     announced: str = ""
+    apart: int = 1
 
 
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
@@ -88,47 +93,57 @@ class Entrance:
     folder: Path
 
 
-def admitted(stack: ExitStack, address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> Entrance:
-    """Come to the lighthouse, until `stack` ends. Errors as `in_run`."""
+def admitted(
+    stack: ExitStack,
+    address: str,
+    token: Token,
+    here: Here,
+    *,
+    tell: Callable[[str], None],
+    fit: Callable[[Config], Config] = in_rounds,
+) -> Entrance:
+    """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
+    where they cannot. Errors as `in_run`.
+    """
     zenoh()  # or what to install, before anything else
     host, port = parse_address(address, "HOST:PORT")
+    address = written(host, port)
+    refuse_number(address)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
     mine = _fetched(host, port, token, folder / "credentials", tell)
-    session = stack.enter_context(_opened(mine, address, LEASE))
-    config = _configuration(_asked(session, CONFIG, b""), here)
+    session = stack.enter_context(_opened(mine, address, LEASE, tell))
+    config = _configuration(_asked(session, CONFIG, b""), here, fit)
     lease = config.world.lease
     if lease != LEASE:
         session.close()
-        session = stack.enter_context(_opened(mine, address, lease))
+        session = stack.enter_context(_opened(mine, address, lease, tell))
     return Entrance(session=session, token=token, config=config, here=here, folder=folder)
 
 
 @contextmanager
 def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
     """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
-    session, config, here, folder = entrance.session, entrance.config, entrance.here, entrance.folder
+    session, config, folder = entrance.session, entrance.config, entrance.folder
     with ExitStack() as stack:
         torch.set_num_threads(config.world.threads)
         corpus = load_corpus(config.data)
-        entry = _seat(session, corpus.sha256, tell)
+        entry = seat_of(session, corpus.sha256, tell)
         places.say("seat", seat=entry.seat, key=entry.key)
         company = Company(session, entry)
         stack.callback(company.close)
-        links = DirectLinks(
-            session, entry, company.ask, entrance.token.secret, folder / "links", lease=config.world.lease, notice=tell
-        )
-        stack.callback(links.close)
-        if here.listen is not None:
-            links.listen(*here.listen, announced=here.announced)
+        links = listening(stack, entrance, entry, company.ask, 0, tell=tell)
         transport = ElasticTransport(
             session,
             company.seat,
             config.replicas_in_all,
             gone=lambda seat: company.connection(seat, broken=True),
             back=lambda seat: company.connection(seat, broken=False),
+            doubt=company.doubt,
             guide=links,
         )
         stack.callback(transport.close)
+        company.left_behind = lambda seat: transport.give_up(seat, "a view without it is on its way")
+        company.fell_silent = transport.fell_silent
         links.start(transport)
 
         def lost(giver: str) -> bool:
@@ -138,16 +153,68 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:
-            return {"carried": transport.carried, "refused": session.refused.rows()}
+            return {"carried": worker.carried(), "refused": worker.refused()}
 
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells, places)
+        def over(round: int) -> None:
+            transport.over("outer", round)
+
+        def lit(_: str, there: bool) -> None:
+            if company.ended is None and there == dark.is_set():
+                tell(
+                    "the lighthouse is back" if there else "the lighthouse does not answer: on without it until it does"
+                )
+                dark.clear() if there else dark.set()
+
+        dark = threading.Event()
+        shown = _Progress(config.run.steps, tell)
+        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells, places, over, shown)
+        worker.counts(session.refused)
+        session.watch(LIT, lit)
         stack.callback(worker.close)
         yield worker
 
 
+def listening(
+    stack: ExitStack,
+    entrance: Entrance,
+    entry: Entry,
+    ask: Callable[..., Any],
+    place: int,
+    *,
+    tell: Callable[[str], None],
+) -> DirectLinks:
+    """The direct links of the worker at `place` in the island of a seat, until `stack` ends; not started yet. It
+    listens where this machine's user has said. ask: as for `DirectLinks`. ValueError where that address cannot be had.
+    """
+    links = DirectLinks(
+        entrance.session,
+        entry,
+        ask,
+        entrance.token.secret,
+        entrance.folder / "links",
+        lease=entrance.config.world.lease,
+        notice=tell,
+        place=place,
+    )
+    stack.callback(links.close)
+    if entrance.here.listen is not None:
+        host, port = entrance.here.listen
+        links.listen(host, port + place * entrance.here.apart if port else 0, announced=entrance.here.announced)
+    return links
+
+
 @contextmanager
-def _opened(mine: Credentials, address: str, lease: float) -> Iterator[Session]:
-    session = open_session("client", mine, connect=address, lease=lease, patience=_PATIENCE)
+def _opened(mine: Credentials, address: str, lease: float, tell: Callable[[str], None]) -> Iterator[Session]:
+    """A session with the lighthouse. OSError, in one line, where it does not let this machine in."""
+    try:
+        session = open_session("client", mine, connect=address, lease=lease, patience=_MOMENT)
+    except OSError:
+        why = f"the lighthouse at {address} does not let this machine in: its token has another second half, or it is "
+        tell(f"{why}busy with strangers; trying for {_PATIENCE:g} s")
+        try:
+            session = open_session("client", mine, connect=address, lease=lease, patience=_PATIENCE)
+        except OSError:
+            raise OSError(f"{why}still busy with strangers; copy the whole token once more, or try again") from None
     try:
         yield session
     finally:
@@ -158,20 +225,41 @@ def _fetched(host: str, port: int, token: Token, folder: Path, tell: Callable[[s
     """The run's certificate, compared with the token. Tried for a while: a lighthouse may be starting again, or busy
     with strangers. OSError, in one line, where nobody answers.
     """
-    until, told = time.monotonic() + _PATIENCE, False
+    until, told, where = time.monotonic() + _PATIENCE, False, written(host, port)
     while True:
         try:
-            return credentials.fetch(host, port, token, folder, seconds=_ANSWER)
+            mine = credentials.fetch(host, port, token, folder, seconds=_ANSWER)
+            break
         except OSError as error:
+            if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
+                raise ValueError(
+                    f"{host} is no name that this machine knows: look at its spelling, or write its address"
+                ) from None
             if time.monotonic() > until:
                 raise OSError(
-                    f"nobody answers at {host}:{port} within {_PATIENCE:g} s ({error.strerror or error}); is the "
+                    f"nobody answers at {where} within {_PATIENCE:g} s ({error.strerror or error}); is the "
                     "lighthouse running, at this address, and is its port open?"
                 ) from None
             if not told:
-                tell(f"nobody answers at {host}:{port} yet ({error.strerror or error}); trying for {_PATIENCE:g} s")
+                tell(f"nobody answers at {where} yet ({error.strerror or error}); trying for {_PATIENCE:g} s")
             told = True
             time.sleep(1.0)
+    if credentials.stale(mine):
+        now = datetime.now(UTC)
+        raise ValueError(f"the run's certificate is not valid on {now:%Y-%m-%d %H:%M} UTC: set this machine's clock")
+    return mine
+
+
+class _Progress:
+    """How this worker comes on, in a line for a person now and then."""
+
+    def __init__(self, steps: int, tell: Callable[[str], None]) -> None:
+        self._steps, self._tell, self._next = steps, tell, 0.0
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _SELDOM
+            self._tell(f"step {line['step']}/{self._steps}  loss {line['loss']:.3f}")
 
 
 def _asked(session: Session, key: str, said: bytes) -> bytes:
@@ -193,7 +281,7 @@ def _asked(session: Session, key: str, said: bytes) -> bytes:
     raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
 
 
-def _configuration(text: bytes, here: Here) -> Config:
+def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> Config:
     """The run's, for this machine. What another machine says is data: names of code are not imported."""
     if len(text) > _LONGEST:
         raise ValueError("the lighthouse's configuration is too long to be one")
@@ -207,7 +295,7 @@ def _configuration(text: bytes, here: Here) -> Config:
         raise ValueError(
             f"the run would import and run {printable(told, 300)} here: a worker that joins imports nothing"
         )
-    config = in_rounds(resolve(tables))
+    config = fit(resolve(tables))
     if here.data is not None:
         config = replace(config, data=replace(config.data, path=here.data))
     if here.device is not None:
@@ -215,7 +303,7 @@ def _configuration(text: bytes, here: Here) -> Config:
     return config
 
 
-def _seat(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:
+def seat_of(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:
     """A seat. ValueError where this worker is refused. Waits where too many come."""
     hello, until = encode(Hello(__version__, corpus, session.name())), time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -12,17 +13,16 @@ from isles.comm.credentials import Token
 from isles.comm.elastic.company import ask
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.island import FollowingRoster, IslandGroup
-from isles.comm.elastic.keys import introduction, signature
-from isles.comm.elastic.messages import Find, Found
-from isles.comm.elastic.session import Session
+from isles.comm.elastic.keys import signature
+from isles.comm.elastic.messages import Entry
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.data import load_corpus
 from isles.training.elastic.acts import Acts, follow_leader
-from isles.training.elastic.entering import Here, admitted, seated, train
-from isles.training.elastic.states import giver_of
+from isles.training.elastic.entering import Here, admitted, listening, seated, train
+from isles.training.elastic.given import giver_of
 from isles.training.running.starting import deadlines
 
 _FAR = 1 << 40  # rounds: the leader knows the last one
@@ -42,13 +42,15 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
         said = places.hear()
         if said["act"] != "seat":
             raise Malformed(0, "the leader of this island has no seat")
-        seat, key = int(said["seat"]), str(said["key"])
-        guide = _Introductions(session, seat, key)
-        transport = ElasticTransport(session, seat, config.replicas_in_all, guide=guide, place=places.place)
+        entry = Entry(int(said["seat"]), str(said["key"]))
+        asking = partial(ask, session, signature(entry.seat, entry.key))
+        links = listening(stack, entrance, entry, asking, places.place, tell=partial(_tell_of, places.place))
+        transport = ElasticTransport(session, entry.seat, config.replicas_in_all, guide=links, place=places.place)
         stack.callback(transport.close)
-        gifts = Giver(session, giver_of(seat, places.place), _tell)
+        links.start(transport)
+        gifts = Giver(session, giver_of(entry.seat, places.place), _tell)
         stack.callback(gifts.close)
-        alone = Group(transport, (seat,), "outer", deadlines(config), Ledger())
+        alone = Group(transport, (entry.seat,), "outer", deadlines(config), Ledger())
         acts = Acts(
             config,
             alone,
@@ -60,29 +62,15 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
             report=lambda event: None,
             last=lambda: _FAR,
         )
+        acts.refusals = session.refused
         stack.callback(acts.close)
         follow_leader(acts, places)
     return ""
 
 
-class _Introductions:
-    """What a follower shows to those at its place in other islands, see `isles.comm.elastic.transport.Guide`: all of
-    its messages go over the lighthouse.
-    """
-
-    def __init__(self, session: Session, seat: int, key: str) -> None:
-        self._session, self._key, self._word = session, key, signature(seat, key)
-
-    def introduction(self, peer: int) -> bytes | None:
-        found = ask(self._session, self._word, Find(peer))
-        return bytes.fromhex(found.introduction) if isinstance(found, Found) else None
-
-    def expected(self, sender: int) -> bytes:
-        return introduction(self._key, sender)
-
-    def met(self, seat: int, *, there: bool, direct: bool) -> None:
-        """Over the lighthouse."""
-
-
 def _tell(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)
+
+
+def _tell_of(place: int, line: str) -> None:
+    _tell(f"place {place}: {line}")

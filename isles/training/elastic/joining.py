@@ -20,29 +20,27 @@ from typing import Any, Literal, cast
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import batches
-from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
+from isles.comm.elastic.guards.refusals import RefusalRow, Refusals
 from isles.comm.elastic.island import IslandGroup, LeadingRoster
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.line import LighthouseLine
-from isles.comm.elastic.messages import Examine, Finished, Load, Over
+from isles.comm.elastic.messages import Examine, Finished, Over
 from isles.comm.elastic.quorum.delivery import Missed
-from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
-from isles.comm.elastic.ruling import stray
+from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, as_line
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.training.config.sections import Config
 from isles.training.elastic.acts import Acts
+from isles.training.elastic.beginning import SLOW, Beginning
+from isles.training.elastic.given import MODEL
 from isles.training.elastic.means import missed
-from isles.training.elastic.states import FRESH
 from isles.training.elastic.terms import is_quorum, lands_together, last_round, sync_every
 from isles.training.running.starting import deadlines
 
-MODEL = "model"
 _WAIT = 5.0  # seconds between looks at whether the run has ended
-_MOMENT = 0.25  # seconds for a state to come once it is copied
-_SLOW = 60.0  # seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for
 _MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
 Ending = Literal["finished", "left", "over", "again"]
@@ -51,7 +49,8 @@ Ending = Literal["finished", "left", "over", "again"]
 class Participant:
     """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
     transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
-    places: the workers of the island that this worker leads.
+    places: the workers of the island that this worker leads. over: called in pairs and groups with a round that is over
+    here, and all before, so that nobody waits for this worker's part in them. shown: gets its lines of metrics too.
     """
 
     def __init__(
@@ -65,13 +64,14 @@ class Participant:
         notice: Callable[[str], None],
         tells: Callable[[], Mapping[str, Any]] = dict,
         places: IslandGroup | None = None,
+        over: Callable[[int], None] = lambda round: None,
+        shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
-        self._tells = tells
+        self._tells, self._over, self._shown = tells, over, shown
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, threading.Event(), notice
         self._asked_to_leave = False
         self._spare = 0  # batches read out of turn
-        self._has = 0  # the round of the state that it began with
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose cell was read
         self._put_off = 0  # rounds in succession
@@ -94,6 +94,9 @@ class Participant:
             last=lambda: self._last,
         )
         self._acts.paced = company.pace
+        self._beginning = Beginning(
+            company, transport, self._places, self._do, self._acts.states, self.leaving, notice, agrees=self._agrees
+        )
         self.trainer, self.optimizer = self._acts.trainer, self._acts.optimizer
 
     def _do(self, act: str, **facts: Any) -> Any:
@@ -109,20 +112,25 @@ class Participant:
                 return "left"
             self._places.say("idle")
             load = company.load(_WAIT)
-            if load is None or not self._take(load):
-                continue
-            round = self._first(ahead=0 if self._agrees else 2)
-            if round is not None and not self._agrees:
-                self._freshen(load, round)
-                round = self._first()
-            if round is not None and self._catches_up(load, round):
-                round = max(company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
-                self._tell_start(load, round)
+            round = None if load is None else self._beginning.with_state(load)
+            if round is not None:
                 ending = self._train(round)
         if ending == "finished":
             self._conclude()
         self._places.say("end")
         return ending if company.ended is None or ending != "again" else "over"
+
+    def carried(self) -> dict[str, int]:
+        """See `Acts.carried`."""
+        return self._do("carried")
+
+    def refused(self) -> list[RefusalRow]:
+        """See `Acts.refused`."""
+        return self._do("refused")
+
+    def counts(self, refusals: Refusals) -> None:
+        """What the session of this worker does not take is counted there."""
+        self._acts.refusals = refusals
 
     def close(self) -> None:
         """Give back threads of its own."""
@@ -135,6 +143,7 @@ class Participant:
         self._enter(round, (round - 1) * every)
         while not self._is_done(round):
             if company.is_called:
+                self._pass(company.member.earliest() - 1)
                 return "again"
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
@@ -159,6 +168,7 @@ class Participant:
 
     def _enter(self, round: int, steps: int) -> None:
         self.roster.begin_anew()
+        self._pass(round - 1)
         self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
         self._do("enter", round=round, steps=steps, began_at=steps if self._acts.states.lacks_moments else None)
 
@@ -205,7 +215,12 @@ class Participant:
         if self._is_quorum:
             return self._skipped(round)
         self._do("landed", round=round, left_out=company.left_out())
+        self._pass(round)
         return 1
+
+    def _pass(self, round: int) -> None:
+        if not self._agrees:
+            self._over(round)
 
     def _skipped(self, round: int) -> int:
         """How many rounds are over: those too into which was delivered what came too late for the one before."""
@@ -216,14 +231,14 @@ class Participant:
 
     def _landed(self, round: int) -> None:
         """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
-        self._acts.means.landed(round)
+        self._acts.means.landed(round, self.company.left_out())
         shown = self.optimizer.evaluation_weights() if any(self._acts.states.wanted()) else nullcontext()
         with shown:  # the anchors, for what was learned since is this worker's own
             self._acts.copy(round, self.company.left_out())
 
     def _missed(self, word: Word) -> Missed | None:
         """The mean of a round for which this worker was late."""
-        path, seconds = self.folder / "missed.safetensors", _SLOW + 4 * self.company.member.seconds
+        path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.company.member.seconds
         return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
@@ -244,7 +259,8 @@ class Participant:
 
     def _waited(self) -> float:
         """Seconds so far in which computing stood still."""
-        return self.transport.traffic.total("blocked_seconds", "outer") + self.transport.away_seconds
+        blocked = self.transport.traffic.total("blocked_seconds", "outer")
+        return blocked + self.company.waited + self.transport.away_seconds
 
     def _tell(self) -> None:
         for name, told in self._tells().items():
@@ -278,71 +294,6 @@ class Participant:
             self.leaving.set()
         return self.leaving.is_set()
 
-    # States
-
-    def _take(self, load: Load) -> bool:
-        """Begin with the state that the lighthouse names; False where it did not come."""
-        try:
-            self._has, left_out = self._do("take", donor=load.donor, seconds=_SLOW + 2 * load.seconds)
-        except NotGiven as why:
-            if load.donor >= 0:
-                self.notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
-                self.company.reload()
-                return False
-            self._has, left_out = 0, {}  # nobody has one: as drawn, the same everywhere
-        self.company.loaded(load, self._has, left_out)
-        return True
-
-    def _first(self, ahead: int = 0) -> int | None:
-        """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
-        round, company = None, self.company
-        while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
-            self._places.say("idle")
-            round = company.first(_WAIT, ahead)
-        return round
-
-    def _freshen(self, load: Load, round: int) -> None:
-        """The others went on while this worker waited for its first round: an old state would draw them back, so it
-        takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
-        for this worker, and perhaps the donor does, who gives nothing meanwhile.
-        """
-        if load.donor < 0 or round - self._has <= FRESH:
-            return
-        slow = _SLOW + 2 * load.seconds
-        try:
-            self._has, _ = self._do(
-                "take", donor=load.donor, seconds=slow, after=round - 2, wait=3 * load.seconds + _MOMENT
-            )
-        except NotGiven as why:
-            self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
-
-    def _catches_up(self, load: Load, round: int) -> bool:
-        """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
-        if load.donor < 0 or not self._agrees:
-            return True
-        donor = load.donor
-        try:
-            patience = _SLOW + 2 * load.seconds
-            self._do("follow", donor=donor, first=self._has + 1, until=round, seconds=patience)
-            self._has = round - 1
-        except NotGiven as why:
-            self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-            stray(self.company)
-            return False
-        return True
-
-    def _tell_start(self, load: Load, round: int) -> None:
-        line = StartLine(
-            seat=self.company.seat,
-            first=round,
-            donor=load.donor if self._has else -1,
-            copied=self._acts.states.of,
-            has=self._has,
-            size=self._acts.states.taken,
-            at=self.transport.now(),
-        )
-        self.company.report({"start": as_line(line)})
-
     # The end
 
     def _conclude(self) -> None:
@@ -366,7 +317,7 @@ class Participant:
     def _judge(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
-            self.gifts.take(LIGHTHOUSE, MODEL, path, most=1 << 62, seconds=_SLOW)
+            self.gifts.take(GiftRequest(giver=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except NotGiven as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
@@ -378,3 +329,4 @@ class Participant:
             self.notice(event["notice"])
         elif "step" in event and "loss" in event:
             self.company.report({**event, "worker": self.company.seat})
+            self._shown(event)

@@ -36,7 +36,12 @@ class KeptStates:
         """
         self._folder.mkdir(exist_ok=True)
         partial = [self._folder / f"place-{place}.partial" for place in range(self._places)]
-        rounds = [take(place, path) for place, path in enumerate(partial)]
+        try:
+            rounds = [take(place, path) for place, path in enumerate(partial)]
+        except OSError:  # what there is of them takes the room of what comes next
+            for path in partial:
+                path.unlink(missing_ok=True)
+            raise
         if len(set(rounds)) > 1:
             return False
         for place, path in enumerate(partial):

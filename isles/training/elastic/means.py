@@ -8,17 +8,19 @@ joiner    has the state after round r: fetches the means of r + 1, r + 2, ... an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
 from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
+from isles.training.elastic.states import left_out_of
 from isles.training.records.tensors import write_tensors
 
 KEPT = 16
@@ -38,14 +40,14 @@ class Means:
         (fragment,) = self._optimizer.fragments
         fragment.keep_until = round + KEPT
 
-    def landed(self, round: int) -> None:
-        """Right after the landing of `round`: its mean, where it was kept."""
+    def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
+        """Right after the landing of `round`: its mean, where it was kept. left_out: see `Missed`."""
         (fragment,) = self._optimizer.fragments
         answer = fragment.latest
         if fragment.kept is not None and answer is not None:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
-            facts |= {"digest": fragment.digest}
+            facts |= {"digest": fragment.digest, "left_out": {str(seat): number for seat, number in left_out.items()}}
             kept = {_MEAN: fragment.kept}
             self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
@@ -54,15 +56,19 @@ class Means:
             self._offered.remove(old)
 
 
-def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: Path, seconds: float) -> None:
-    """Land the means of `rounds` as `donor` has. path: for a file that is gone afterwards.
+def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: Path, seconds: float) -> dict[int, int]:
+    """Land the means of `rounds` as `donor` has. path: for a file that is gone afterwards. Whom the others have left
+    out meanwhile, see `Missed`.
 
     NotGiven where one does not come within `seconds`, or leads elsewhere.
     """
+    out: dict[int, int] = {}
     for round in rounds:
         mean = _taken(optimizer, gifts, donor, round, path, seconds)
         if follow(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
             raise NotGiven(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
+        out |= mean.left_out
+    return out
 
 
 def missed(
@@ -80,7 +86,8 @@ def _taken(optimizer: OuterSync, gifts: Gifts, donor: str, round: int, path: Pat
     """The mean of `round`, as `donor` has it. NotGiven."""
     (fragment,) = optimizer.fragments
     try:
-        facts = gifts.take(donor, _name(round), path, most=fragment.anchor.nbytes + _SPARE, seconds=seconds)
+        most = fragment.anchor.nbytes + _SPARE
+        facts = gifts.take(GiftRequest(giver=donor, what=_name(round), most=most, seconds=seconds), path)
         mean = load_file(str(path))[_MEAN]
         if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
             raise NotGiven("it is of another model")
@@ -93,7 +100,7 @@ def _taken(optimizer: OuterSync, gifts: Gifts, donor: str, round: int, path: Pat
         raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
     finally:
         path.unlink(missing_ok=True)
-    return Missed(mean, participants, whole, digest)
+    return Missed(mean, participants, whole, digest, left_out_of(facts.get("left_out")))
 
 
 def _name(round: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 
 from isles.comm.credentials import Token
 from isles.comm.elastic.island import IslandGroup
@@ -13,7 +16,9 @@ from isles.launch.workers import LocalWorkers, raise_first
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, admitted, seated, train
 from isles.training.elastic.island import island_worker
-from isles.training.running.starting import deadlines, first_interrupt
+from isles.training.elastic.joining import Participant
+from isles.training.running.interrupts import first_interrupt
+from isles.training.running.starting import deadlines
 
 
 def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
@@ -25,10 +30,17 @@ def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], N
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=tell)
         if entrance.config.world.inner == 1:
-            with seated(entrance, IslandGroup(), tell=tell) as worker, first_interrupt(worker.leaving.set):
+            with seated(entrance, IslandGroup(), tell=tell) as worker, first_interrupt(partial(_leave, worker)):
                 return train(worker, address, tell)
         config = entrance.config
     return _as_island(config, (address, token, here))
+
+
+def _leave(worker: Participant) -> None:
+    worker.leaving.set()
+    said = "isles: leaving once the others have a plan without this worker; Ctrl-C again ends it at once\n"
+    with suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
 
 
 def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.gifts import NotGiven, is_written
+from isles.comm.elastic.gifts import GiftRequest, NotGiven, is_written
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import Done, Finished, Over
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine
@@ -30,9 +30,9 @@ from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.figures import recorded
-from isles.training.elastic.joining import MODEL, Ending, Participant
+from isles.training.elastic.given import ANCHORS, MODEL, STATE
+from isles.training.elastic.joining import Ending, Participant
 from isles.training.elastic.script import RecordedLife, Script, script
-from isles.training.elastic.states import ANCHORS, STATE
 from isles.training.elastic.terms import in_rounds, lands_together, last_round
 from isles.training.records.rundir import held
 
@@ -103,7 +103,9 @@ class Repeater(Participant):
         ending: Ending = "over"
         for life in self.company.own:
             self.company.begin_life(life)
-            if life.start.donor >= 0:
+            if life.start.donor < 0:
+                self._acts.begin_anew()
+            else:
                 self._acts.take(life.start.donor, _FOREVER)
                 if self._agrees:
                     self._acts.follow(life.start.donor, life.start.copied + 1, life.start.first, _FOREVER)
@@ -112,6 +114,14 @@ class Repeater(Participant):
             self.company.ended = Over()
             self._conclude()
         return ending
+
+    def _round(self, round: int, every: int) -> int:
+        """As it was done; then on to the next one that is on record, for it may have gone over some."""
+        over, following = super()._round(round, every), self.company.after(round)
+        if following is None or following <= round + over:
+            return over
+        self._enter(following, (following - 1) * every)
+        return following - round
 
 
 class RepeatedCompany(VirtualCompany):
@@ -167,6 +177,11 @@ class RepeatedCompany(VirtualCompany):
                 if sorted(view.seats[one] for one in members) == sorted(line.seats):
                     return Standing(number, view.seats)
         return Standing(-1, (self.seat,))
+
+    def after(self, round: int) -> int | None:
+        """The first round of this life behind that one."""
+        assert self._life is not None
+        return min((line.round for line in self._life.rounds if line.round > round), default=None)
 
     def _told(self, round: int) -> RoundLine | None:
         assert self._life is not None
@@ -260,19 +275,10 @@ class _Gifts:
     def withdraw(self, what: str) -> None:
         """Who used it may still come."""
 
-    def take(
-        self,
-        giver: str,
-        what: str,
-        path: Path,
-        *,
-        most: int,
-        seconds: float,
-        after: int = -1,
-        wait: float | None = None,
-    ) -> dict[str, Any]:
-        key = giver, what, self._company.copied if what == self._kind else int(what.rpartition("-")[2])
-        if not self._company.wait(lambda: key in self._store, seconds):
+    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
+        round = self._company.copied if asked.what == self._kind else int(asked.what.rpartition("-")[2])
+        key = asked.giver, asked.what, round
+        if not self._company.wait(lambda: key in self._store, asked.seconds):
             raise NotGiven("it is not on record")
         content, facts = self._store[key]
         path.write_bytes(content)

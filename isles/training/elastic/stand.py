@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isles.durable import write_text
 from isles.parsing import parse_json
-from isles.training.records.writer import as_json
+from isles.training.records.rundir import as_json
 
 NAME = "lighthouse.json"
 

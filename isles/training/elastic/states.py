@@ -18,17 +18,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.parsing import parse_json
-from isles.replicas.loop.joining import adopt
+from isles.replicas.loop.joining import adopt, given
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
+from isles.training.elastic.given import ANCHORS, STATE, giver_of, kept_as
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
 from isles.training.records.tensors import copy_to_host, write_tensors
 
-STATE, ANCHORS = "state", "anchors"
 FRESH = 2
 """Rounds for which a copied state is given to new takers."""
 WARM_UP = 2
@@ -42,7 +42,7 @@ class States:
     """Those that this worker gives and takes. folder: for files on their way. last: the last round of the run.
 
     place: this worker's in its island. taken, of: bytes of the newest one that was taken, and its round. lacks_moments:
-    whether it came without the inner optimizer's.
+    whether it came without the inner optimizer's. are_drawn: this worker's own is as it was made.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class States:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
-        self.taken, self.of, self.lacks_moments = 0, 0, False
+        self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
     def wanted(self) -> list[bool]:
         """Of `STATE` and `ANCHORS`, which somebody has asked this worker for."""
@@ -73,7 +73,7 @@ class States:
 
     def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
         optimizer = self._optimizer
-        state, weights = optimizer.live_state(), optimizer.weights()
+        state, weights = given(optimizer), optimizer.weights()
         if what == ANCHORS:
             del state["inner"]
             weights = {name: weights[name] for name in self._beside_anchors()}
@@ -107,16 +107,17 @@ class States:
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         try:
             most = _STATE_COPIES * weights + _SPARE
-            facts = self._gifts.take(giver, what, path, most=most, seconds=seconds, after=after, wait=wait)
+            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after)
+            facts = self._gifts.take(asked, path)
             self.taken = path.stat().st_size
             self.of = self._adopt(path)
-            return self.of, _left_out(facts.get("left_out"))
+            return self.of, left_out_of(facts.get("left_out"))
         finally:
             path.unlink(missing_ok=True)
 
     def _adopt(self, path: Path) -> int:
         """Take on the state in the file; the round that it is of. NotGiven where it is not one of this run."""
-        optimizer = self._optimizer
+        optimizer, self.are_drawn = self._optimizer, False
         try:
             tensors = load_file(str(path))
             structure = parse_json(tensors.pop(_STRUCTURE).numpy().tobytes())
@@ -139,18 +140,15 @@ class States:
                 fragment.residual.zero_()  # what the donor holds back it will still send itself
         return round
 
-
-def giver_of(seat: int, place: int) -> str:
-    """Under which name the worker at a place of that seat's island gives."""
-    return f"{seat}/{place}" if place else str(seat)
-
-
-def kept_as(place: int) -> str:
-    """Under which name the lighthouse keeps the state of a place in an island."""
-    return f"{STATE}-{place}" if place else STATE
+    def become(self, other: OuterSync) -> None:
+        """Take on the state of `other`, which has just been made."""
+        self._optimizer.load_weights(other.weights())
+        adopt(self._optimizer, other.shared_state())
+        self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
 
-def _left_out(told: Any) -> dict[int, int]:
+def left_out_of(told: Any) -> dict[int, int]:
+    """Of what a peer says of that; nothing where it makes no sense."""
     if not isinstance(told, dict) or len(told) > 1 << 16:
         return {}
     return {int(seat): number for seat, number in told.items() if seat.isdecimal() and isinstance(number, int)}

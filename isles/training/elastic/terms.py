@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,11 +11,15 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.replicas import method
 from isles.replicas.loop.config import WeightedConfig
-from isles.training.config.reading import Tables, resolve
+from isles.training.config.reading import Tables, resolve, to_toml
 from isles.training.config.sections import SILENCE, Config
 from isles.training.config.tokens import ending, tokens_a_step
+from isles.training.elastic.charter import Charter, draw_up
+from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
+PEERS = ("swarm", "ravnest")
+"""Routings whose workers are peers that agree among themselves."""
 _TAKEN = "noloco and diloco are"
 _AT_ONCE = {"delay": "none", "outer_delay": 0, "overlap_steps": 0, "fragments": "whole"}
 """Settings with which all that is sent lands at once."""
@@ -28,8 +33,16 @@ def elastic(tables: Tables) -> Config:
     ValueError, with the key and the mend, where it cannot be one.
     """
     config = resolve(tables)
+    if config.pipeline.routing in PEERS:
+        return among_peers(config)
     ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
-    ours = {key: value for key, value in ours.items() if key not in tables.get("replicas", {})}
+    given = tables.get("replicas", {})
+    if given.get("on_peer_failure") == "raise":  # as `isles config` prints it
+        warnings.warn(
+            'replicas.on_peer_failure = "raise": whoever is lost ends nobody here, so it is "solo"', stacklevel=2
+        )
+        given = {key: value for key, value in given.items() if key != "on_peer_failure"}
+    ours = {key: value for key, value in ours.items() if key not in given}
     return in_rounds(replace(config, replicas=replace(config.replicas, **ours)))
 
 
@@ -54,6 +67,9 @@ def in_rounds(config: Config, *, simulated: bool = False) -> Config:
 def check(config: Config, *, simulated: bool = False) -> None:
     """ValueError where workers of `config` cannot come and go."""
     name, kind = config.method, method(config.method)
+    if config.pipeline.routing in PEERS and not simulated:
+        routing = config.pipeline.routing
+        raise ValueError(f'pipeline.routing = "{routing}": its workers serve stages: join it with isles swarm peer')
     if not kind.follows_roster:
         raise ValueError(
             f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
@@ -153,6 +169,8 @@ def batches_in_all(config: Config) -> int:
 
 def rules(config: Config) -> Rules:
     """Of the lighthouse."""
+    if config.pipeline.routing in PEERS:
+        return peer_rules(config)
     return Rules(
         founders=config.replicas_in_all,
         sync_every=sync_every(config),
@@ -162,3 +180,8 @@ def rules(config: Config) -> Rules:
         batches=batches_in_all(config) if config.run.tokens else None,
         quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
     )
+
+
+def charter_of(config: Config) -> Charter:
+    """What the lighthouse of `config` must know."""
+    return draw_up(to_toml(config), rules(config))

@@ -13,12 +13,12 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from isles.comm.errors import NodeLost
 from isles.launch.fields import Unfit, integer, number, table, text
 from isles.schema import TASK_KINDS, Metrics
-from isles.training.config.sections import Config
+from isles.training.config.sections import Config, RunConfig
 from isles.training.records.spread import WEIGHTS
 from isles.training.records.timeline import KEPT
 
@@ -36,11 +36,16 @@ _RESULTS = (
 )  # fmt: skip
 
 
-class Schema:
-    """Of the run `config`. A call is a check of `isles.launch.relay`."""
+class _Timed(Protocol):
+    @property
+    def run(self) -> RunConfig: ...
 
-    def __init__(self, config: Config) -> None:
-        self.steps = _COUNT if config.run.tokens else config.run.steps  # workers may come to more
+
+class Schema:
+    """Of the run that `of` says. A call is a check of `isles.launch.relay`."""
+
+    def __init__(self, of: _Timed) -> None:
+        self.steps = _COUNT if of.run.tokens else of.run.steps  # workers may come to more
 
     def __call__(self, kind: str, value: Any, ranks: Container[int]) -> Any:
         """The value of a message of that kind about the workers `ranks`, fit for use. Unfit where it is not."""
@@ -57,6 +62,8 @@ class Schema:
         keys = set(event)
         if keys == {"notice"}:
             return {"notice": text(event, "notice", 4000)}
+        if keys == {"left", "notice"}:
+            return {"left": _rank(event, "left", ranks), "notice": text(event, "notice", 4000)}
         if keys == {"checkpoint", "worker"}:
             return {"checkpoint": self._step(event, "checkpoint"), "worker": _rank(event, "worker", ranks)}
         if keys == {"corpus", "rank"}:
@@ -73,7 +80,7 @@ class Schema:
 
     def _line(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
         gauges = [key for key in event if key not in _LINE]
-        if len(gauges) > _GAUGES or not all(_WORDS.fullmatch(key) for key in gauges) or "lost" in gauges:
+        if len(gauges) > _GAUGES or not all(_WORDS.fullmatch(key) for key in gauges) or {"lost", "left"} & set(gauges):
             raise Unfit("an event of no kind that isles has")
         kept = self._place(event, ranks)
         for key in ("tokens", "bytes_sent", "bytes_received"):

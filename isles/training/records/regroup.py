@@ -45,6 +45,7 @@ from isles.training.records.recut import (
     with_boundary,
     with_stages,
 )
+from isles.training.records.regrown import POSITIONS, regrown
 from isles.training.records.seats import newest_whole
 from isles.training.records.totals import latest_clock, total_traffic
 from isles.version import __version__
@@ -85,6 +86,10 @@ def prepare(
     """
     checkpoints = Checkpoints(run)
     asked, step = step, _chosen(checkpoints, run, step)
+    if POSITIONS in checkpoints.manifest(step):
+        if stages is not None:
+            raise ValueError(f"--stages {stages}: clusters go on as they were; leave it out")
+        return _regrown(run, step, workers, trust=trust)
     saved, config = _configs(run, checkpoints.manifest(step), workers, stages, trust=trust)
     path = run / "config.toml"
     if missing := _SECTIONS - read_toml(str(path)).keys():
@@ -147,6 +152,12 @@ def prepare(
         write_text(run / "config.toml", to_toml(config))
     notes = _cut_notes(saved, config, step) if is_cut else []
     return Resumption(config, step, notes if common is None else [*notes, *_notes(common, seats, after, step)])
+
+
+def _regrown(run: Path, step: int, workers: int | None, *, trust: bool) -> Resumption:
+    """Of clusters whose nodes came and went."""
+    config, notes = regrown(run, step, read_config(str(run / "config.toml"), {}, [], trust=trust), workers)
+    return Resumption(config, step, notes)
 
 
 def _configs(

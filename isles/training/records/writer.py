@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,13 +15,12 @@ from isles.schema import SpreadMetrics
 from isles.training.config.kept import kept_files, kept_names
 from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
-from isles.training.config.trust import names_in, vouch
 from isles.training.placement import layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import RunLock
 from isles.training.records.loggers import Loggers
 from isles.training.records.recut import cut_facts
-from isles.training.records.rundir import CONFIG, METRICS, TIMELINE
+from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, as_json, keep_config
 from isles.training.records.spread import Spread
 from isles.version import __version__
 
@@ -62,8 +58,9 @@ class Records:
 
     def take(self, event: dict[str, Any]) -> None:
         """One event of one worker, or of the launcher about one that is lost."""
-        if "lost" in event:
-            self._lose(event["lost"])
+        for gone in ("lost", "left"):
+            if gone in event:
+                self._lose(event[gone])
         if "notice" in event:
             self.on_notice(event["notice"])
         elif "checkpoint" in event:
@@ -141,8 +138,7 @@ def write_config(config: Config, out: Path) -> None:
         for place, file in kept_files(config).items():
             if not (out / names[place]).exists():
                 write_text(out / names[place], file.read_text(encoding="utf-8"))
-        write_text(path, to_toml(config, names))
-        vouch(out, names_in(tomllib.loads(path.read_text(encoding="utf-8"))))
+        keep_config(to_toml(config, names), out)
 
 
 def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_group: NodeGroup) -> None:
@@ -168,9 +164,3 @@ def cut_metrics(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     write_text(path, "".join(kept))
-
-
-def as_json(record: dict[str, Any], indent: int | None = None) -> str:
-    """JSON of a flat record; a loss that is no number any more (nan, inf) becomes null: JSON has no such numbers."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, indent=indent)

@@ -19,15 +19,17 @@ from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
 from isles.training.config.kept import settled
 from isles.training.config.sections import Config
+from isles.training.records.claimed import run_directory
 from isles.training.records.events import begun, committed, host_heard
-from isles.training.records.rundir import LOGS, METRICS, run_directory
+from isles.training.records.rundir import LOGS, METRICS
 from isles.training.records.tokens import forget
 from isles.training.records.writer import commit, write_config
 from isles.training.running.agree import met
+from isles.training.running.interrupts import GraceOver, first_interrupt
 from isles.training.running.processes import train_process
 from isles.training.running.run import Interrupted
 from isles.training.running.server import start_server
-from isles.training.running.starting import GraceOver, deadlines, first_interrupt
+from isles.training.running.starting import deadlines
 
 
 def follow(
@@ -60,7 +62,12 @@ def follow(
 
 
 def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
+    """Results of this machine's workers, but for those that have left."""
+    gone = set[int]()
+
     def take(event: Any) -> None:
+        if isinstance(event, dict) and "left" in event:
+            gone.add(event["left"])
         if isinstance(event, dict) and "loss" in event:
             write_config(config, out)
             on_line(event)
@@ -85,4 +92,5 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
     )
     pool = RemoteWorkers(train_process, own, args=(config, out, step), node_group=node_group)
     with first_interrupt(pool.stop, config.run.grace):
-        return pool.join(take, obey)
+        results = pool.join(take, obey)
+    return [result for spec, result in zip(own, results, strict=False) if spec.rank not in gone]

@@ -20,30 +20,29 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isles import schema
 from isles.comm.errors import WorkerFailed
 from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.kept import settled
 from isles.training.config.sections import Config
-from isles.training.memory import prepared, refusals
+from isles.training.fixed import refuse_joining
+from isles.training.memory.planned import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.claimed import run_directory
 from isles.training.records.loggers import Loggers, require
-from isles.training.records.rundir import SUMMARY, run_directory
+from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.tokens import forget
-from isles.training.records.writer import Records, as_json
+from isles.training.records.writer import Records
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
-from isles.training.running.starting import GraceOver, first_interrupt
+from isles.training.running.interrupts import GraceOver, first_interrupt
 from isles.training.staged import refuse_stages
-from isles.version import __version__
-
-SummaryTable = dict[str, Any]
 
 
 def launch(
@@ -69,9 +68,7 @@ def launch(
     """
     refusals(config)
     refuse_stages(config)
-    for key in ("lease", "join_state", "max_members"):
-        if (value := getattr(config.world, key)) != getattr(type(config.world), key):
-            raise ValueError(f"world.{key} = {value}: acts where workers join a lighthouse; leave it out")
+    refuse_joining(config.world)
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):
             prepared(config, stage)  # refuses what cannot be before anything is made
@@ -126,8 +123,14 @@ def _last_line(error: Exception) -> str:
 
 def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> list[dict[str, Any] | None]:
     """What the workers return; None for those that stopped. Those that were lost are left out, where the method goes
-    on without them.
+    on without them, and those that have left.
     """
+    gone = set[int]()
+
+    def take(event: Any) -> None:
+        if "left" in event:
+            gone.add(event["left"])
+        on_event(event)
 
     def tell(rank: int, error: Exception) -> None:
         on_event({"lost": rank, "notice": f"worker {rank} failed ({_last_line(error)}); the others go on without it"})
@@ -139,63 +142,8 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
             os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
 
     with first_interrupt(stop, config.run.grace):
-        results = pool.join(on_event, tell if config.survives else None)
-    left = [result for rank, result in enumerate(results) if rank not in pool.failures]
+        results = pool.join(take, tell if config.survives else None)
+    left = [result for rank, result in enumerate(results) if rank not in gone.union(pool.failures)]
     if not (config.survives and left):
         raise_first(results, pool.failures)
     return left
-
-
-def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Means over the workers of what they counted."""
-    sums: dict[str, dict[str, float]] = {}
-    for result in results:
-        for name, counts in result["channels"].items():
-            own = sums.setdefault(name, dict.fromkeys(counts, 0.0))
-            for key, value in counts.items():
-                own[key] += value
-    return {name: {key: total / len(results) for key, total in counts.items()} for name, counts in sums.items()}
-
-
-def summarise(config: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
-    """The contents of summary.json from what the workers returned."""
-
-    def mean(key: str) -> float:
-        return sum(result[key] for result in results) / len(results)
-
-    compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
-    judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
-    channels = by_channel(results)
-    waited = channels.get("pipeline", {}).get("blocked_seconds", 0.0)
-    bubble = waited / (compute + blocked) if compute + blocked else 0.0
-    first, world = max(results, key=lambda result: result["parameters"]), config.world  # who put the model together
-    return schema.Summary(
-        isles_version=__version__,
-        method=config.method,
-        backend=world.backend,
-        workers=len(results),
-        stages=config.pipeline.stages if config.pipeline.stages > 1 else None,
-        pipeline_bubble=bubble if config.pipeline.stages > 1 else None,
-        replicas=config.replicas_in_all if config.replicas_in_all < world.workers else None,
-        islands=config.replicas_in_all if world.inner > 1 else None,
-        bytes_across_per_worker=channels.get("outer", {}).get("bytes_sent", 0.0) if world.inner > 1 else None,
-        steps=config.run.steps,
-        tokens=sum(result["tokens"] for result in results),
-        parameters=first["parameters"],
-        val_loss=first["val_loss"],
-        val_loss_replicas=sum(judged) / len(judged) if judged else None,
-        replica_std=first["replica_std"],
-        bytes_sent_per_worker=mean("bytes_sent"),
-        bytes_received_per_worker=mean("bytes_received"),
-        channels=channels,
-        ddp_bytes_per_worker=first["ddp_bytes"],
-        compute_seconds=compute,
-        blocked_seconds=blocked,
-        compute_utilisation=compute / (compute + blocked) if compute + blocked else 1.0,
-        train_seconds=max(result["train_seconds"] for result in results),
-        wall_seconds=wall_seconds,
-        virtual_seconds=max(result["virtual_seconds"] for result in results) if world.is_simulated else None,
-        seed=config.run.seed,
-        corpus_sha256=first["corpus_sha256"],
-        memory=first["memory"],
-    ).record()

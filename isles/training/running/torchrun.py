@@ -35,9 +35,10 @@ from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.training.config.sections import Config
 from isles.training.records.events import Schema, begun, host_heard
+from isles.training.records.summary import SummaryTable
 from isles.training.running.agree import met
 from isles.training.running.processes import train_process
-from isles.training.running.run import SummaryTable, launch
+from isles.training.running.run import launch
 from isles.training.running.starting import deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
@@ -123,17 +124,19 @@ def _lead(
     thread = threading.Thread(target=work, name="isles-launcher", daemon=True)
     thread.start()
     lost: Sequence[int] = ()
+    before: dict[signal.Signals, Any] = {}
     if (start := begun.get()) is not None:
         pool, step, node_group = start
         lost = pool.failures  # filled while the run goes on
         # Where a worker dies torchrun ends the others at once, by SIGTERM, and by force after half a minute: this
-        # process has yet to say what happened.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _nothing)
+        # process has yet to say what happened. So after an error both stay without effect until its end.
+        before = {number: signal.signal(number, _nothing) for number in (signal.SIGTERM, signal.SIGHUP)}
         _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
     if isinstance(ended[0], BaseException):
         raise ended[0]
+    for number, handler in before.items():
+        signal.signal(number, handler)
     return out, ended[0], tuple(lost)
 
 

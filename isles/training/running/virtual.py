@@ -14,7 +14,7 @@ from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
 from isles.launch.nodes import NodeGroup
 from isles.training.config.sections import Config
-from isles.training.memory import step_seconds
+from isles.training.memory.planned import step_seconds
 from isles.training.running.starting import deadlines, warnings_told
 from isles.training.worker import train_worker
 

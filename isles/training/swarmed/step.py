@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,38 +23,45 @@ from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, form_of
+from isles.pipeline.recovery import gradient_norm, refuse_unequal
 from isles.pipeline.shares import StageShares, stage_shares
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, StageChange
+from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.entering import enter, welcome
 from isles.pipeline.swarm.gathering import gathered, state_bytes
-from isles.pipeline.swarm.gifts import give, take
+from isles.pipeline.swarm.gifts import StateGifts, take
 from isles.pipeline.swarm.judging import SwarmJudge
+from isles.pipeline.swarm.mending import mend, take_neighbours
+from isles.pipeline.swarm.own import OwnSwarm
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
 from isles.pipeline.swarm.post import Post, letter_lengths
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_work import StageWork
-from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
+from isles.pipeline.swarm.swarm import StageLost, Swarm
+from isles.pipeline.swarm.told import SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.staged import on_host
+from isles.training.step import Left
 from isles.training.text import Text
 
 _AHEAD = 3
 """Microbatches that an origin has under way for each peer of the longest way, where nothing else is said."""
 
 
-class Left(Exception):
-    """This peer has left the swarm, as it was asked to, or has come too late."""
+NewStage = tuple[Stage, Scheme, Text | None]
+"""A stage, what crosses its boundaries, and its text where it is the first."""
 
 
 class Swarmed:
     """One peer. present: who is there from the start; others come when they do. text: of an origin. become: makes this
     worker a peer of another stage, of a state that `state` made at another one, and gives that stage and its text.
-    `last` is what all know of the newest step.
+    revive: the same of a stage that nobody serves any more, of such states of its neighbours. met: to whom it
+    listens from the start; None: all. `last` is what all know of the newest step.
     """
 
     reads = False
@@ -71,24 +79,32 @@ class Swarmed:
         *,
         present: Sequence[int],
         state: Callable[[], bytes],
-        become: Callable[[int, Tensor], tuple[Stage, Scheme, Text | None]],
+        become: Callable[[int, Tensor], NewStage],
+        revive: Callable[[int, Sequence[Tensor]], NewStage],
+        met: Sequence[int] | None = None,
     ) -> None:
         self.config, self.world, self.cut = config, world, cut
-        self.stage, self.scheme, self.text, self._become = stage, scheme, text, become
+        self.stage, self.scheme, self.text = stage, scheme, text
+        self._become, self._revive = become, revive
+        self.rebuilds = config.pipeline.stage_lost == "rebuild"
+        if self.rebuilds:
+            refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.stage_lost = "rebuild"')
         pipeline, self.rows = config.pipeline, config.data.batch_size_per_worker(1)
         form = self._form()
-        said = to_toml(config) + repr([piece.blocks.start for piece in cut.pieces])
         stages = [coordinate.stage for coordinate in world.layout.coordinates]
-        if world.rank in present:
-            self._begin(said, [rank for rank in present if stages[rank] == stages[world.rank]], present)
-        run = int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "little")
+        run = number_of(identity(config, cut))
         largest = max(state_bytes(self._sketch(), piece) for piece in cut.pieces)
         lengths = letter_lengths(
-            form, gradient=largest, state=largest, peers=world.size, microbatches=pipeline.microbatches
+            form,
+            gradient=largest,
+            state=largest,
+            peers=min(world.size, config.world.max_members),
+            microbatches=pipeline.microbatches,
+            ever=world.size,
         )
         group = world.world.among(range(world.size), "pipeline")
-        post = Post(Mail(group, run=run, lengths=lengths))
-        give(post, state)
+        post = Post(Mail(group, run=run, lengths=lengths, met=met))
+        self._gifts = StateGifts(post, state)
         work = StageWork(stage, group, form, pipeline.microbatches, shares=self._shares(), autocast=autocast)
         work.text = self._microbatch
         stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(stages)]
@@ -100,33 +116,31 @@ class Swarmed:
         policy, period, margin = pipeline.rebalance, pipeline.rebalance_every, pipeline.hysteresis
         balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
         arrangement = Arrangement(stages, costs, balance)
-        self.swarm = Swarm(
+        late = DelayedSwarm if pipeline.delay_updates else Swarm
+        kind = late if config.method == "none" else OwnSwarm
+        self.swarm = kind(
             peer, agreement, self._trained(), arrangement, pipeline.microbatches, consistency=pipeline.consistency
         )
         self._judge = SwarmJudge(self.swarm)
-        self.step = self.tokens = self.moves = 0
-        """Steps of the run; tokens read by this peer for what it has counted; stages that it came to."""
-        self.last: SwarmStep | None = None
-        self._is_arranged = False
-
-    def _begin(self, said: str, alike: Sequence[int], present: Sequence[int]) -> None:
-        """Diverged, naming the odd one, unless all who are there have one configuration, and peers of a stage the same
-        weights; those are the first one's.
+        self.step = self.tokens = self.moves = self.rebuilt = 0
+        """Steps of the run; tokens read by this peer for what it has counted; stages that it came to; those of them
+        that it made anew.
         """
-        everyone, peers = self.world.world.among(present), self.world.world.among(alike, "control")
-        same_text(everyone, said, "its configuration or its cut points differ; start all peers with the same ones")
-        with torch.no_grad():
-            spread_from_first(peers, [*self.stage.parameters(), *self.stage.buffers()])
-        same_weights(peers, list(self.stage.parameters()))
+        self.block_norm = 0.0
+        """Of the newest gradient of this stage's blocks."""
+        self.last: SwarmStep | None = None
+        self._is_arranged = self._has_declined = False
 
-    def enter(self) -> int:
-        """Come to a swarm that is at work; the step that this peer begins with. Left where nobody is there any more, of
-        those who came before: workers are numbered as they come.
+    def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
+        """Come to a swarm that is at work, of which `others` are; the step that this peer begins with. wish: the stage
+        that it wants to serve. Left where none of them is there any more.
         """
         try:
-            step, change = enter(self.swarm, range(self.world.rank))
+            step, change = enter(self.swarm, others, wish)
         except PeerLost:
             raise Left from None
+        here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
+        self.swarm.peer.ways = ways_of(self.config.pipeline, here, self.swarm.agreement.patience)
         self._move(change)
         self.step, self._is_arranged = step - 1, True
         return step
@@ -144,10 +158,36 @@ class Swarmed:
                 self._move(change)
             elif self.swarm.me == self.swarm.agreement.members[0]:
                 self._tell(change)
-        self.last = self.swarm.step()
+        self._gifts.open()
+        self.swarm.number = self.step
+        self.last = self.swarm.step(self._mend if self.rebuilds else None)
+        if isinstance(self.swarm, OwnSwarm):
+            self._gifts.close()  # until what it exchanges has landed
+        self.block_norm = gradient_norm(self.stage)
+        if self.swarm.is_needed and not self._has_declined:
+            self._decline()
         if self.swarm.stages[self.swarm.me] == 0:
             self.tokens += len(self.swarm.peer.counted) * self.swarm.peer.work.form.sequences * self._length
         return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device)
+
+    def take_last(self) -> bool:
+        """Leave the gradient of the last step for an update, where it is still to come; whether it was."""
+        if not isinstance(self.swarm, DelayedSwarm):
+            return False
+        assert self.last is not None
+        norm, stage_norm = self.swarm.take_last()
+        self.last = replace(self.last, norm=norm, stage_norm=stage_norm)
+        return True
+
+    def _decline(self) -> None:
+        """Nobody can go on without this peer: all stop, resumably, where somebody sees to that."""
+        self._has_declined = True
+        stage = self.swarm.stages[self.swarm.me]
+        told = (
+            f"worker {self.swarm.me} is asked to leave, and is the last of stage {stage}, with nobody to take its place"
+        )
+        self.world.report({"notice": told})
+        self.world.leaving.decline()
 
     def _arrange(self) -> list[StageChange]:
         if self._is_arranged:  # it has just come
@@ -164,35 +204,55 @@ class Swarmed:
         counts = asdict(self.swarm.peer.counts)
         told = {name: count for name, count in counts.items() if name != "seconds"}
         own = {"stage": self.swarm.stages[self.swarm.me], "moves": self.moves}
+        own |= {"rebuilt": self.rebuilt} if self.rebuilds else {}
         return told | own | {"peers": len(self.swarm.agreement.members)}
 
     def state_dict(self) -> dict[str, Any] | None:
-        return {"step": self.step, "tokens": self.tokens, "stages": list(self.swarm.stages)}
+        own = {"step": self.step, "tokens": self.tokens, "moves": self.moves, "norm": self.block_norm}
+        return own | {"stages": list(self.swarm.stages), "swarm": self.swarm.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         assert state is not None
-        self.step, self.tokens = state["step"], state["tokens"]
-        self.swarm.arrangement.stages[:] = state["stages"]
-        self.swarm.place()
+        self.step, self.tokens, self.moves = state["step"], state["tokens"], state["moves"]
+        self.block_norm = state["norm"]
+        self.swarm.load_state_dict(state["swarm"])
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:
-        loss = self._judge.loss(lambda: () if self.text is None else self.text.validation())
+        loss = self._judge.loss(lambda: () if self.text is None else self.text.validation(), self._between)
         return loss if self.swarm.me == self.swarm.peers(0)[0] else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
-        optimizer.finish()
+        optimizer.consolidate()  # the mean over the peers of a stage, where they are not alike
         whole = self._sketch()
         if self.text is not None:
             whole = on_host(self.config.model, self.config.run.seed)
             self.scheme.fit(whole)
-        return self.scheme.unsplit(whole) if gathered(self.swarm, whole, self.cut.pieces) else None
+        return self.scheme.unsplit(whole) if gathered(self.swarm, whole, self.cut.pieces, self._between) else None
+
+    @property
+    def _between(self) -> Callable[[], None] | None:
+        """What mends stages that are lost between two steps, where nobody can begin."""
+        return partial(self._mend, comers=False) if self.rebuilds else None
+
+    def _mend(self, *, comers: bool = True) -> None:
+        """Have stages served again that have lost all of their peers."""
+        for change in mend(self.swarm, self.step, self.config.pipeline.stage_patience, comers=comers):
+            if change.peer == self.swarm.me:
+                self._move(change)
+            elif self.swarm.me == self.swarm.agreement.members[0]:
+                self._tell(change, " and makes it of its neighbours, for it had no peer left")
 
     def _move(self, change: StageChange) -> None:
-        """Take over the state of the new stage from one that has it."""
-        state = take(self.swarm.agreement.post, self.swarm.donors, self.swarm.agreement.patience)
-        if state is None:
-            raise StageLost(change.after)
-        self.serve(*self._become(change.after, state))
+        """Take over the state of the new stage from one that has it; where nobody has, make it of its neighbours."""
+        donors, agreement = self.swarm.donors, self.swarm.agreement
+        if donors:
+            state = take(agreement.post, donors, agreement.patience)
+            if state is None:
+                raise StageLost(change.after)
+            self.serve(*self._become(change.after, state))
+        else:
+            self.serve(*self._revive(change.after, take_neighbours(self.swarm, change.after)))
+            self.rebuilt += 1
         self.moves += 1
 
     def serve(self, stage: Stage, scheme: Scheme, text: Text | None) -> None:
@@ -201,9 +261,9 @@ class Swarmed:
         self.swarm.peer.work.serve(self.stage, self._form(), self._shares())
         self.swarm.parameters = self._trained()
 
-    def _tell(self, change: StageChange) -> None:
+    def _tell(self, change: StageChange, more: str = "") -> None:
         whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
-        told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}"
+        told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
         self.world.report({"notice": told})
 
     @property
@@ -230,8 +290,33 @@ class Swarmed:
         """A function of the seed, the step and the number, so any origin can run it."""
         assert self.text is not None
         sequences = self.swarm.peer.work.form.sequences
-        first = (self.step - 1) * self.rows + number * sequences
+        first = (self.swarm.number - 1) * self.rows + number * sequences
         return self.text.loader.read(np.arange(first, first + sequences))
+
+
+def identity(config: Config, cut: Cut) -> str:
+    """What all peers of a run have in common: all but where things lie on a machine, and what it trains on."""
+    data, model = replace(config.data, path="", cache=""), replace(config.model, device="auto")
+    return to_toml(replace(config, data=data, model=model)) + repr([piece.blocks.start for piece in cut.pieces])
+
+
+def number_of(identity: str) -> int:
+    """56 bits of its hash."""
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
+
+
+def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Sequence[int]) -> None:
+    """Diverged, naming the odd one, unless all who are there have one configuration, and peers of a stage the same
+    weights; those are the first one's. Before an optimizer is made: it may remember what it begins with.
+    """
+    stages = [coordinate.stage for coordinate in world.layout.coordinates]
+    alike = [rank for rank in present if stages[rank] == stages[world.rank]]
+    everyone, peers = world.world.among(present), world.world.among(alike, "control")
+    mend = "its configuration or its cut points differ; start all peers with the same ones"
+    same_text(everyone, identity(config, cut), mend)
+    with torch.no_grad():
+        spread_from_first(peers, [*stage.parameters(), *stage.buffers()])
+    same_weights(peers, list(stage.parameters()))
 
 
 def stage_costs(cut: Cut) -> list[float]:
@@ -242,9 +327,9 @@ def stage_costs(cut: Cut) -> list[float]:
 
 def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmWays:
     """How microbatches travel. stages: by peer."""
-    given, origins = pipeline.in_flight, stages.count(0)
+    given, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
-    room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages) + 1, "all": None}
+    room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
     return SwarmWays(
         room=given if isinstance(given, int) else room[given],
         forward=pipeline.forward_deadline,

@@ -17,50 +17,84 @@ from typing_extensions import override
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.data import Corpus
-from isles.models import limits
+from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut
+from isles.pipeline.recovery import RATE, block_parameters, merged, sources
+from isles.pipeline.swarm.roster import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
+from isles.training.rates import rate_schedule
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.tensors import copy_to_host
 from isles.training.staged import build_stage, run_scheme, told_by_first
-from isles.training.step import Step
-from isles.training.swarmed.step import Left, Swarmed
+from isles.training.step import Left, Step
+from isles.training.swarmed.step import NewStage, Swarmed, begin_alike
 from isles.training.text import Text
 from isles.training.trainer import Trainer
 
 _STRUCTURE = "__structure__"
+_FAREWELL = 2.0
+"""Seconds in which what a peer has sent before it leaves must be gone. The others need none of it by then."""
 
 
 class SwarmTrainer(Trainer):
-    """The weights of a stage's peers are equal after every step, for all have the same gradient; so nothing is left to
-    compare or to average.
+    """Without an outer method the weights of a stage's peers are equal after every step, for all have the same
+    gradient: nothing is left to compare or to average. With one they are as it leaves them after its exchanges, which
+    go by letters, among those whom the swarm has agreed on.
     """
 
     model_step: Swarmed
+    _is_concluded = False
 
     def __init__(
-        self, config: Config, world: Mesh, corpus: Corpus | None = None, present: Sequence[int] | None = None
+        self,
+        config: Config,
+        world: Mesh,
+        corpus: Corpus | None = None,
+        present: Sequence[int] | None = None,
+        met: Sequence[int] | None = None,
     ) -> None:
-        """present: who is there from the start; None: all."""
-        self._corpus, self._present = corpus, range(world.size) if present is None else present
+        """present: who is there from the start; None: all. met: to whom this worker listens from the start; None: to
+        all.
+        """
+        self._corpus, self._present, self._met = corpus, range(world.size) if present is None else present, met
+        alone = world.world.among([world.rank])  # what it knows of others the swarm tells it
+        self._peers = alone if config.method == "none" else SwarmRoster(alone)
         super().__init__(config, world, corpus)
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
+        """As `Trainer.run`; None also where this peer was asked to leave, or has come too late."""
+        self.world.leaving.can(self._ask_to_leave)
         try:
             if self.world.rank not in self._present:
                 began = self.world.transport.now()
-                self.model_step.enter()
+                self._enter()
                 self.training_seconds += self.world.transport.now() - began  # it was blocked for so long
             return super().run(out)
         except Left:
+            self._depart()
             return None
+
+    def _enter(self) -> None:
+        """Where workers are numbered as they come."""
+        self.model_step.enter(range(self.world.rank))
+
+    def _ask_to_leave(self) -> None:
+        self.model_step.swarm.leaving = True
+
+    def _depart(self) -> None:
+        """As all know: nothing that this peer had begun is left undone."""
+        self.model_step.swarm.agreement.post.mail.settle(_FAREWELL)
+        self.world.leaving.has_left = True
+        if self.model_step.last is not None:
+            told = f"worker {self.world.rank} has left after step {self.optimizer.steps}, as it was asked to"
+            self.world.report({"left": self.world.rank, "notice": told})
 
     @override
     def step(self) -> None:
@@ -75,20 +109,27 @@ class SwarmTrainer(Trainer):
     def _judging(self) -> bool:
         if self.world.rank not in self._present:
             return self._text(self._corpus).judges
-        everyone = self.world.world.among(self._present)
+        places = self.world.layout.coordinates
+        everyone = self.world.world.among(sorted(self._present, key=lambda rank: places[rank].stage))  # who reads first
         return told_by_first(everyone, self.text is not None and self.text.judges)
 
     @override
     def _wrapped(
         self, model: nn.Module, roster: Roster | None, manage: Callable[[nn.Module, Optimizer], Optimizer]
     ) -> tuple[ReplicaSync, list[str]]:
-        alone = self.world.world.among([self.world.rank])  # what it knows of others the swarm tells it
-        return wrapped(self.config, model, alone, self.world.inner, norm=lambda: self.model_step.norm)
+        return wrapped(self.config, model, self._peers, self.world.inner, norm=lambda: self.model_step.norm)
+
+    @override
+    def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
+        stage = super()._stage(cut, scheme)
+        if self.world.rank in self._present:
+            begin_alike(self.config, self.world, cut, stage, self._present)
+        return stage
 
     @override
     def _staged(self, cut: Cut, scheme: Scheme) -> Step:
         stage = cast(Stage, self.optimizer.model)
-        return Swarmed(
+        step = Swarmed(
             self.config,
             self.world,
             cut,
@@ -99,28 +140,62 @@ class SwarmTrainer(Trainer):
             present=self._present,
             state=self._state,
             become=partial(self._become, cut),
+            revive=partial(self._revive, cut),
+            met=self._met,
         )
+        if isinstance(self._peers, SwarmRoster):
+            self._peers.serve(step.swarm)
+        return step
 
     def _state(self) -> bytes:
         """What a peer of this stage has between two steps, as safetensors."""
         optimizer = self.optimizer
         held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
+        held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
+        held["late"] = self.model_step.swarm.late
         structure, tensors = split_state({**held, "schedule": self.schedule.state_dict()})
         text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
         return save({**copy_to_host(tensors), _STRUCTURE: text})
 
-    def _become(self, cut: Cut, stage: int, given: Tensor) -> tuple[Stage, Scheme, Text | None]:
+    def _become(self, cut: Cut, stage: int, given: Tensor) -> NewStage:
         """Serve `stage` from now on, with the state that a peer of it gave."""
-        tensors = load(given.numpy().tobytes())
-        state: Any = join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+        state = _read(given)
         served = self._rebuilt(cut, stage)
         self.optimizer.load_weights(state["model"])
         self.optimizer.load_inner_state(state["inner"])
+        self.optimizer.load_outer_state(state["outer"])
         self.optimizer.steps = state["steps"]
         self.schedule.load_state_dict(state["schedule"])
+        self.model_step.block_norm = state["norm"]
+        self.model_step.swarm.late = state["late"]
         return served
 
-    def _rebuilt(self, cut: Cut, stage: int) -> tuple[Stage, Scheme, Text | None]:
+    def _revive(self, cut: Cut, stage: int, given: Sequence[Tensor]) -> NewStage:
+        """Serve `stage`, which nobody does any more, made of the states that peers of its neighbours gave: CheckFree's
+        mean of their blocks, empty moments, a higher rate.
+        """
+        states = [_read(each) for each in given]
+        served = self._rebuilt(cut, stage)
+        whole = sketch(self.config.model)
+        run_scheme(self.config, cut).fit(whole)
+        found = [
+            [state["model"][name] for name in block_parameters(Stage(whole, cut.pieces[source]))]
+            for state, source in zip(states, sources("checkfree", stage, len(cut.pieces)), strict=True)
+        ]
+        norms = [state["norm"] for state in states]
+        with torch.no_grad():
+            for own, before, after in zip(block_parameters(served[0]).values(), *found, strict=True):
+                own.copy_(merged(before, norms[0], after, norms[1]))
+        self.optimizer.take_in()
+        self.optimizer.steps = states[0]["steps"]
+        self.schedule.load_state_dict(
+            states[0]["schedule"] | {"base_lrs": [RATE * each for each in self.schedule.base_lrs]}
+        )
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["lr"] = rate * lr_factor(self.optimizer.steps + 1, self.config.run.steps, self.config.inner)
+        return served
+
+    def _rebuilt(self, cut: Cut, stage: int) -> NewStage:
         """What serves `stage`, as drawn."""
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
@@ -128,10 +203,14 @@ class SwarmTrainer(Trainer):
         made = build_stage(self.config, cut, scheme, stage, self.world.local_rank)
         self.optimizer, _ = self._wrapped(made, None, self.memory.manage)
         self.model = self.optimizer.model
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: lr_factor(done + 1, self.config.run.steps, self.config.inner)
-        )
+        self.schedule = rate_schedule(self.optimizer, self.config)
         return made, scheme, self.text if stage == 0 else None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self.model_step.swarm.close()
+        self.model_step.swarm.agreement.post.mail.settle()  # whoever resumes finds the lines as idle
+        return super().state_dict()
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,7 +234,31 @@ class SwarmTrainer(Trainer):
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Tokens are those of the steps, told by who puts the model together: some of who read them may be gone."""
+        """Tokens are those of the steps, told by who puts the model together: some who read them may be gone. If that
+        one is lost before the model is written and judged, the next of stage 0 does it all.
+        """
+        self._take_last()
         read = self.config.run.steps * self.model_step.rows * limits(self.config.model)[0]
-        result = super().conclude(out)
-        return result | {"tokens": read if result["parameters"] else 0}
+        agreement = self.model_step.swarm.agreement
+        agreement.patience = max(agreement.patience, self.config.world.eval_deadline)  # a whole model takes its time
+        while True:
+            result = super().conclude(out)
+            holds = int(result["parameters"] > 0)
+            if any(word[0] for word in agreement.agree([holds]).values()):
+                return result | {"tokens": holds * read}
+
+    def _take_last(self) -> None:
+        """The last update, where it is still to come."""
+        began = self.world.transport.now()
+        if not self._is_concluded and self.model_step.take_last():
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.optimizer.steps = self.config.run.steps
+        self._is_concluded = True
+        self.training_seconds += self.world.transport.now() - began
+
+
+def _read(given: Tensor) -> Any:
+    """What `SwarmTrainer._state` made."""
+    tensors = load(given.numpy().tobytes())
+    return join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)

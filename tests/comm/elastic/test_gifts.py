@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.gifts import Giver, NotGiven, take
+from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven, take
 from isles.comm.elastic.keys import SeatKeys, signature
 from isles.comm.elastic.session import open_session
 from tests.comm.elastic.sessions import router
@@ -24,25 +24,25 @@ def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
             first.write_bytes(bytes(range(256)) * 12_000)  # three pieces
             waiting = threading.Timer(0.3, lambda: giver.offer("state", first, {"round": 5}))
             waiting.start()  # who asks before it is there waits, and the giver is told
-            facts = take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+            facts = take(guest, GiftRequest(giver="3", what="state", most=1 << 30, seconds=20.0), tmp_path / "taken")
             assert facts["round"] == 5 and (tmp_path / "taken").read_bytes() == first.read_bytes()
             with pytest.raises(NotGiven, match="more than"):
-                take(guest, "3", "state", tmp_path / "taken", most=1000, seconds=20.0)
+                take(guest, GiftRequest(giver="3", what="state", most=1000, seconds=20.0), tmp_path / "taken")
             first.write_bytes(b"\1" * first.stat().st_size)  # it is not what was offered any more
             with pytest.raises(NotGiven, match="checksum"):
-                take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+                take(guest, GiftRequest(giver="3", what="state", most=1 << 30, seconds=20.0), tmp_path / "taken")
             waiting = threading.Timer(0.3, lambda: giver.offer("mean", tmp_path / "no folder" / "mean", {}))
             waiting.start()
             with pytest.raises(NotGiven, match="there is none"):  # its disk did not take it
-                take(guest, "3", "mean", tmp_path / "taken", most=1 << 30, seconds=20.0)
+                take(guest, GiftRequest(giver="3", what="mean", most=1 << 30, seconds=20.0), tmp_path / "taken")
             assert len(told) == 1 and "could not be written" in told[0]
             giver.shut("state")
             with pytest.raises(NotGiven, match="within"):
-                take(guest, "3", "state", tmp_path / "taken", most=1 << 30, seconds=1.0)
+                take(guest, GiftRequest(giver="3", what="state", most=1 << 30, seconds=1.0), tmp_path / "taken")
             assert giver.is_wanted("state")
             Giver(host, "4", told.append, patient=False)
             with pytest.raises(NotGiven, match="there is none"):
-                take(guest, "4", "state", tmp_path / "taken", most=1 << 30, seconds=20.0)
+                take(guest, GiftRequest(giver="4", what="state", most=1 << 30, seconds=20.0), tmp_path / "taken")
         finally:
             guest.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.presence import SILENT, Presence
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.guards.refusals import OTHERS, Refusals, told_rows
@@ -44,16 +45,58 @@ def test_an_address_has_its_turns_and_more_with_time() -> None:
     assert len(admissions._left) <= 4096
 
 
+def looks(present: Presence, seconds: float, at: float = 0.0) -> list[int]:
+    """Who is gone after so many seconds of looks."""
+    return [seat for look in range(round(4 * seconds) + 1) for seat in present.silent(at + look / 4)]
+
+
+def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
+    """Once a while, to all others; not who has just beaten, nor who is not there. It is not gone."""
+    present = Presence()
+    for seat in (1, 2, 3):
+        present.changed(seat, True)
+    assert looks(present, 1.0) == []
+    assert present.others_of(2) == [] and present.others_of(9) == []  # a beat may be on its way
+    present.spoke(1)
+    assert looks(present, 1.0, at=1.0) == []
+    assert present.others_of(2) == [1, 3] and present.others_of(2) == [] and present.others_of(1) == []
+    assert looks(present, 1.75, at=2.0) == []
+    assert present.others_of(2) == [1, 3]
+    present.spoke(2)
+    assert present.others_of(2) == []
+
+
+def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
+    asked = list[int]()
+    doubts = Doubts(asked.append)
+    for seconds in (0.0, 0.5, 0.9):
+        doubts.awaited({1, None}, seconds)
+    assert not asked
+    for seconds in (1.0, 1.1):
+        doubts.awaited({1, None}, seconds)
+    doubts.awaited({1, 2}, 1.2)
+    assert asked == [1, 2]
+
+
 def test_who_is_there_and_silent_is_gone_until_it_speaks() -> None:
     present = Presence()
-    present.changed(4, True, 0.0)
-    present.joined(5, 0.0)  # and never comes
-    assert not present.spoke(4, SILENT)
-    assert present.silent(SILENT + 1) == [5] and present.silent(SILENT + 2) == []
-    assert present.silent(2 * SILENT + 1) == [4]
-    assert present.spoke(4, 2 * SILENT + 2) and not present.spoke(4, 2 * SILENT + 3)
-    present.changed(4, False, 2 * SILENT + 4)
-    assert present.silent(9 * SILENT) == [] and not present.spoke(6, 0.0)
+    present.changed(4, True)
+    present.joined(5)  # and never comes
+    assert looks(present, SILENT) == []
+    assert not present.spoke(4)
+    assert looks(present, SILENT, at=SILENT) == [5]
+    assert looks(present, 1.0, at=2 * SILENT) == [4]
+    assert present.spoke(4) and not present.spoke(4)
+    present.changed(4, False)
+    assert looks(present, 3 * SILENT, at=2 * SILENT + 1) == [] and not present.spoke(6)
+
+
+def test_a_lighthouse_that_was_held_up_accuses_nobody() -> None:
+    """What came meanwhile it has not looked at yet."""
+    present = Presence()
+    present.changed(4, True)
+    assert looks(present, SILENT / 2) == [] and looks(present, 0.0, at=10 * SILENT) == []
+    assert looks(present, SILENT, at=10 * SILENT) == [4]
 
 
 def test_questions_that_come_faster_than_they_are_answered_are_turned_away(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, SeatKeys, signature
 from isles.comm.elastic.lighthouse import Lighthouse
@@ -32,9 +34,9 @@ def lit(folder: Path) -> Iterator[tuple[Lighthouse, Session]]:
     """A lighthouse, and a session of somebody with the token."""
     with router(folder) as (mine, address, session):
         journal = Journal(folder)
-        rules = Rules(founders=2, sync_every=5)
+        rounds = RoundsAssembly(Rules(founders=2, sync_every=5), journal.entries)
         keys = SeatKeys(folder)
-        lighthouse = Lighthouse(session, rules, journal, keys, config="[run]\n", version="1.0", port=1, heard=heard)
+        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", port=1, heard=heard)
         guest = open_session("client", mine, connect=address)
         try:
             yield lighthouse, guest
@@ -98,3 +100,16 @@ def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
     journal.close()
     assert [one["event"] for one in journal.entries][:1] == ["join"]
     assert SeatKeys(tmp_path).of(entry.seat) == entry.key
+
+
+def test_a_full_disk_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not on the disk is told to nobody; whoever keeps the run hears of it."""
+    with lit(tmp_path) as (lighthouse, guest), monkeypatch.context() as full:
+
+        def commit(journal: Journal) -> None:
+            raise OSError(errno.ENOSPC, "no room")
+
+        full.setattr(Journal, "commit", commit)
+        guest.ask(HELLO, encode(Hello("1.0", "abc", guest.name())), lambda reply, refusal: None, seconds=5.0)
+        with pytest.raises(OSError, match="no room"):
+            lighthouse.wait(lambda: False, 10.0)

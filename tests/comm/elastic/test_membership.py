@@ -59,6 +59,28 @@ def test_the_first_view_waits_for_its_founders() -> None:
     assert answer.views == (View(0, 1, (0, 1), (4, 4)),) and answer.newest_round == 1
 
 
+def test_who_was_to_begin_as_drawn_and_came_too_late_for_that_loads_from_a_member() -> None:
+    """It said that it is ready after the first view was told, which goes on without it."""
+    run = Membership(Rules(founders=2, sync_every=4))
+    orders = [order for _ in range(4) for order in run.join(0.0, "a worker")]
+    assert [load for _, load in told(orders, Load)] == [Load(0, -1)] * 4
+    run.beat(0.0, 3, READY)
+    orders = run.beat(0.0, 0, READY)
+    assert run.view is not None and run.view.seats == (0, 3)
+    assert told(orders, Load) == [(1, Load(1, 0)), (2, Load(1, 3))]
+    run.beat(0.0, 1, READY)
+    assert run.workers[1].state == "outside" and run.proposal is None
+    run.beat(0.0, 1, Beat(ready=1))
+    assert run.workers[1].state == "ready" and run.proposal is not None
+
+
+def test_who_was_to_begin_as_drawn_while_the_only_member_was_away_loads_from_it() -> None:
+    run, _ = founded(1)
+    run.gone(1.0, 0)
+    assert told(run.join(1.0, "another"), Load) == [(1, Load(0, -1))]
+    assert told(run.back(2.0, 0), Load) == [(1, Load(1, 0))]
+
+
 def test_a_change_is_for_three_rounds_ahead_and_waits_for_every_promise() -> None:
     run, _ = founded(3)
     run.beat(0.0, 1, Beat(4, 0, 0))
@@ -132,6 +154,20 @@ def test_five_rounds_behind_is_better_off_with_anothers_state() -> None:
     assert run.workers[1].call == 1 and run.proposal is not None and 1 in run.proposal.lost
 
 
+def test_a_new_view_hides_nobody_who_is_behind() -> None:
+    """It is as far behind as before; who begins with that view is not."""
+    run, _ = founded(3)
+    run.beat(0.0, 0, Beat(3, 0, 0))
+    run.join(0.0, "newcomer")
+    run.beat(0.0, 3, READY)
+    promise(run, 0, 1, 2)
+    assert run.view is not None and run.view.seats == (0, 1, 2, 3) and run.view.since == 6
+    run.beat(0.0, 0, Beat(7, 0, 1))
+    run.beat(0.0, 2, Beat(6, 0, 1))
+    run.beat(0.0, 1, Beat(2, 0, 1))
+    assert [run.workers[seat].call for seat in range(4)] == [0, 1, 0, 0]
+
+
 def test_inner_steps_follow_the_pace_from_a_half_to_an_eighth() -> None:
     run, _ = founded(4)
     for seat, seconds in enumerate((1.0, 1.1, 2.0, 99.0)):
@@ -140,6 +176,23 @@ def test_inner_steps_follow_the_pace_from_a_half_to_an_eighth() -> None:
     run.beat(0.0, 4, READY)
     promise(run, 0, 1, 2, 3)
     assert run.view is not None and run.view.steps == (16, 16, 12, 2, 16)  # the median is 1.55 s
+
+
+def test_who_waits_for_its_first_round_begins_it_where_nobody_is_left_who_could() -> None:
+    """The only veteran dies after the newcomer's view was agreed, and before it begins."""
+    run, _ = founded(1)
+    run.join(0.0, "newcomer")
+    run.beat(0.0, 1, READY)
+    promise(run, 0)
+    assert run.view is not None and (run.view.since, run.newest_round) == (4, 1)
+    run.gone(1.0, 0)
+    promise(run, 1)
+    assert run.view.seats == (1,)
+    (answer,) = replies(run.beat(2.0, 1, Beat(0, 0, 1)))
+    newcomer = Member(1)
+    newcomer.loaded(Load(0, 0), 1)
+    newcomer.answered(newcomer.beat(), replace(answer, views=(View(1, 4, (0, 1), (16, 16)), *answer.views)))
+    assert newcomer.first() == 4
 
 
 def test_the_run_is_full() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from isles.comm.elastic.account import Account
 from isles.comm.elastic.cells import fresh_before, lot_batches
+from isles.comm.view import Lot, View
 from isles.data.lots import _SPARE, rows
 from tests.comm.elastic.world import World
 
@@ -98,6 +99,19 @@ def test_the_same_seed_is_the_same_world() -> None:
     assert one.reads == two.reads and one.journal == two.journal
 
 
+def test_of_many_witnesses_those_who_have_most_are_remembered() -> None:
+    """One has the work of three rounds, and then many others have that of the first."""
+    account = Account()
+    account.open(View(0, 1, tuple(range(20)), (2,) * 20), [])
+    account.begun(0, 3, (), {})
+    account.begun(1, 3, (), {0: 3})
+    for seat in range(2, 20):
+        account.begun(seat, 3, (), {0: 1})
+    account.forgo(0)
+    assert account.next(4, range(1, 20))[1] == ()
+    assert account.next(4, range(2, 20))[1] == (Lot(0, 0, 2, 4),)
+
+
 class Forgetful(Account):
     """A mutant: debts of the dead are struck off."""
 
@@ -114,6 +128,6 @@ class Lavish(Account):
 
 @pytest.mark.parametrize(("mutant", "agrees"), [(Forgetful, False), (Forgetful, True), (Lavish, True)])
 def test_an_account_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch, mutant: type, agrees: bool) -> None:
-    monkeypatch.setattr("isles.comm.elastic.membership.Account", mutant)
+    monkeypatch.setattr("isles.comm.elastic.lasting.register.Account", mutant)
     with pytest.raises(AssertionError):
         check(churned(agrees=agrees, founders=3, most=8, events=60, seed=1))

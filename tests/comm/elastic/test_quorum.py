@@ -33,18 +33,23 @@ def test_a_retry_keeps_the_weights_of_those_who_are_left() -> None:
     assert again == Word(3, "again", 2, (0, 2), steps=(5, 3))
     landed = ballot.decided(again).told(2, 0, 9).told(2, 2, 9).decide({0, 2})
     assert landed == Word(3, "land", 2, (0, 2), steps=(5, 3))
-    assert ballot.has(1, 4) == ballot  # it is closed
+    assert ballot.has(1, 4) == ballot.has(1, 9) == ballot  # it is closed
 
 
 def test_a_grace_never_reaches_into_the_next_exchange() -> None:
     graces = Graces()
     graces.delivered(100.0, 1, 40.0)
     graces.delivered(104.0, 1, 40.0)
-    assert graces.next == 110.0 and graces.over(109.9) == set() and graces.over(110.0) == {1}
-    graces.exchanging(110.0, 1)
-    graces.landed(138.0, 1)  # exchanges take 28 of the 40 seconds
-    graces.delivered(140.0, 2, 40.0)
-    assert graces.next == pytest.approx(140.0 + 40.0 - 1.25 * 28.0)
+    assert graces.next == 140.0  # nobody waits for a quorum longer than the first one can
+    graces.enough(104.0, 1)
+    graces.enough(105.0, 1)
+    assert graces.next == 114.0 and graces.over(113.9) == set() and graces.over(114.0) == {1}
+    graces.exchanging(112.0, 1)
+    graces.exchanging(114.0, 1)  # again, for somebody died
+    graces.landed(142.0, 1)  # exchanges take 28 of the 40 seconds
+    graces.delivered(144.0, 2, 40.0)
+    graces.enough(145.0, 2)
+    assert graces.next == pytest.approx(144.0 + 40.0 - 1.25 * 28.0)
     graces.delivered(141.0, 3, 0.0)  # of unknown pace: nothing follows from it
     assert graces.over(1e9) == {2}
 
@@ -100,6 +105,19 @@ def test_who_is_late_keeps_its_seat_and_delivers_into_the_next_round() -> None:
     assert toy.deliver(12.3, 3, 2, steps=4) is None  # at once, into the next one
     again = Membership(toy.rules, toy.journal, until=20.0)  # a restarted lighthouse knows what has landed
     assert again.ballots.has_landed(1) and again.workers[3].call == 0
+
+
+def test_one_that_is_far_ahead_does_not_make_the_others_late() -> None:
+    """The grace begins with the quorum: a newcomer delivers long before anybody else."""
+    toy = Toy(4, last=9)
+    toy.begin(1.0, 0, 1, 2, 3, round=1)
+    toy.deliver(3.0, 0, 1)
+    for seat, now in ((1, 8.0), (2, 8.5)):
+        toy.do(toy.membership.tick(now))
+        toy.deliver(now, seat, 1)
+    assert toy.membership.ballots.graces.next == 10.0 and toy.told == {}
+    toy.deliver(9.5, 3, 1)
+    assert toy.told[3] == [Word(1, "again", 1, (0, 1, 2, 3), 0, (4, 4, 4, 4))]
 
 
 def test_the_last_round_waits_for_all() -> None:

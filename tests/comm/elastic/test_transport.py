@@ -17,10 +17,11 @@ import torch
 
 import isles
 from isles.comm import credentials
+from isles.comm.collectives.basic import all_done
 from isles.comm.elastic.mail import CHUNK, EARLY
 from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
-from isles.comm.errors import PeerLost
+from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed
 from isles.comm.tags import Tag
 from isles.comm.transport import Transport
 from tests.comm.elastic.sessions import router, run_elastic, settled, workers
@@ -65,6 +66,36 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
         assert all(torch.equal(sent, got) for sent, got in checks)
         way = "direct" if direct else "relayed"
         assert all(one.carried == Counter({way: sum(sizes), "relayed": sum(sizes) * (not direct)}) for one in pair)
+
+
+def test_who_waits_for_a_round_that_is_over_is_told(tmp_path: Path) -> None:
+    """At once, whether it came before the round was over or comes after; later rounds and others' are untouched."""
+    with workers(tmp_path, 3) as (one, two, three):
+        assert within(10.0, lambda: all(len(end._ways) == 2 for end in (one, two, three)))
+        buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(5)]
+        waits = [two.recv(0, buffers[round], Tag("outer", round, 0, 1)) for round in range(4)]
+        sends = [two.send(0, buffers[0], Tag("outer", round)) for round in range(4)]
+        other = three.recv(0, buffers[4], Tag("outer", 2))
+        settled(*sends)
+        assert not any(work.done() for work in waits)
+        one.over("outer", 2)
+        settled(*waits[:3])
+        assert (
+            [type(work.error) for work in waits[:3]] == [RoundPassed] * 3 and not waits[3].done() and not other.done()
+        )
+        late, asks = (
+            two.send(0, random_bytes(3 * CHUNK, 1), Tag("outer", 2, 1)),
+            two.recv(0, buffers[0], Tag("outer", 2)),
+        )
+        settled(late, asks)
+        assert isinstance(late.error, RoundPassed) and isinstance(asks.error, RoundPassed)
+        after = [one.recv(1, buffers[1], Tag("outer", 3)), two.send(0, buffers[2], Tag("outer", 3, 1))]
+        after += [one.send(1, buffers[3], Tag("outer", 3, 0, 1)), waits[3]]
+        settled(*after)
+        assert [work.error for work in after] == [None] * 4
+        one.over("outer", 0)  # it begins anew with an earlier round
+        settled(two.send(0, buffers[2], Tag("outer", 1, 7)), one.recv(1, buffers[1], Tag("outer", 1, 7)))
+        assert buffers[2].equal(buffers[1])
 
 
 def test_the_same_bits_and_bytes_as_on_the_virtual_clock(tmp_path: Path) -> None:
@@ -233,3 +264,36 @@ def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signa
             child.wait()
             transport.close()
             session.close()
+
+
+def test_who_falls_silent_ends_what_waits_for_it_alone(tmp_path: Path) -> None:
+    """At once and by name; the works with others go on, and so do later ones with the silent one."""
+    with workers(tmp_path, 3) as trio:
+        buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(3)]
+        silent = trio[0].recv(1, buffers[0], Tag("outer", 1)), trio[0].send(2, random_bytes(8, 1), Tag("outer", 1))
+        other = trio[0].recv(2, buffers[1], Tag("outer", 1))
+        trio[0].fell_silent(1)
+        assert silent[0].done() and isinstance(silent[0].error, PeerSilent) and silent[0].error.rank == 1
+        later = trio[0].recv(1, buffers[2], Tag("outer", 2))
+        sent = [
+            trio[2].send(0, random_bytes(8, 2), Tag("outer", 1)),
+            trio[1].send(0, random_bytes(8, 1), Tag("outer", 2)),
+        ]
+        taken = trio[2].recv(0, torch.zeros(8, dtype=torch.uint8), Tag("outer", 1))
+        settled(silent[1], other, later, taken, *sent)
+        assert not any(work.error for work in (silent[1], other, later, taken, *sent))
+        assert buffers[1].equal(random_bytes(8, 2)) and buffers[2].equal(random_bytes(8, 1))
+
+
+def test_whoever_stands_still_for_somebody_doubts(tmp_path: Path) -> None:
+    """By itself, not while it computes with the exchange under way behind it."""
+    doubted = list[int]()
+    with workers(tmp_path, 2) as pair:
+        pair[0].life._ask = doubted.append
+        work = pair[0].recv(1, torch.zeros(8, dtype=torch.uint8), Tag("outer", 1))
+        transfer = pair[0].run(all_done([work]), "outer", 1.4)
+        time.sleep(0.2)
+        assert not doubted
+        with pytest.raises(DeadlinePassed):
+            transfer.wait()
+        assert doubted and set(doubted) == {1}

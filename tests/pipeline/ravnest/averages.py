@@ -86,7 +86,7 @@ class Member:
         self.world, self.plan = world, plan
         stages = parts(plan)
         names = [{n: [name for name, _ in part.named_parameters()] for n, part in enumerate(own)} for own in stages]
-        self.quorum = Quorum(world.world, ClusterSeats.of(plan.ranks, world.size))
+        self.quorum = Quorum(world.world, ClusterSeats.of(plan.cuts, range(world.size)))
         self.average = ClusterAverage(
             self.quorum, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state
         )

@@ -49,6 +49,8 @@ def spoil(swarm: Swarm, what: str) -> None:
     elif what == "word":
         turn += 1
         everybody(WORD, 24)
+    elif what == "sums":
+        swarm._own = lambda: torch.full_like(torch.cat([p.reshape(-1) for p in work.stage.parameters()]), torch.nan)  # type: ignore[method-assign]
     elif what == "share":
         everybody(SHARD, 8)
         everybody(MEAN, 8)
@@ -80,11 +82,12 @@ def train(world: Mesh, what: str) -> Any:
     mail = swarm.agreement.post.mail
     mail.settle()
     gradients = {name: parameter.grad for name, parameter in swarm.peer.work.stage.named_parameters()}
-    return [(gradients, result.loss)], dict(mail.refused), str(mail.lost.get(LIAR)), swarm.agreement.members
+    told = [(gradients, result.loss)], dict(mail.refused), str(mail.lost.get(LIAR)), swarm.agreement.members
+    return *told, world.transport.now()
 
 
 @pytest.mark.parametrize(
-    "what", ["activations", "gradients", "word", "length", "long", "another run", "share", "unasked"]
+    "what", ["activations", "gradients", "word", "length", "long", "another run", "share", "unasked", "sums"]
 )
 def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
     done = isles.run_virtual(train, 9, links=LINKS, args=(what,), step_seconds=0.3)
@@ -95,4 +98,5 @@ def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
     assert sum(each[1].get(LIAR, 0) for each in honest) >= 1 and all(set(each[1]) <= {LIAR} for each in honest)
     assert any("worker 4" in each[2] for each in honest)
     assert all(each[3] == (0, 1, 2, 3, 5, 6, 7, 8) for each in honest)
+    assert max(each[4] for each in honest) < min(SETTING.deadlines), "nobody waits for what was refused elsewhere"
     assert isinstance(done[LIAR], str)  # it has ended, by whatever it saw of that first

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import HELLO, SeatKeys
@@ -59,7 +60,7 @@ class World:
         self.journal = Journal(folder)
         self.lighthouse = Lighthouse(
             session,
-            Rules(founders=2, sync_every=5, last=1000),
+            RoundsAssembly(Rules(founders=2, sync_every=5, last=1000)),
             self.journal,
             SeatKeys(folder),
             config="[run]\n",

@@ -16,10 +16,18 @@ from typing import Any, TextIO
 from isles.comm.credentials import read
 from isles.training.config.reading import to_toml
 from tests.comm.elastic.sessions import free_port
+from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 from tests.training.elastic.warm import Worker
 
 FOUNDERS = 2
+TELLING = """
+import atexit, sys
+from isles import cli
+atexit.register(lambda: print("loaded:", *sorted({"torch", "zenoh"} & sys.modules.keys())))
+cli.main()
+"""
+"""`isles`, which says at its end what it has loaded."""
 
 
 class Processes:
@@ -44,15 +52,17 @@ class Processes:
         self.started: list[subprocess.Popen[bytes]] = []
         self.warm: list[Worker] = []
         words = ["lighthouse", str(folder / "config.toml"), "--host", host, "--port", port, "--out", str(self.out)]
-        self.light = self.start(*words, on=on)
+        self.light = self._begin([*on, sys.executable, "-c", TELLING, *words])
         self.until(lambda: (self.out / "config.toml").exists())
         token = folder / "token"
         token.write_text(str(read(self.out / "credentials").token))
         self.token = f"@{token}"
 
     def start(self, *words: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        return self._begin([*on, sys.executable, "-m", "isles", *words])
+
+    def _begin(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{len(self.started)}.log").open("wb") as log:
-            command = [*on, sys.executable, "-m", "isles", *words]
             self.started.append(subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log))
         return self.started[-1]
 
@@ -72,6 +82,11 @@ class Processes:
             assert time.monotonic() < ends, self.logs()
             time.sleep(0.05)
 
+    def put_out(self) -> None:
+        """End the lighthouse as Ctrl-C does."""
+        self.light.send_signal(signal.SIGINT)
+        assert self.light.wait(60.0) == 130
+
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in sorted(self.folder.glob("*.log")))
 
@@ -81,6 +96,26 @@ class Processes:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait()
+
+
+class NearbyLighthouse(Processes):
+    """The same with a lighthouse in a thread of this process, which is there at once."""
+
+    def __init__(self, folder: Path, *settings: str, founders: int = FOUNDERS, steps: int = 60_000) -> None:
+        self.folder, self.out = folder, folder / "run"
+        self.started, self.warm = [], []
+        self._run = Run(small(folder, steps, founders, "inner.lr=0.001", *settings), self.out)
+        self.address = self._run.address
+        token = folder / "token"
+        token.write_text(self._run.token)
+        self.token = f"@{token}"
+
+    def put_out(self) -> None:
+        self._run.stop()
+
+    def end(self) -> None:
+        super().end()
+        self._run.stop()
 
 
 def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,32 @@ from isles.comm.elastic.record import RoundLine, StartLine
 from isles.data.lots import rows
 from isles.network.churn import ChurnEvent, rate_of, write_trace
 from isles.network.planner.churned import churn_costs
+from isles.training.churn import trace_of
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.churned import ChurnedRun, trace_of
+from isles.training.elastic.churned import ChurnedRun
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.terms import going_on
 
+SMALL: dict[str, Any] = {"layers": 1, "d_model": 16, "heads": 2, "context": 16}
 
-def small(folder: Path, workers: int, steps: int, *, every: int = 2, **world: Any) -> Config:
+
+def small(
+    folder: Path,
+    workers: int,
+    steps: int,
+    *,
+    every: int = 2,
+    method: str = "noloco",
+    model: dict[str, Any] = SMALL,
+    **world: Any,
+) -> Config:
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog; nobody else does. " * 300)
     tables = {
-        "model": {"layers": 1, "d_model": 16, "heads": 2, "context": 16},
+        "model": model,
         "data": {"path": str(text), "batch_size": 2},
-        "replicas": {"method": "noloco", "sync_every": every},
+        "replicas": {"method": method, "sync_every": every},
         "run": {"steps": steps, "log_every": every},
         "world": {"backend": "virtual", "workers": workers, "step_seconds": 10.0, **world},
     }
@@ -120,6 +132,18 @@ def test_a_run_ends_whose_last_workers_came_too_late(tmp_path: Path) -> None:
     assert set(run.results) == {2}
 
 
+@pytest.mark.long
+def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> None:
+    """A round takes 300 s. After the first step its donor's pace is known."""
+    said: list[str] = []
+    write_trace([ChurnEvent(100.0, "join", 1)], str(tmp_path / "trace.jsonl"))
+    config = small(tmp_path, 2, 40, every=4, step_seconds=75.0)
+    run = ChurnedRun(config, str(tmp_path / "trace.jsonl"), tmp_path / "run", lambda line: None, said.append)
+    run.run()
+    assert not any("did not come" in line for line in said)
+    assert set(run.results) == {0, 1, 2}
+
+
 def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
     config = small(tmp_path, 4, 40)
     done = {}
@@ -151,15 +175,19 @@ def test_the_records_lines_are_checked() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_churn_costs_what_is_planned(tmp_path: Path, method: str) -> None:
-    """256 workers, all of which die once an hour: shares of rounds alone and of work lost within a quarter."""
+@pytest.mark.parametrize("churn", ["10%/h", "100%/h"])
+def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) -> None:
+    """256 workers of which so many die in an hour: shares of rounds alone and of work lost within a quarter, where
+    there are enough deaths for that.
+    """
     every, hour = 5, 60
-    config = small(tmp_path, 256, hour, every=every, step_seconds=60.0)
-    replicas = resolve({"replicas": {"method": method, "sync_every": every}}).replicas
-    config = going_on(replace(config, method=method, replicas=replicas))
-    summary = ChurnedRun(config, "100%/h", tmp_path / "run", lambda line: None, lambda notice: None).run()
-    rate = rate_of("100%/h")
-    assert rate is not None and summary["losses"] > 200
+    times = {"step_seconds": 60.0, "links": "home-fibre"}
+    config = small(tmp_path, 256, hour, every=every, method=method, model={"size": "0.13M"}, **times)
+    began = time.process_time()
+    summary = ChurnedRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
+    took = time.process_time() - began
+    rate = rate_of(churn)
+    assert rate is not None and summary["parameters"] > 130_000
     planned = churn_costs(
         rate,
         workers=256,
@@ -171,6 +199,9 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str) -> None:
         pairs=method == "noloco",
     )
     found = {name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "gifts", "losses", "joins")}
-    print(found, planned)
-    assert summary["rounds_alone"] == pytest.approx(planned.alone, rel=0.25)
+    print(method, churn, f"{took:.0f} CPU seconds", found, planned)
+    if churn == "10%/h":
+        return  # 25 deaths
+    assert summary["losses"] > 200
+    assert summary["rounds_alone"] == pytest.approx(planned.alone, rel=0.25, abs=0.01)  # where one mean lands, 0
     assert summary["work_lost"] == pytest.approx(planned.lost, rel=0.25)

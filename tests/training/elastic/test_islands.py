@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +38,18 @@ def processes(folder: Path, steps: int, islands: int, *settings: str) -> Iterato
     ("inside", "backend"), [("ddp", "virtual"), pytest.param("fsdp", "distributed", marks=pytest.mark.long)]
 )
 def test_without_churn_they_are_those_of_the_fixed_world(tmp_path: Path, inside: str, backend: Any) -> None:
-    """The bits of the one model."""
+    """The bits of the one model. Each place is linked directly with its place in the other island; and whoever keeps
+    the run needs no torch from its beginning to its end.
+    """
     with processes(tmp_path, 10, 2, f"world.inside={inside}") as world:
-        joined = [world.join() for _ in range(2)]
+        joined = [world.join("--listen", "127.0.0.1:0") for _ in range(2)]
         world.until(lambda: world.light.poll() is not None)
         world.until(lambda: all(process.poll() is not None for process in joined))
         assert [process.returncode for process in world.started] == [0, 0, 0], world.logs()
+        assert all(re.search(rf"{line}worker [01]: direct\n", world.logs()) for line in ("isles: ", "place 1: "))
+        links = json.loads((tmp_path / "run" / "summary.json").read_text())["links"]
+        assert links["direct"] > 4 * links["relayed"], links  # it may be that they begin before they have met
+        assert (tmp_path / "0.log").read_text().endswith("loaded: zenoh\n"), world.logs()
     config = small(tmp_path, 10, 4, "inner.lr=0.001", *ISLANDS, f"world.inside={inside}")
     real = replace(config, world=replace(config.world, backend=backend))
     run(real, tmp_path / "fixed")

@@ -100,3 +100,34 @@ def test_a_warm_worker_joins(tmp_path: Path, method: str) -> None:
         assert not late
     finally:
         world.end()
+
+
+@pytest.mark.long
+def test_who_is_out_of_phase_after_an_outage_meets_again(tmp_path: Path) -> None:
+    """Relayed workers of different pace, alone for eight seconds, are rounds apart then. Lit again, they exchange with
+    each other within ten seconds, and no longer wait for those who are elsewhere.
+    """
+    world = Processes(tmp_path, founders=4)
+    try:
+        four = [world.warm_join(pause=pause) for pause in (0.2, 0.25, 0.35, 0.5)]
+        world.until(lambda: min(len(one.rounds()) for one in four) > 20)
+        world.light.kill()
+        world.light.wait()
+        time.sleep(AWAY)
+        world.light = world.start("resume", str(world.out), "--workers", "0")
+        said = world.folder / f"{len(world.started) - 1}.log"
+        world.until(lambda: "to join" in said.read_text(), 60.0)
+        lit = time.monotonic()
+        apart = [one.rounds()[-1]["round"] for one in four]
+        world.until(lambda: all(whole(one, lit, time.monotonic()) > 10 for one in four))
+        moments = [next(r["at"] for r in one.rounds() if r["at"] > lit and r["outcome"] == "whole") for one in four]
+        since = [[r["outcome"] for r in one.rounds() if r["at"] > lit] for one in four]
+        late = [outcomes.count("DeadlinePassed") for outcomes in since]
+        back = max(moments) - lit
+        print(
+            f"rounds {apart} when it was lit; back after {back:.1f} s, {late} deadlines of {[*map(len, since)]} rounds"
+        )
+        assert max(apart) - min(apart) > 5 and back <= 10.0
+        assert max(late) <= 3
+    finally:
+        world.end()

@@ -8,8 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +16,18 @@ from safetensors.numpy import load_file
 
 from isles.comm.elastic.record import RoundLine, StartLine
 from isles.network.churn import ChurnEvent
+from isles.training.elastic.figures import recorded
 from isles.training.elastic.repeating import repeat
 from isles.training.elastic.script import script
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_churned import EVERYTHING, churned, small
-from tests.training.elastic.test_late import late
+from tests.training.elastic.test_runs import EVERY
+from tests.training.elastic.warm import Worker
 
+EVENTS = int(os.environ.get("ISLES_REPLAY", "20"))
+FIRST, APART, LAST = 8, 4, 12  # rounds before the first event, between two, and after the last
+MOST, PAUSE = 5, 0.15  # workers at once; seconds that each sleeps in a round
+GONE_OVER = {(0, 4), (1, 4), (1, 5), (0, 5)}
 CHANGES = [ChurnEvent(30.0, "join", 2), ChurnEvent(65.0, "kill", 1), ChurnEvent(150.0, "leave", 0)]
 
 
@@ -42,11 +46,28 @@ def test_pairs_through_everything(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_one_mean_for_all(tmp_path: Path) -> None:
-    config = late(tmp_path, 4, 40)
-    config = replace(config, replicas=replace(config.replicas, on_late="wait"))
-    run = churned(config, CHANGES, tmp_path)
+    run = churned(small(tmp_path, 4, 40, every=4, method="diloco"), CHANGES, tmp_path)
     repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
     assert is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
+
+
+def test_who_has_a_state_that_nobody_else_has_begins_as_drawn(tmp_path: Path) -> None:
+    """All members die while a joiner waits for its first round with the state that one of them gave it."""
+    trace = [ChurnEvent(65.0, "join", 1), *(ChurnEvent(85.0, "kill", seat) for seat in range(2))]
+    run = churned(small(tmp_path, 2, 24, method="diloco"), trace, tmp_path)
+    starts = [line for line in recorded(run.out)[1] if isinstance(line, StartLine) and line.seat == 2]
+    assert [(line.donor, line.has) for line in starts] == [(-1, 0)] and run.meeting.counts["deaths"] == 2
+    repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
+    assert is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
+
+
+def test_rounds_that_a_worker_went_over_are_gone_over(tmp_path: Path) -> None:
+    run = churned(small(tmp_path, 2, 16), [], tmp_path)
+    (run.out / "exchanges.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in run.lines if (line["seat"], line.get("round")) not in GONE_OVER)
+    )
+    seats = repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
+    assert seats == [0, 1] and not is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
 
 
 def line(seat: int, round: int, outcome: str = "whole", seats: tuple[int, ...] = (0, 1)) -> RoundLine:
@@ -78,27 +99,41 @@ def test_what_cannot_be_repeated_is_said(lines: list, agrees: bool, named: str) 
         script([], lines, agrees=agrees)
 
 
+def change(world: Processes, living: list[Worker], draw: random.Random) -> None:
+    """One kills, asks to leave or joins. Whoever goes leaves two behind who have the state."""
+    settled = [worker for worker in living if len(worker.rounds()) > 3]
+    if len(settled) < 3 or (len(living) < MOST and draw.random() < 0.5):
+        living.append(world.warm_join(pause=PAUSE))
+        return
+    victim = draw.choice(settled)
+    living.remove(victim)
+    victim.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_processes_that_were_killed_and_joined(tmp_path: Path, method: str) -> None:
     """A real run with deaths, leaves and joins, and what `isles simulate RUN --replay` makes of its record."""
     pytest.importorskip("zenoh")
-    draw, world = random.Random(5), Processes(tmp_path, f"replicas.method={method}", steps=4000)
+    rounds = FIRST + EVENTS * APART + LAST
+    world = Processes(tmp_path, f"replicas.method={method}", founders=3, steps=rounds * EVERY)
+    draw = random.Random(5)
     try:
-        living = [world.join(), world.join(), world.join()]
-        world.until(lambda: (world.out / "exchanges.jsonl").read_text().count("\n") > 30)
-        for _ in range(int(os.environ.get("ISLES_REPLAY", "6"))):
-            time.sleep(draw.uniform(0.5, 2.0))
-            if len(living) > 2 and draw.random() < 0.5:
-                victim = living.pop(draw.randrange(len(living)))
-                victim.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
-            else:
-                living.append(world.join())
-        world.until(lambda: (world.out / "summary.json").exists(), 400.0)
+        living = [world.warm_join(pause=PAUSE) for _ in range(3)]
+        for event in range(EVENTS):
+            world.until(lambda: furthest(world) >= FIRST + event * APART)  # noqa: B023
+            change(world, living, draw)
+        world.until(lambda: (world.out / "summary.json").exists(), 200.0)
+        print(json.loads((world.out / "summary.json").read_text())["outcomes"])
     finally:
         world.end()
     command = [sys.executable, "-m", "isles", "simulate", str(world.out), "--replay", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-500:]
     told = json.loads(done.stdout)
     assert told["same"] and told["workers"]
+
+
+def furthest(world: Processes) -> int:
+    """The newest round that somebody has done."""
+    return max((one["round"] for worker in world.warm for one in worker.rounds()[-1:]), default=0)

@@ -1,87 +1,66 @@
-"""Real processes that are killed, frozen, told to leave and joined, at random moments: 20 times in `make test-long`,
-a thousand times in `make soak`.
+"""Real processes that are killed, frozen, told to leave and joined, at random moments: 20 times in `make test`, and a
+thousand times in `make soak`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
-import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.record import ALONE
-from isles.training.config.sections import LEASE
-from tests.training.elastic.processes import Processes, connected, held
-from tests.training.elastic.test_runs import events
+from tests.training.elastic.processes import NearbyLighthouse, Processes, held
+from tests.training.elastic.soaking import CALM, Soak, longest_gaps
 
 pytest.importorskip("zenoh")
 EVENTS = int(os.environ.get("ISLES_SOAK", "20"))
-LEAST, MOST = (5, 8) if EVENTS > 20 else (2, 4)
 SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
-FROZEN = 5.0  # seconds; whoever waits for one that stands still does so for its whole patience
-WHAT = ["kill", "kill", "kill", "leave", "freeze", "join", "join", "join", "join"]
+
+
+def test_a_run_outlives_twenty(tmp_path: Path) -> None:
+    """No hang, no traceback, no orphan; in the end the last view is the living; every batch was read, and every message
+    received, or there is what ended it.
+    """
+    world = NearbyLighthouse(tmp_path, founders=3, steps=5_000)
+    try:
+        soak = Soak(world, 3, 5, (0.1, 0.3), pause=0.1)
+        for _ in range(20):
+            soak.event(CALM)
+        soak.settle()
+        soak.end()
+        print(soak.exchanges(), soak.batches(agrees=False), soak.messages(), sep="\n")
+    finally:
+        world.end()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_a_run_outlives_its_workers(tmp_path: Path, method: str) -> None:
-    """No hang, no traceback, no orphan; in the end the last view is the living, and they train."""
-    draw, world = random.Random(7), Processes(tmp_path, f"replicas.method={method}", founders=LEAST)
+    """The same, with some that freeze; what the lighthouse holds stays as it is, and few exchanges end by deadline."""
+    least, most = (5, 8) if EVENTS > 20 else (2, 4)
+    world = Processes(tmp_path, f"replicas.method={method}", founders=least)
     try:
-        living = [world.warm_join() for _ in range(LEAST)]
-        world.until(lambda: events(world.out, "view"))
-        settled, frozen = (0, 0), list[float]()
+        soak, settled = Soak(world, least, most, (0.4, 1.5)), (0, 0)
         for event in range(EVENTS):
             if event == SETTLED:
                 settled = held(world.light)
-            time.sleep(draw.uniform(0.5, 2.0))
-            what = draw.choice(WHAT)
-            if (what == "join" and len(living) < MOST) or len(living) <= LEAST:
-                living.append(world.warm_join())
-                continue
-            victim = draw.choice(living)
-            if what == "freeze":
-                victim.send_signal(signal.SIGSTOP)
-                frozen.append(time.monotonic())
-                time.sleep(FROZEN)
-                victim.send_signal(signal.SIGCONT)
-                continue
-            living.remove(victim)
-            victim.send_signal(signal.SIGKILL if what == "kill" else signal.SIGTERM)
-            if what == "leave":
-                assert victim.wait(60.0) in (0, 143, -15), world.logs()  # 143, -15: it was not in yet
-        world.until(lambda: len(connected(world.out)) == len(living))
-        wanted = connected(world.out)
-        world.until(lambda: set(events(world.out, "view")[-1]["view"]["seats"]) == wanted)
-        lines = (world.out / "metrics.jsonl").read_text().count("\n")
-        world.until(lambda: (world.out / "metrics.jsonl").read_text().count("\n") > lines + 10)
-        assert all(process.poll() is None for process in living), world.logs()
+            soak.event([*CALM, "freeze"])
+        soak.settle()
         now = held(world.light)
-        for process in living:
-            process.send_signal(signal.SIGTERM)
-        assert [process.wait(60.0) for process in living] == [0] * len(living), world.logs()
-        world.light.send_signal(signal.SIGINT)
-        assert world.light.wait(60.0) == 130
-        assert all(process.poll() is not None for process in world.warm)
-        assert "Traceback" not in world.logs()
+        soak.end()
         assert os.path.getsize(world.out / "members.jsonl") < EVENTS << 17
-        outcomes = Counter(one["outcome"] for process in world.warm for one in process.rounds())
-        exchanges = sum(outcomes.values()) - outcomes[ALONE]
-        late = [one["at"] for process in world.warm for one in process.rounds() if one["outcome"] == "DeadlinePassed"]
-        late = [at for at in late if not any(start <= at <= start + FROZEN + LEASE for start in frozen)]
-        gaps = sorted(gap for process in world.warm for gap in process.gaps())
-        print(f"{method}: {EVENTS} events, {dict(outcomes)}, {len(late)} late while nobody stood still")
-        print(f"between two rounds {gaps[len(gaps) // 2]:.2f} s, at most {gaps[-1]:.1f} s; the lighthouse's pages and "
-              f"files {settled} -> {now}")  # fmt: skip
+        (did, late), (usual, longest) = soak.exchanges(), longest_gaps(world.warm)
+        print(f"{method}: {dict(soak.done)}; with others {dict(did)}; {late} ended by deadline")
+        print(f"between two rounds {usual:.2f} s, at most {longest:.1f} s")
+        print(f"the lighthouse's pages and files {settled} -> {now}")
+        print(soak.batches(agrees=method == "diloco"))
+        print(soak.messages())
         for after, before in zip(now, settled, strict=True):
             assert before == 0 or after <= 1.2 * before
-        assert EVENTS < SETTLED or len(late) <= 0.01 * exchanges
+        assert EVENTS < SETTLED or late <= 0.01 * did.total()
     finally:
         world.end()
 

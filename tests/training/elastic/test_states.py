@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import isles
-from isles.comm.elastic.gifts import Giver, take
+from isles.comm.elastic.gifts import GiftRequest, Giver, take
 from isles.comm.elastic.session import open_session
 from isles.comm.mesh import Mesh
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
-from isles.training.elastic.states import FRESH, STATE, States
+from isles.training.elastic.given import STATE
+from isles.training.elastic.states import FRESH, States
 from tests.comm.elastic.sessions import router
 
 pytest.importorskip("zenoh")
@@ -132,9 +133,8 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
                     before = resident()
                     with highest() as most:
                         taken = tmp_path / f"taken-{trial}"
-                        taking = threading.Thread(
-                            target=take, args=(guest, "3", STATE, taken), kwargs={"most": 1 << 30, "seconds": 20.0}
-                        )
+                        asked = GiftRequest(giver="3", what=STATE, most=1 << 30, seconds=20.0)
+                        taking = threading.Thread(target=take, args=(guest, asked, taken))
                         taking.start()
                         while not giver.is_wanted(STATE):
                             time.sleep(0.001)

@@ -18,7 +18,7 @@ from isles.training.elastic.acts import positions
 from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse import Keeper
-from isles.training.elastic.terms import elastic, last_round, rules
+from isles.training.elastic.terms import charter_of, elastic, in_rounds, last_round, rules
 from isles.training.running.run import launch
 from tests.training.runs import TINY
 
@@ -36,6 +36,12 @@ def test_lost_workers_end_nobody() -> None:
     assert rules(elastic(gather(None, {}, ["replicas.method=diloco", "run.steps=20"]))).agrees
 
 
+def test_a_file_with_all_defaults_will_do() -> None:
+    """As `isles config` prints it."""
+    with pytest.warns(UserWarning, match='so it is "solo"'):
+        assert config("run.steps=20", "replicas.on_peer_failure=raise").replicas.on_peer_failure == "solo"
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -47,7 +53,6 @@ def test_lost_workers_end_nobody() -> None:
         (["replicas.method=postlocal-sgd"], "every_step_until"),
         (["replicas.method=custom", "replicas.mixing=groups"], "replicas.mixing = 'groups'"),
         (["replicas.method=streaming-noloco"], "replicas."),
-        (["replicas.on_peer_failure=raise"], "on_peer_failure"),
         (["world.workers=4", "world.inner=2"], "world.inner"),
         (["world.backend=virtual"], "world.backend"),
         (["run.steps=21"], "replicas.sync_every = 5"),
@@ -80,9 +85,9 @@ def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
 def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
     with pytest.raises(ValueError, match="os:system"):
-        _configuration(b'[model]\nfactory = "os:system"\n', Here())
+        _configuration(b'[model]\nfactory = "os:system"\n', Here(), in_rounds)
     with pytest.raises(ValueError, match="damaged"):
-        _configuration(b"\xff\xfe", Here())
+        _configuration(b"\xff\xfe", Here(), in_rounds)
 
 
 def test_cells_are_read_in_passes() -> None:
@@ -106,6 +111,8 @@ def test_the_mean_of_models(tmp_path: Path) -> None:
     write_mean([tmp_path / str(number) for number in range(3)], tmp_path / "mean")
     found = load_file(tmp_path / "mean")
     assert found["w"].tolist() == [1.0, 1.0] and found["n"].tolist() == [7]
+    (tmp_path / "new").touch()
+    assert (tmp_path / "mean").stat().st_mode == (tmp_path / "new").stat().st_mode  # as the umask says
     save_file({"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor([7])}, tmp_path / "bad")
     save_file({"w": torch.zeros(3), "n": torch.tensor([7])}, tmp_path / "other")
     for wrong, why in (("bad", "not finite"), ("other", "another shape")):
@@ -127,6 +134,6 @@ def test_a_run_of_a_lighthouse_is_lit_again(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ValueError, match="--step"):
         resume(tmp_path, step=3)
     (tmp_path / "summary.json").touch()
-    keeper = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
+    keeper = Keeper(charter_of(config("run.steps=20")), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
     with pytest.raises(ValueError, match="complete"):
         keeper.run()

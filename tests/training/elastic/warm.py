@@ -1,7 +1,8 @@
 """Workers as processes of their own that need not load torch: forked from one that has it.
 
 Each does what `isles join` does, and writes a line for each of its rounds itself, so that a killed worker's last word
-counts, and the time between two rounds can be told while the lighthouse is away.
+counts, and the time between two rounds can be told while the lighthouse is away. What it reads it notes in a mapped
+file.
 """
 
 from __future__ import annotations
@@ -16,33 +17,71 @@ from itertools import pairwise
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, TextIO
 
-FOLDER = "rounds"
+import numpy as np
+
+from tests.training.elastic.mapped import FOLDER as MESSAGES
+from tests.training.elastic.mapped import Book, book_of
+
+FOLDER, LANDINGS, READS, STARTS = "rounds", "landings", "reads", "starts"
+_MOST_READS = 1 << 20
 _LOADED = ["torch._dynamo", "isles.cli", "isles.training.elastic.entering", "tests.training.elastic.warm"]
 
 
 class Worker:
     """One process, with as much of `subprocess.Popen` as tests of processes need. pause: seconds that it sleeps in each
-    round, so that rounds take a while and the machine is left to others.
+    round, among its inner steps, so that rounds take a while and the machine is left to others.
     """
 
     def __init__(self, words: Sequence[str], folder: Path, log: Path, pause: float = 0.0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_LOADED)
         self._process: ForkServerProcess = context.Process(
-            target=_work, args=(list(words), str(folder), str(log), pause)
+            target=_work,
+            args=(list(words), str(folder), str(log), pause),  # which is known by its log: pids come again
         )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self._written = folder / FOLDER / f"{self.pid}.jsonl"
+        self._folder, self.name = folder, log.stem
 
     def rounds(self) -> list[dict[str, Any]]:
         """Its lines so far; `at`: when the round ended, by the monotonic clock."""
-        if not self._written.exists():
+        return self._lines(FOLDER)
+
+    def landings(self) -> dict[int, int]:
+        """The hash of its anchor after each landing of a mean for which a quorum was enough, by round."""
+        return {line["round"]: line["digest"] for line in self._lines(LANDINGS)}
+
+    def has_begun(self) -> bool:
+        """Whether it has done a round."""
+        written = self._folder / FOLDER / f"{self.name}.jsonl"
+        return written.exists() and written.stat().st_size > 0
+
+    def starts(self) -> list[dict[str, Any]]:
+        """A `StartLine` for each state that it began with."""
+        return self._lines(STARTS)
+
+    def reads(self) -> list[tuple[int, int]]:
+        """(round, number in the data's order) of each batch that it has begun to read in turn."""
+        written = self._folder / READS / self.name
+        if not written.exists():
             return []
-        text = self._written.read_text()
+        if written.stat().st_size < 8:
+            return []
+        told = np.fromfile(written, np.int64, count=1 + int(np.fromfile(written, np.int64, count=1)[0]))
+        return [(number >> 32, number & (1 << 32) - 1) for number in told[1 : 1 + told[0]].tolist()]
+
+    def book(self) -> np.ndarray:
+        """Its messages and exchanges, see `mapped`."""
+        return book_of(self._folder / MESSAGES / self.name)
+
+    def _lines(self, kind: str) -> list[dict[str, Any]]:
+        written = self._folder / kind / f"{self.name}.jsonl"
+        if not written.exists():
+            return []
+        text = written.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def gaps(self, start: float = 0.0, end: float = float("inf")) -> list[float]:
@@ -73,6 +112,13 @@ class Worker:
         if self.poll() is None:
             os.kill(self.pid, signal)
 
+    def is_there(self) -> bool:
+        """Whether a process of its number, that is this one, is there."""
+        try:
+            return Path(f"/proc/{self.pid}/cwd").resolve() == self._folder.resolve()
+        except OSError:
+            return False
+
     def kill(self) -> None:
         """As `Popen`'s."""
         self._process.kill()
@@ -98,27 +144,61 @@ def _nothing() -> None:
 def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     """In the new process."""
     os.chdir(folder)
+    name = Path(log).stem
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
+    from isles.comm.elastic.cells import Batch
+    from isles.comm.elastic.company import Company
+    from isles.data.lots import rows
+    from isles.training.elastic.acts import Acts
     from isles.training.elastic.joining import Participant
+    from isles.training.trainer import Trainer
 
-    place = Path(folder, FOLDER)
-    place.mkdir(exist_ok=True)
-    written = (place / f"{os.getpid()}.jsonl").open("a", buffering=1)
-    one_round = Participant._round
+    rounds, landings, starts = (_file(Path(folder, kind), name) for kind in (FOLDER, LANDINGS, STARTS))
+    Path(folder, READS).mkdir(exist_ok=True)
+    Book(Path(folder, MESSAGES, name)).attach()
+    reads = np.memmap(Path(folder, READS, name), np.int64, "w+", shape=(1 + _MOST_READS,))
+    one_round, one_step, one_landing, train = Participant._round, Trainer.step, Participant._landed, Acts.train
+    report, now = Company.report, [0]  # the round under way
 
-    def noted(worker: Participant, round: int, every: int) -> bool:
-        time.sleep(pause)
-        landed = bool(one_round(worker, round, every))
+    def reading(acts: Acts, done: int, batches: Sequence[Sequence[Any]], spare: int) -> None:
+        for batch in map(Batch._make, batches):
+            reads[reads[0] + 1] = now[0] << 32 | int(rows(*batch, batch_size=1)[0])
+            reads[0] += 1
+        train(acts, done, batches, spare)
+
+    def slowly(trainer: Trainer) -> None:
+        time.sleep(pause / trainer.config.replicas.sync_every)
+        one_step(trainer)
+
+    def reported(company: Company, event: Any) -> None:
+        if "start" in event:
+            starts.write(json.dumps(event["start"]) + "\n")
+        report(company, event)
+
+    def noted(worker: Participant, round: int, every: int) -> int:
+        now[0] = round
+        over = one_round(worker, round, every)
         seats, outcome = worker.roster.outcome(round)
-        line = {"seat": worker.company.seat, "round": round, "seats": seats, "outcome": outcome, "landed": landed}
+        line = {"seat": worker.company.seat, "round": round, "seats": seats, "outcome": outcome, "landed": over > 0}
         line["digest"] = worker.optimizer.fragments[0].digest
-        written.write(json.dumps({**line, "at": time.monotonic()}) + "\n")
-        return landed
+        rounds.write(json.dumps({**line, "at": time.monotonic()}) + "\n")
+        return over
 
-    Participant._round = noted  # type: ignore[method-assign]
+    def landed(worker: Participant, round: int) -> None:
+        landings.write(json.dumps({"round": round, "digest": worker.optimizer.fragments[0].digest}) + "\n")
+        one_landing(worker, round)
+
+    Participant._round, Participant._landed = noted, landed  # type: ignore[method-assign]
+    Company.report = reported  # type: ignore[method-assign]
+    Trainer.step, Acts.train = slowly, reading  # type: ignore[method-assign]
     sys.argv = ["isles", *words]
     from isles.cli import main
 
     main()
+
+
+def _file(folder: Path, name: str) -> TextIO:
+    folder.mkdir(exist_ok=True)
+    return (folder / f"{name}.jsonl").open("a", buffering=1)

@@ -66,7 +66,7 @@ def test_the_command_takes_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a swarm has no lighthouse"):
+    with pytest.raises(ValueError, match="a run of swarm has no lighthouse"):
         run(tmp_path / "a", [{"at": 1.0, "lighthouse": 3}])
 
 
@@ -89,8 +89,9 @@ def test_soak(tmp_path: Path) -> None:
     """1,000 steps; about every 10 of them a peer is killed or joins."""
     more = ("run.steps=1000", "run.validate_every=250", "run.log_every=100", "world.links=lan")
     single, _ = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
-    more = (*more, "pipeline.rebalance=throughput", "pipeline.peers=[4,4,4]", "world.workers=12")
-    _, summary, _ = run(tmp_path / "many", soak(100, 0.2, 3, ("kill",), least=11), *more)
+    more = (*more, "pipeline.rebalance=throughput", "pipeline.rebalance_every=0.2", "pipeline.hysteresis=0.05")
+    more = (*more, "pipeline.peers=[4,4,4]", "world.workers=12")
+    _, summary, _ = run(tmp_path / "many", soak(100, 0.33, 3, ("kill",), least=11), *more)
     print(summary["joins"], summary["deaths"], summary["virtual_seconds"])
     assert abs(summary["val_loss"] - single["val_loss"]) < 1e-9
     assert summary["deaths"] > 40
@@ -105,7 +106,7 @@ def test_a_hundred_that_leave_lose_nothing(alone: Any, tmp_path: Path) -> None:
     print(summary["leaves"], summary["virtual_seconds"])
     assert summary["leaves"] >= 100 and summary["tokens"] == single["tokens"]
     assert furthest(weights, expected) < 1e-9
-    again = [each.model_step.swarm.peer.counts for each in swarm.trainers.values()]
+    again = [each.model_step.swarm.peer.counts for each in swarm.workers.values()]
     assert sum(each.repaired + each.begun_again + each.sent_again for each in again) == 0
 
 

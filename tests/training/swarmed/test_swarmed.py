@@ -166,17 +166,22 @@ def test_a_process_that_is_killed_changes_nothing(tmp_path: Path, after: int, st
     assert furthest(found["well"], found["killed"]) < 1e-12
 
 
-def fragile(mark: Path, stage: int, after: int, *more: str) -> list[str]:
-    """The words of a command: over gloo, with a block that ends the first process that comes so far."""
+def fragile(mark: Path, stage: int, after: int, *more: str, name: str = "SIGKILL", times: int = 1) -> list[str]:
+    """The words of a command: over gloo, with a block that signals the first processes that come so far."""
+    text = mark.parent / "text.txt"  # short, for reading much takes every process its time
+    text.write_text("".join(f"{number} is {number * number} squared\n" for number in range(3000)))
     own = [one for one in SWARM if not one.startswith(("model.", "inner."))] + [
+        f"data.path={text}",
         "world.backend=distributed",
         "model.factory=tests.training.swarmed.fragile:make",
         "model.context=8",
         "model.vocab=256",
+        "model.dtype=float64",
+        "inner.warmup_steps=0",
         "inner.max_norm=0",
         "run.steps=5",
         "run.validate_every=0",
-        f'model.options={{mark = "{mark}", stage = {stage}, after = {after}}}',
+        f'model.options={{mark = "{mark}", stage = {stage}, after = {after}, name = "{name}", times = {times}}}',
     ]
     return [word for each in [*own, *more] for word in ("--set", each)]
 

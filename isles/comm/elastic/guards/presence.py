@@ -1,44 +1,67 @@
 """Whose connection is there, and speaks.
 
-The engine tells who is connected; but anybody in the session can be there under a seat's name, and a process may stand
-while its connection answers. So who is there, and says nothing that bears the seat's key for `SILENT` seconds, is gone
-until it speaks again: a worker beats each second.
+The engine tells who is connected; but anybody in the session can be there under a seat's name, a process may stand
+while its connection answers, and an engine may take its time to give up a line. So who is there, and says nothing that
+bears the seat's key for `SILENT` seconds, is gone until it speaks again: a worker beats each second.
+
+Sooner than that, whoever is waited for in vain and has not spoken for longer than a beat takes is quiet: nobody is to
+wait for it, but it is not gone.
+
+Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
 """
 
 from __future__ import annotations
 
-SILENT = 30.0  # seconds
+SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
+_QUIET = 1.5  # seconds without a beat, which comes each second
+_LOOK = 0.5  # seconds from one look to the next that count, at most
 
 
 class Presence:
-    """As the lighthouse sees it. Moments are seconds of one clock."""
+    """As the lighthouse sees it, which looks several times a second."""
 
     def __init__(self) -> None:
+        self._looked_at: float | None = None
+        self._now = 0.0  # seconds in which it looked
         self._heard: dict[int, float] = {}  # of those that are there: when they spoke last, or came
         self._mute: set[int] = set()
+        self._quiet: dict[int, float] = {}  # when others were told last
 
-    def changed(self, seat: int, there: bool, now: float) -> None:
+    def changed(self, seat: int, there: bool) -> None:
         """A connection came or broke."""
         self._mute.discard(seat)
         if there:
-            self._heard[seat] = now
+            self._heard[seat] = self._now
         else:
             self._heard.pop(seat, None)
 
-    def joined(self, seat: int, now: float) -> None:
+    def joined(self, seat: int) -> None:
         """A seat was given to somebody, who is to come."""
-        self._heard[seat] = now
+        self._heard[seat] = self._now
 
-    def spoke(self, seat: int, now: float) -> bool:
+    def spoke(self, seat: int) -> bool:
         """A word of the seat's own; whether it was taken for gone, and is back."""
         if seat in self._heard:
-            self._heard[seat] = now
+            self._heard[seat] = self._now
         was_mute = seat in self._mute
         self._mute.discard(seat)
         return was_mute
 
-    def silent(self, now: float) -> list[int]:
-        """Who is gone now, for it has said nothing; each is named once."""
-        found = [seat for seat, heard in self._heard.items() if now - heard > SILENT and seat not in self._mute]
+    def others_of(self, seat: int) -> list[int]:
+        """Somebody waits in vain for `seat`: who is to be told that it is quiet; nobody where it has just spoken, or
+        they were told a moment ago.
+        """
+        heard, told = self._heard.get(seat), self._quiet.get(seat, -_QUIET)
+        if heard is None or self._now - heard < _QUIET or self._now - told < _QUIET:
+            return []
+        self._quiet = {s: at for s, at in self._quiet.items() if self._now - at < _QUIET} | {seat: self._now}
+        return [other for other in self._heard if other != seat]
+
+    def silent(self, at: float) -> list[int]:
+        """Look, at a moment of any clock. Who is gone now, for it has said nothing; each is named once."""
+        if self._looked_at is not None:
+            self._now += min(at - self._looked_at, _LOOK)
+        self._looked_at = at
+        found = [s for s, heard in self._heard.items() if self._now - heard > SILENT and s not in self._mute]
         self._mute |= {*found}
         return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 _MOST = 256  # reasons that are told apart: what a stranger writes must not fill the memory
 _LONGEST = 100  # characters
@@ -31,6 +32,15 @@ class Refusals(Counter[tuple[int, str]]):
         """(seat, reason, how often), JSON-able."""
         with self._lock:
             return [(seat, why, times) for (seat, why), times in sorted(self.items())]
+
+
+def together(told: Iterable[Sequence[RefusalRow]]) -> list[RefusalRow]:
+    """Of several, as if one had refused all of it."""
+    every = Refusals()
+    for seat, why, times in chain.from_iterable(told):
+        key = (seat, why) if (seat, why) in every or len(every) < _MOST else (-1, OTHERS)
+        every[key] += times
+    return every.rows()
 
 
 def told_rows(told: object) -> list[RefusalRow]:

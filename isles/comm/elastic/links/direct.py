@@ -58,7 +58,7 @@ class OpenDoor:
 class DirectLinks:
     """The direct links of the worker in the seat of `entry`. ask: the lighthouse, as in `Company`. secret: the run's;
     folder: for what is trusted. listener: where this worker is reached, if the lighthouse reaches it there. notice:
-    called with a line for a person.
+    called with a line for a person. place: this worker's in its island; it is linked to those at that place in others.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class DirectLinks:
         *,
         lease: float,
         notice: Callable[[str], None],
+        place: int = 0,
     ) -> None:
-        self._session, self._entry, self._ask = session, entry, ask
+        self._session, self._entry, self._ask, self._place = session, entry, ask, place
         self._secret, self._folder, self._lease, self._notice = secret, folder, lease, notice
         self._postman: Postman | None = None
         self._listener: OpenDoor | None = None
@@ -102,7 +103,7 @@ class DirectLinks:
         listener = self._listener
         assert listener is not None
         certificate = base64.b64encode(listener.certificate).decode("ascii")
-        said = Listening(self._announced, listener.port, self._session.name(), certificate)
+        said = Listening(self._announced, listener.port, self._session.name(), certificate, self._place)
         answer = self._ask(said, _TRIED)
         reached = isinstance(answer, Reached) and not answer.refusal
         if isinstance(answer, Reached) and reached != self._listens:
@@ -223,7 +224,7 @@ class DirectLinks:
         return True
 
     def _find(self, seat: int) -> Found | None:
-        answer = self._ask(Find(seat))
+        answer = self._ask(Find(seat, self._place))
         if isinstance(answer, Found) and answer.seat == seat:
             self._found[seat] = answer
         return self._found.get(seat)

@@ -7,18 +7,33 @@ The engine does not tell. What frames and encryption add is in it, so it is a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from isles.comm.elastic.lasting.journalled import RELAYED
 from isles.comm.tcp import Seen, looks
+
+WAYS = ("direct", "relayed")
+"""How what workers say to each other goes."""
+_SPARE = 1 << 20  # bytes
 
 
 class RelayCounter:
     """On `port`. own: bytes that were said to the lighthouse itself, so far. To be looked at now and then, for what
-    comes on a connection after the last look at it is not counted.
+    comes on a connection after the last look at it is not counted. entries: of the journal so far, for a lighthouse
+    that is started again goes on from what it had noted there.
     """
 
-    def __init__(self, port: int, own: Callable[[], int], look: Callable[[], Mapping[int, Seen]] = looks) -> None:
+    def __init__(
+        self,
+        port: int,
+        own: Callable[[], int],
+        look: Callable[[], Mapping[int, Seen]] = looks,
+        entries: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
         self._port, self._own, self._look = str(port), own, look
+        self._before = max((entry["bytes"] for entry in entries if entry.get("event") == RELAYED), default=0)
+        self._noted = self._before
         self._open: dict[str, int] = {}
         self._over = 0
 
@@ -29,7 +44,14 @@ class RelayCounter:
             if seen.get(name, -1) < received:  # it is closed, or another one has its name
                 self._over += received
         self._open = seen
-        return max(self._over + sum(seen.values()) - self._own(), 0)
+        return self._before + max(self._over + sum(seen.values()) - self._own(), 0)
+
+    def note(self, relayed: int) -> dict[str, Any] | None:
+        """What the journal is to get now that it is so many; None while it grew by less than a hundredth and 1 MB."""
+        if relayed <= self._noted + self._noted // 100 + _SPARE:
+            return None
+        self._noted = relayed
+        return {"event": RELAYED, "bytes": relayed}
 
     def _is_ours(self, name: str) -> bool:
         return name.partition(" ")[0].rpartition("|")[2] == self._port

@@ -21,6 +21,10 @@ from isles.comm.elastic.messages import Find, Found, Listening, Reached
 
 _PATIENCE = 5.0  # seconds that an address is tried for
 _AT_ONCE = 8  # addresses that are tried at the same time
+_PLACES = 1024  # of an island
+
+SeatPlace = tuple[int, int]
+"""A seat, and a worker's place in its island."""
 
 
 class Whereabouts:
@@ -28,41 +32,41 @@ class Whereabouts:
 
     def __init__(self, keys: SeatKeys, seen: Callable[[str], str]) -> None:
         self._keys, self._seen = keys, seen
-        self._known: dict[int, Listening] = {}
+        self._known: dict[SeatPlace, Listening] = {}
         self._trying = threading.Semaphore(_AT_ONCE)
-        self._busy: set[int] = set()
+        self._busy: set[SeatPlace] = set()
 
     def find(self, asker: int, find: Find) -> Found:
-        """The way from `asker` to a seat."""
-        there = self._known.get(find.seat, Listening("", 0, "", ""))
+        """The way from a worker of the seat `asker` to another one."""
+        there = self._known.get((find.seat, find.place), Listening("", 0, "", ""))
         word = introduction(self._keys.of(find.seat), asker).hex()
         return Found(find.seat, there.host, there.port, there.certificate, word)
 
-    def forget(self, seat: int) -> None:
-        """It does not listen any more, as far as is known."""
-        self._known.pop(seat, None)
+    def forget(self, seat: int, place: int) -> None:
+        """That worker does not listen any more, as far as is known."""
+        self._known.pop((seat, place), None)
 
     def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:
         """Try the address of `seat` (-1: of somebody without one); answer(what came of it), in another thread.
         ValueError for what is no address, and where one of this seat's is being tried.
         """
-        host = said.host or self._seen(said.session)
-        if not host or not 0 < said.port < 65536:
+        host, place = said.host or self._seen(said.session), (seat, said.place)
+        if not host or not 0 < said.port < 65536 or not 0 <= said.place < _PLACES:
             raise ValueError("an address that is none")
         try:
             der = base64.b64decode(said.certificate, validate=True)
         except binascii.Error:
             raise ValueError("a certificate that is none") from None
-        if seat in self._busy:
+        if place in self._busy:
             raise ValueError("an address while another one is being tried")
-        self._busy.add(seat)
+        self._busy.add(place)
 
         def work() -> None:
             with self._trying:
                 why = unreachable(host, said.port, der)
             if not why and seat >= 0:
-                self._known[seat] = Listening(host, said.port, "", said.certificate)
-            self._busy.discard(seat)
+                self._known[place] = Listening(host, said.port, "", said.certificate)
+            self._busy.discard(place)
             answer(Reached(host, said.port, why))
 
         threading.Thread(target=work, name=f"isles-try-{seat}", daemon=True).start()

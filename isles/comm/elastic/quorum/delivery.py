@@ -10,7 +10,7 @@ over        this worker has no part in the run now
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,13 +31,14 @@ Phase = Literal["told", "exchanging", "done", "landed", "late", "over"]
 @dataclass(frozen=True, slots=True)
 class Missed:
     """What others landed in a round without this worker: the mean (n,), of so many, `whole` where it was not skipped;
-    the hash of the anchor after it.
+    the hash of the anchor after it. left_out: who takes no part any more since then, as `Member.left_out`.
     """
 
     mean: Tensor
     participants: int
     whole: bool
     digest: int
+    left_out: Mapping[int, int]
 
 
 class Delivery:

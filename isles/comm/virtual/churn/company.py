@@ -14,7 +14,7 @@ from isles.comm.elastic.line import Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import BeatReply, Examine, Leave, Load, Over, Proposal, Refusal, Reload
 from isles.comm.view import View
-from isles.comm.virtual.events import DEADLINE
+from isles.comm.virtual.events import ARRIVED, DEADLINE
 from isles.comm.virtual.scheduler import VirtualWorker
 
 _SOON, _PATIENCE = 0.2, 3.0  # seconds, as between processes
@@ -46,6 +46,7 @@ class VirtualCompany:
         self.leaving = threading.Event()
         self.is_dead = False
         self.heard: Callable[[int, Mapping[str, Any]], None] = lambda seat, event: None
+        self.waited = 0.0
         self._line, self._worker = line, worker
         self._sleep: _Sleep | None = None
         self._load: Load | None = None
@@ -94,6 +95,10 @@ class VirtualCompany:
         """See `Company.lost`."""
         with self._worker:
             return self.member.lost(seat)
+
+    def is_silent(self, seat: int) -> bool:
+        """Nobody is asked: patience ends by itself."""
+        return False
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
         """See `Company.accepts`."""
@@ -171,10 +176,17 @@ class VirtualCompany:
         with self._worker:
             return dict(self.member.left_out)
 
+    def leaves_out(self, others: Mapping[int, int]) -> None:
+        """See `Company.leaves_out`."""
+        with self._worker:
+            self.member.left_out |= others
+
     def pace(self, seconds: float) -> None:
         """See `Company.pace`."""
         with self._worker:
-            self.member.seconds = seconds
+            is_new, self.member.seconds = not self.member.seconds, seconds
+            if is_new:
+                self.poke()
 
     def leave(self) -> bool:
         """See `Company.leave`."""
@@ -215,13 +227,13 @@ class VirtualCompany:
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """See `Company.wait`."""
         worker = self._worker
-        timeline, until = worker.scheduler.timeline, worker.clock + seconds
+        timeline, began, until = worker.scheduler.timeline, worker.clock, worker.clock + seconds
         while True:
             with worker:
-                if over():
-                    return True
-                if worker.clock >= until:
-                    return False
+                is_over = over()
+                if is_over or worker.clock >= until:
+                    self.waited += worker.clock - began
+                    return is_over
                 sleep = self._sleep = _Sleep()
                 end = timeline.at(worker.back(until), DEADLINE, self.seat, partial(self._wake, sleep))
                 worker.scheduler.block(worker, sleep)
@@ -286,12 +298,15 @@ class VirtualCompany:
             self._wake(self._sleep)
 
     def _wake(self, sleep: _Sleep) -> None:
-        worker = self._worker
-        if worker.awaits is sleep:
-            self._sleep = None
-            back = worker.back(worker.scheduler.timeline.now)
-            assert back <= worker.scheduler.timeline.now, "a paused worker hears nothing"
-            worker.scheduler.wake(worker)
+        worker, timeline = self._worker, self._worker.scheduler.timeline
+        if worker.awaits is not sleep:
+            return
+        back = worker.back(timeline.now)
+        if back > timeline.now:  # a paused worker hears of it when it is back
+            timeline.at(back, ARRIVED, self.seat, partial(self._wake, sleep))
+            return
+        self._sleep = None
+        worker.scheduler.wake(worker)
 
 
 def _ignored(answer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isles.comm.elastic.gifts import NotGiven, is_written
+from isles.comm.elastic.gifts import GiftRequest, NotGiven, is_written
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
 from isles.comm.transport import Steps
@@ -60,31 +60,21 @@ class VirtualGifts:
         if offer is not None:
             offer[0].unlink(missing_ok=True)
 
-    def take(
-        self,
-        giver: str,
-        what: str,
-        path: Path,
-        *,
-        most: int,
-        seconds: float,
-        after: int = -1,
-        wait: float | None = None,
-    ) -> dict[str, Any]:
+    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         """See `isles.comm.elastic.gifts.take`."""
-        other, own, wait = self._others.get(giver), self._company, seconds if wait is None else wait
+        other, own = self._others.get(asked.giver), self._company
         if other is None:
             raise NotGiven("there is none")
         with own.turn:
             other._sent.pop(own.seat, None)
-            other._ask(own.seat, what, after)
-        if not own.wait(lambda: own.seat in other._sent or own.member.lost(other._company.seat), wait):
-            raise NotGiven(f"nothing came within {wait:g} s")
+            other._ask(own.seat, asked.what, asked.after)
+        if not own.wait(lambda: own.seat in other._sent or own.member.lost(other._company.seat), asked.patience):
+            raise NotGiven(f"nothing came within {asked.patience:g} s")
         if own.seat not in other._sent:
             raise NotGiven("it is gone")
         number, size, content, facts = other._sent.pop(own.seat)
         try:
-            self._transport.run(self._receive(other._company.seat, number, size), "control", seconds).wait()
+            self._transport.run(self._receive(other._company.seat, number, size), "control", asked.seconds).wait()
         except CommError as error:
             raise NotGiven(str(error)) from error
         path.write_bytes(content)

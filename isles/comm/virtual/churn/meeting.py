@@ -68,7 +68,7 @@ class VirtualMeeting:
             if event.kind == "lighthouse":
                 self._at(event.at, partial(self._outage, event.number))
             elif act is not None:
-                self._at(event.at, partial(act, int(event.number)))
+                self._at(event.at, partial(self._once_there, int(event.number), act))
 
     def ask(self, seat: int, message: Any, answered: Callable[[Any], None]) -> None:
         """A question of a worker, now. `answered` gets the reply, or None where the lighthouse is away."""
@@ -89,10 +89,17 @@ class VirtualMeeting:
     def _at(self, seconds: float, act: Callable[[], None]) -> None:
         self.timeline.at(seconds, ARRIVED, -1, act)
 
+    def _once_there(self, seat: int, act: Callable[[int], None]) -> None:
+        """Where the lighthouse is away a worker gets its seat late, and what happens to it happens after that."""
+        if seat in self.lives:
+            act(seat)
+        elif not self.is_over:
+            self._at(self.timeline.now + _BACK, partial(self._once_there, seat, act))
+
     def _join(self, seat: int) -> None:
         if self.is_over:
             return
-        if self.membership is None:
+        if self.membership is None or seat > len(self.lives):  # seats are given in the order of those who come
             self._at(self.timeline.now + _BACK, partial(self._join, seat))
             return
         self.lives[seat] = self.timeline.now, None
@@ -109,7 +116,7 @@ class VirtualMeeting:
         self.lives[seat] = self.lives[seat][0], self.timeline.now
         self.companies[seat].is_dead = True
         self.wire.dead(seat)
-        self.transports[seat].abandon(PeerLost(seat, "it died"))
+        self.transports[seat].died(self.timeline.now, PeerLost(seat, "it died"))
         self.scheduler.kill(self.scheduler.workers[seat])
         self._at(self.timeline.now + _TOLD, partial(self._break, seat))
 
@@ -179,7 +186,7 @@ class VirtualMeeting:
     # Words
 
     def _asked(self, seat: int, message: Any, answered: Callable[[Any], None]) -> None:
-        if self.membership is None or seat in self._cut:
+        if self.membership is None or seat in self._cut or seat not in self.lives:
             self._to(seat, partial(answered, None), _BACK)
             return
         newest = self.membership.newest_round
@@ -223,7 +230,7 @@ class VirtualMeeting:
         worker = self.scheduler.workers[seat]
 
         def arrive() -> None:
-            if self.lives[seat][1] is None:
+            if seat not in self.lives or self.lives[seat][1] is None:
                 act()
 
         self.timeline.at(worker.back(self.timeline.now + seconds), ARRIVED, seat, arrive)
@@ -234,6 +241,10 @@ class VirtualMeeting:
             return
         members = self.membership.members()
         if members and set(members) <= self.finished:
-            self.is_over = True
-            for seat in self.alive():
-                self._to(seat, partial(self.companies[seat].told, Over()))
+            self.end()
+
+    def end(self) -> None:
+        """The run is over for all."""
+        self.is_over = True
+        for seat in self.alive():
+            self._to(seat, partial(self.companies[seat].told, Over()))

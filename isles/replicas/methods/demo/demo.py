@@ -36,18 +36,18 @@ from isles.comm.collectives.basic import all_gather
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
 from isles.network.planner.memory import Held
-from isles.network.planner.planned import PlannedExchange, Rhythm, by_size, gathered
+from isles.network.planner.planned import PlannedExchange, by_size, gathered
+from isles.replicas.alike import StepsAlike
 from isles.replicas.flat import FlatParameters, digest
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
-from isles.replicas.schedule import Outline, everyone, outline
-from isles.replicas.sync import ReplicaSync
+from isles.replicas.schedule import everyone
 from isles.wrapping import innermost
 
 
-class DeMo(ReplicaSync):
+class DeMo(StepsAlike):
     """All workers hold equal weights after every step; hashes of them are compared now and then.
 
     inner: torch.optim.SGD without momentum. Gradients must be each worker's own: no DistributedDataParallel. One step
@@ -194,16 +194,6 @@ class DeMo(ReplicaSync):
         groups = everyone(self.group.size)
         pattern = by_size(groups, lambda size: gathered(self.payload_bytes, size))
         return [PlannedExchange(step, step, 0, "momentum", groups, pattern, step) for step in range(1, steps + 1)]
-
-    @override
-    def rhythm(self, steps: int) -> Rhythm:
-        """Every step is like the first."""
-        return Rhythm(0, 1)
-
-    @override
-    def own_outline(self, steps: int) -> Outline:
-        """Every step is like the first."""
-        return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
 
     @override
     def memory(self) -> list[Held]:

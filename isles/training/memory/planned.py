@@ -6,25 +6,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.memory.activations import Remade, count_all
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
 from isles.memory.disk import check_folder
-from isles.memory.engines.inline import Inline
-from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed, manage
-from isles.memory.meter import MemoryMeter
-from isles.memory.passes import PassWay
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import adamw_bytes, profile
 from isles.memory.profiling.fully_sharded import fully_sharded
@@ -32,20 +23,19 @@ from isles.memory.search import METHODS, best
 from isles.memory.sharing import portions_of
 from isles.memory.units import units_of
 from isles.models import choose_device, limits, sketch
-from isles.network.machines import Machine, machine
+from isles.network.machines import Machine, known_gpu, machine
 from isles.network.named import links
-from isles.network.routing.routes import Task
 from isles.network.units import parse_bytes
 from isles.replicas import method
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.memory_refused import refusals, sharded_over
-from isles.training.memory_stages import stage_profile
+from isles.training.memory.refused import refusals, sharded_over
+from isles.training.memory.stages import stage_profile
 from isles.wrapping import SpreadShares, Wrapping
 
-_WAYS: dict[str, PassWay] = {"F": "forward", "B": "backward"}
-_METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
+_USABLE = 0.9
+"""Of a GPU's free memory: blocks of torch's allocator are larger than what is asked of it by a tenth at the most."""
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
 
 
@@ -58,13 +48,12 @@ def machine_of(config: Config) -> Machine:
             raise ValueError(f"memory.machine: {error}") from None
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return machine(_CPU)
-    name = torch.cuda.get_device_name()
-    for known in ("H200", "H100", "RTX 4090", "RTX 3060"):
-        if known in name:
-            return machine(known)
+    there = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (known := known_gpu(there.name, there.total_memory)) is not None:
+        return known
     raise ValueError(
-        f"memory.machine: this is a {name}, of which nothing is known; measure it with `isles doctor --memory --write "
-        'my.toml` and set memory.machine = "my.toml"'
+        f"memory.machine: this is a {there.name} of {there.total_memory / 2**30:.0f}GiB, of which nothing is known; "
+        'measure it with `isles doctor --memory --write my.toml` and set memory.machine = "my.toml"'
     )
 
 
@@ -110,8 +99,12 @@ def _peer_rate(config: Config) -> float:
     return between.way_rate(0, 1) / 8
 
 
-def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0) -> MemoryPlan:
-    """The plan of `config.memory`: that of its file, or the fastest. ValueError, with the key, for what cannot be."""
+def planned(
+    config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0, free: float = math.inf
+) -> MemoryPlan:
+    """The plan of `config.memory`: that of its file, or the fastest. free: bytes of the device that nobody has taken.
+    ValueError, with the key, for what cannot be.
+    """
     memory = config.memory
     sharing = sharers(config)
     if memory.plan:
@@ -121,8 +114,13 @@ def planned(config: Config, made: Profile, here: Machine, *, replica_bytes: int 
                 f"memory.plan = {memory.plan!r} shares states among {plan.shared} workers, this run among {sharing}: "
                 "plan again, or set memory.shard and the workers as there"
             )
+        if plan.peak > free:
+            raise ValueError(
+                f"memory.plan = {memory.plan!r} takes {plan.peak / 2**30:.3g}GiB, and {free / 2**30:.3g}GiB of this "
+                "GPU are to be had: end what else uses it, or plan again"
+            )
         return plan
-    device = _budget("device_budget", memory, here.device_bytes, here)
+    device = _budget("device_budget", memory, min(here.device_bytes, free), here)
     host = _budget("host_budget", memory, here.host_bytes, here)
     found = best(
         made,
@@ -184,17 +182,20 @@ def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
     return plan
 
 
+def _free_bytes(config: Config) -> float:
+    """Of this worker's GPU, less what torch's allocator rounds up to; without a GPU there is nothing to ask."""
+    device = choose_device(config.model)
+    if device.type != "cuda" or config.memory.method == "checkpoint":
+        return math.inf
+    return _USABLE * torch.cuda.mem_get_info(device)[0]
+
+
 def _refuse_here(config: Config) -> None:
     """ValueError, with the key, for a plan that cannot run on what this worker computes with."""
     memory, device = config.memory, choose_device(config.model)
     if device.type != "cpu":
         if memory.emulate:
             raise ValueError("memory.emulate is for CPUs; on a GPU, memory.device_budget makes it smaller: take it out")
-        if memory.method != "checkpoint":
-            raise ValueError(
-                f'memory.method = "{memory.method}" moves bytes, which runs do on CPUs only until that is tried on a '
-                'GPU: choose "checkpoint"'
-            )
     elif not _stands_for_a_device(config) and machine_of(config).host_bytes:
         raise ValueError(
             f"memory.machine = {memory.machine!r} has a device beside its host, and this worker computes on a CPU: set "
@@ -221,7 +222,7 @@ def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPl
         here, made = machine_of(config), profile_of(config, stage)
         for other in [other for other in _PREPARED if other[0] != key[0]]:
             del _PREPARED[other]
-        _PREPARED[key] = made, here, planned(config, made, here)
+        _PREPARED[key] = made, here, planned(config, made, here, free=_free_bytes(config))
         torch.set_rng_state(random)
     return _PREPARED[key]
 
@@ -256,99 +257,3 @@ class SketchedShares(Wrapping):
 def sketched(config: Config, model: nn.Module, inner: Optimizer) -> Optimizer:
     """What stands for `PlannedMemory.manage` where nothing is run."""
     return SketchedShares(config, model, inner) if sharers(config) > 1 else inner
-
-
-class PlannedMemory:
-    """The memory of one worker of a run: nothing special, or a plan at work."""
-
-    def __init__(self, config: Config, stage: int = 0) -> None:
-        self.config, self.stage = config, stage
-        self.managed: Managed | Remade | None = None
-        self.notices: list[str] = []
-        """What a user should know, once it is managed."""
-        self._meter = MemoryMeter()
-        self._metered = 0
-
-    def manage(self, model: nn.Module, inner: Optimizer) -> Optimizer:
-        """The inner optimizer, under the plan where there is one."""
-        if self.config.memory.method == "none":
-            return inner
-        made, here, plan = prepared(self.config, self.stage)
-        if self.config.memory.method == "checkpoint" and not self.config.memory.emulate:
-            self.managed = Remade(plan, model)
-            if self._is_seen:
-                count_all(self._meter, model, inner)
-            return inner
-        self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
-        virtual = self.config.world.backend == "virtual"
-        engine = Inline() if virtual else Paced(pace=self.config.memory.emulate)
-        self.managed = manage(
-            plan,
-            model,
-            inner,
-            profile=made,
-            machine=here,
-            engine=engine,
-            disk=self.config.memory.disk,
-            meter=self._meter,
-        )
-        return self.managed
-
-    def announce(self, tasks: Sequence[Task]) -> None:
-        """The order of a stage's tasks in the step that begins."""
-        if isinstance(self.managed, Managed):
-            self.managed.announce([(_WAYS[task.kind], task[1:]) for task in tasks if task.kind in _WAYS])
-
-    def device(self, model: nn.Module) -> torch.device:
-        """Where the model computes; its parameters may lie elsewhere."""
-        return next(model.parameters()).device if self.managed is None else self.managed.device
-
-    def metered(self) -> AbstractContextManager[Any]:
-        """Around the passes of each step: the first few are counted, storage by storage; counting all would cost a
-        small model much of its speed.
-        """
-        if self.managed is None or not self._is_seen or self._metered == _METERED:
-            return nullcontext()
-        self._metered += 1
-        return self._meter
-
-    @property
-    def _is_seen(self) -> bool:
-        """Whether every byte is made where the meter sees it: not by a GPU, and not by fsdp, whose weights come and go
-        in storages of torch's own.
-        """
-        return choose_device(self.config.model).type == "cpu" and sharded_over(self.config) is None
-
-    def _measured_peak(self) -> int | None:
-        if self._is_seen:
-            return self._meter.peak
-        on_gpu = choose_device(self.config.model).type == "cuda"
-        return int(torch.cuda.max_memory_allocated()) if on_gpu else None
-
-    def close(self) -> None:
-        """Let updates land, end the plan's threads and give the model its own forward back."""
-        if self.managed is not None:
-            self.managed.close()
-
-    def __enter__(self) -> PlannedMemory:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """As `close`; after an error nothing is waited for."""
-        if error is not None and isinstance(self.managed, Managed):
-            self.managed.abandon()
-        else:
-            self.close()
-
-    def told(self, seconds: float) -> dict[str, Any] | None:
-        """For the summary. seconds: of a step, as it was."""
-        if self.managed is None:
-            return None
-        plan = self.managed.plan
-        return {
-            "plan": plan.short,
-            "planned_peak_bytes": plan.peak,
-            "measured_peak_bytes": self._measured_peak(),
-            "planned_step_seconds": plan.step,
-            "measured_step_seconds": seconds,
-        }

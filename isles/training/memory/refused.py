@@ -9,7 +9,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.fsdp import FSDPConfig
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
-from isles.training.memory_stages import refuse_staged
+from isles.training.memory.stages import refuse_staged
 
 
 def sharded_over(config: Config) -> tuple[int, bool] | None:

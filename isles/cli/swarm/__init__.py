@@ -1,0 +1,1 @@
+"""`isles swarm`, and what of other commands is about swarms."""

@@ -1,0 +1,7 @@
+"""What the search for a plan of memory (`isles.memory.search`) is made of.
+
+`trials`      a question, and every plan that was tried for it: fits, bound, simulated seconds
+`counts`      equal units: plans by how many of each choice
+`linear`      unequal units: an integer program
+`infeasible`  where nothing fits: the plan that needs least
+"""

@@ -1,0 +1,150 @@
+"""A swarm whose stages add up a step's gradients behind the next step's microbatches.
+
+    step t       microbatches run on weights that t - 2 updates have made; books are settled
+                 the sum of step t - 1, which went on meanwhile, is awaited; all agree that all have it
+                 the sum of step t begins; update t - 1 is taken
+    at the end   the last sum is awaited (`close`), and the last update taken
+
+    theta_t = update(theta_(t-1), gradient of step t at theta_(t-2)),  theta_(-1) = theta_0
+
+After SWARM's delayed parameter updates (arXiv 2301.11913) and ZeRO-Offload's. Where somebody is lost before its share
+of a sum came, those who are left go back into that step, with the weights and the books of then: what it had counted is
+run again, and added up at once. So the guarantee is that of `Swarm`, of these updates.
+
+Memory: the books, the gradients and the weights of one more step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from isles.pipeline.swarm.arrangement import StageChange
+from isles.pipeline.swarm.peer import Tally
+from isles.pipeline.swarm.post import as_number
+from isles.pipeline.swarm.reduction import StageSum
+from isles.pipeline.swarm.swarm import Said, Swarm
+from isles.pipeline.swarm.told import SwarmStep
+
+
+@dataclass(slots=True)
+class _PastStep:
+    """A step whose microbatches are done. weights: that they ran on; gradients: of what `tally` says was counted."""
+
+    number: int
+    tally: Tally
+    gradients: list[Tensor | None]
+    weights: list[Tensor]
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A past one whose sum is under way. counted: by the peers of its stage; is_whole: whether all were there who had
+    counted.
+    """
+
+    past: _PastStep
+    sum: StageSum
+    counted: int
+    is_whole: bool
+
+
+class DelayedSwarm(Swarm):
+    """A step leaves the gradient of the one before in the parameters; the first one leaves none."""
+
+    _open: _OpenStep | None = None
+
+    @override
+    def arrange(self) -> list[StageChange]:
+        """Whoever goes leaves its share behind, and who comes finds no sum under way."""
+        if self._next or self._going:
+            self.close()
+        return super().arrange()
+
+    @override
+    def close(self) -> None:
+        if self._open is None:
+            return
+        self.late = self._awaited(self._open)
+        said = self.agreement.agree([int(self.late is not None)])
+        self.place()
+        if not all(word[0] for word in said.values()):
+            self.late = self._made_again(self._open)
+        self._open = None
+
+    def take_last(self) -> tuple[float, float]:
+        """Leave the gradient of the last step in the parameters, at the end. The norms: of the whole one, and of this
+        stage's.
+        """
+        self.close()
+        said, _ = self._vote(self.late)
+        means = self._squares({position: as_number(word.square) for position, word in said.items()})
+        self._take_over(self.late)
+        self.late = None
+        return sum(means) ** 0.5, means[self.stages[self.me]] ** 0.5
+
+    @override
+    def _conclude(self, settled: Said) -> SwarmStep | None:
+        before = self._open
+        gradient = self._late_or_none() if before is None else self._awaited(before)
+        said, asked = self._vote(gradient)
+        if before is not None and not all(told.holds for told in said.values()):
+            gradient = self._made_again(before)
+            said, _ = self._vote(gradient)
+        past = self._past()
+        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own())
+        is_whole = len(settled) == len(self.agreement.members)
+        self._open, self.late = _OpenStep(past, total, self._counted_here(settled), is_whole), None
+        self._take_over(gradient)
+        return self._told(said, self._loss(settled), asked)
+
+    def _late_or_none(self) -> Tensor:
+        return torch.empty(0) if self.late is None else self.late
+
+    def _awaited(self, step: _OpenStep) -> Tensor | None:
+        """Its mean gradient; None where a share of it is lost."""
+        return self._mean(step.sum.result(self._wait), step.counted) if step.is_whole else None
+
+    def _made_again(self, step: _OpenStep) -> Tensor:
+        """The mean gradient of a step that has lost a share, from those who are left."""
+        with self._back_in(step.past):
+            is_whole = True
+            while True:
+                if self.consistency == "strict":
+                    self._begin()
+                    is_whole = self.peer.run(self._mine(range(self.microbatches)))
+                settled = self._settled(is_whole)
+                if settled is None:
+                    continue
+                gradient = self._gradient(self._counted_here(settled))
+                said = self.agreement.agree([int(gradient is not None)])
+                self.place()
+                if gradient is not None and all(word[0] for word in said.values()):
+                    return gradient
+
+    def _past(self) -> _PastStep:
+        gradients = [parameter.grad for parameter in self.parameters]
+        weights = [parameter.detach().clone() for parameter in self.parameters]
+        return _PastStep(self.number, self.peer.tally, gradients, weights)
+
+    @contextmanager
+    def _back_in(self, past: _PastStep) -> Iterator[None]:
+        now = self._past()
+        self._go_to(past)
+        try:
+            yield
+        finally:
+            self._go_to(now)
+
+    @torch.no_grad()
+    def _go_to(self, step: _PastStep) -> None:
+        self.number = step.number
+        self.peer.take_up(step.tally)
+        for parameter, gradient, weights in zip(self.parameters, step.gradients, step.weights, strict=True):
+            parameter.grad = gradient
+            parameter.copy_(weights)

@@ -1,0 +1,179 @@
+"""How long a step of a swarm takes, and how much a peer has under way: microbatches played through peers and lines that
+are known, with the balancer that peers have (`isles.pipeline.swarm.balancer`). Loads no torch.
+
+    played    each forward and backward pass and each message of a microbatch; an uplink sends one after the other
+    counted   what all agree on at the end of a step, and the sum of a stage: their bytes and latencies
+
+Nobody is lost, late, or moves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from isles.network.topology import Topology
+from isles.pipeline.swarm.balancer import PeerBalancer
+
+HEAD = 80
+"""Bytes of a letter's head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmLoad:
+    """stages: by peer. forward, backward: seconds of a microbatch, by peer; at the last stage both passes are one after
+    the other. down, up: bytes of a microbatch's letters forward and backward, heads included. room: that an origin has
+    under way; None: all. words: bytes that a peer sends in each agreement of a step. sums: by peer, bytes of its
+    gradients. topology: the lines.
+    """
+
+    stages: Sequence[int]
+    forward: Sequence[float]
+    backward: Sequence[float]
+    down: int
+    up: int
+    microbatches: int
+    room: int | None
+    words: Sequence[int]
+    sums: Sequence[int]
+    topology: Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmForecast:
+    """Of a step whose peers know each other's speeds, on average. counted: microbatches, by peer; held: the most that
+    each had under way at once.
+    """
+
+    seconds: float
+    counted: tuple[float, ...]
+    held: tuple[int, ...]
+
+
+def forecast(
+    load: SwarmLoad, share: Callable[[dict[int, float]], dict[int, list[int]]], *, steps: int
+) -> SwarmForecast:
+    """Means of so many steps behind the first, whose peers do not know each other; held is the most. share: the
+    microbatches that each origin begins, from the seconds of one.
+    """
+    player, peers = _Player(load), range(len(load.stages))
+    player.play(share(player.origins))
+    seconds, counted, held = 0.0, [0.0] * len(peers), [0] * len(peers)
+    for _ in range(steps):
+        seconds += player.play(share(player.origins)) / steps
+        counted = [counted[peer] + len(player.seen[peer]) / steps for peer in peers]
+        held = [max(held[peer], player.held[peer]) for peer in peers]
+    return SwarmForecast(seconds=seconds + _settling(load), counted=tuple(counted), held=tuple(held))
+
+
+class _Player:
+    """A peer is idle or at one pass; gradients go first, then what an origin begins, then forward passes."""
+
+    def __init__(self, load: SwarmLoad) -> None:
+        self.load, self.stages = load, max(load.stages) + 1
+        self.peers = [[peer for peer, at in enumerate(load.stages) if at == stage] for stage in range(self.stages)]
+        self.origins = dict.fromkeys(self.peers[0], 1.0)
+        """Seconds that each needs for a microbatch."""
+        self.balancers = [PeerBalancer(peer) for peer in range(len(load.stages))]
+        for peer, stage in enumerate(load.stages):
+            for following in self.peers[stage + 1] if stage + 1 < self.stages else ():
+                self.balancers[peer].join(following)
+        self._numbers = count()
+
+    def play(self, begins: dict[int, list[int]]) -> float:
+        """Seconds until all gradients are home. begins: microbatches of each origin."""
+        workers = len(self.load.stages)
+        self.now, self._events = 0.0, list[tuple[float, int, Callable[[], None]]]()
+        self._lines = [0.0] * len(self.load.topology.rates)
+        self._busy = [False] * workers
+        self._waiting = [deque(begins.get(peer, ())) for peer in range(workers)]
+        self._forwards = [deque[tuple[int, int]]() for _ in range(workers)]
+        self._backwards = [deque[tuple[int, int]]() for _ in range(workers)]
+        self._under = [dict[int, int | None]() for _ in range(workers)]
+        self.seen, self.held = [list[int]() for _ in range(workers)], [0] * workers
+        for peer in self.peers[0]:
+            self._look(peer)
+        while self._events:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+        self.origins = {peer: self._seconds(peer) for peer in self.peers[0]}
+        return self.now
+
+    def _seconds(self, peer: int) -> float:
+        return self.load.forward[peer] + self.load.backward[peer]
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), act))
+
+    def _send(self, source: int, target: int, nbytes: int, act: Callable[[], None]) -> None:
+        topology, line = self.load.topology, self.load.topology.up(source, target)
+        ends = max(self.now, self._lines[line]) + 8 * nbytes / topology.rates[line]
+        self._lines[line] = ends
+        latency = topology.latency(source, target, number=next(self._numbers), seed=0)
+        self._after(ends - self.now + latency, act)
+
+    def _work(self, peer: int, seconds: float, act: Callable[[], None]) -> None:
+        def done() -> None:
+            self._busy[peer] = False
+            act()
+            self._look(peer)
+
+        self._busy[peer] = True
+        self._after(seconds, done)
+
+    def _look(self, peer: int) -> None:
+        """What `peer` does next, if it is idle."""
+        if self._busy[peer]:
+            return
+        under, room = self._under[peer], self.load.room
+        if self._backwards[peer]:
+            number, sender = self._backwards[peer].popleft()
+            queue = len(self._forwards[sender]) + len(self._backwards[sender])
+            self.balancers[peer].answered(sender, self._seconds(sender), 1, queue=queue)
+            self._work(peer, self.load.backward[peer], partial(self._counted, peer, number))
+        elif self._waiting[peer] and (room is None or len(under) < room):
+            self._begin(peer, self._waiting[peer].popleft(), None)
+        elif self._forwards[peer]:
+            self._begin(peer, *self._forwards[peer].popleft())
+
+    def _begin(self, peer: int, number: int, sender: int | None) -> None:
+        self._under[peer][number] = sender
+        self.held[peer] = max(self.held[peer], len(self._under[peer]))
+        if self.load.stages[peer] == self.stages - 1:
+            self._work(peer, self._seconds(peer), partial(self._counted, peer, number))
+        else:
+            self._work(peer, self.load.forward[peer], partial(self._pass_on, peer, number))
+
+    def _pass_on(self, peer: int, number: int) -> None:
+        target = self.balancers[peer].choose()
+        self._send(peer, target, self.load.down, partial(self._arrive, self._forwards, target, number, peer))
+
+    def _counted(self, peer: int, number: int) -> None:
+        self.seen[peer].append(number)
+        sender = self._under[peer].pop(number)
+        if sender is not None:
+            self._send(peer, sender, self.load.up, partial(self._arrive, self._backwards, sender, number, peer))
+
+    def _arrive(self, queues: list[deque[tuple[int, int]]], peer: int, number: int, sender: int) -> None:
+        queues[peer].append((number, sender))
+        self._look(peer)
+
+
+def _settling(load: SwarmLoad) -> float:
+    """Seconds from the last gradient to the step: word that all are home, what each counted, the sum, the verdict."""
+    workers, topology = range(len(load.stages)), load.topology
+    away = [
+        max(topology.latency(peer, other, number=0, seed=0) for other in workers if other != peer) for peer in workers
+    ]
+    rates = [topology.rates[topology.up(peer, (peer + 1) % len(workers))] for peer in workers]
+    words = max(8 * load.words[peer] / rates[peer] for peer in workers)
+    counts = [load.stages.count(load.stages[peer]) for peer in workers]
+    shared = [
+        8 * 2 * (alike - 1) / alike * nbytes / rate + 2 * wait if alike > 1 else 0.0
+        for alike, nbytes, rate, wait in zip(counts, load.sums, rates, away, strict=True)
+    ]
+    return 3 * max(away) + 2 * words + max(shared)

@@ -1,0 +1,99 @@
+"""Who takes part in which exchange of an outer method, in a swarm: the peers of a stage, as all have agreed in the step
+that the exchange follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from isles.comm.call import Ledger
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
+from isles.comm.group import Group
+from isles.comm.roster import Ruling
+from isles.pipeline.swarm.letters import LetterTransport
+from isles.pipeline.swarm.swarm import Swarm
+
+_LANDS, _FAILED = 1, 0
+
+
+class SwarmRoster:
+    """See `isles.comm.roster.Roster`. alone: the group of this worker by itself, over the real transport, with which an
+    optimizer begins; `serve` says which swarm it is a peer of.
+
+    Rounds with one mean for all: the peers of all stages rule together (`Agreement`), so those of a stage that are left
+    land the same answer. Where somebody was lost on the way, all stages try again: the round is then of those who are
+    left. Rounds of pairs: whoever has lost its partner does the round alone.
+    """
+
+    grows = True
+
+    def __init__(self, alone: Group) -> None:
+        self.founders = alone
+        self._ledger = Ledger(trust=alone.ledger.trust)
+
+    def serve(self, swarm: Swarm) -> None:
+        """The peers are this swarm's from now on."""
+        self._swarm, self._post = swarm, swarm.agreement.post
+        self._letters = LetterTransport(self._post, self.founders.transport)
+
+    def group(self, round: int) -> Group:
+        return self._among(self._swarm.peers(self._stage))
+
+    def lost(self, seat: int) -> bool:
+        return self._post.mail.group.ranks.index(seat) in self._post.mail.lost
+
+    def miss(self, seat: int, error: CommError) -> None:
+        """Who is only late is met again, at the end of the step at the latest. Who sent what cannot be is not."""
+        if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
+            self._post.mail.refuse(self._post.mail.group.ranks.index(seat), error)
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        return True
+
+    def opening(self, round: int) -> tuple[Group, int] | None:
+        """Among those whom all have agreed on, with whom this worker alone has lost: all exchange among the same ones.
+        An attempt is the turn that it belongs to.
+        """
+        return self.group(round), self._post.turn
+
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        """Blocks until all who are left have said what they have. DeadlinePassed for who is silent; Diverged where
+        peers of this stage have other answers.
+        """
+        if isinstance(error, DeadlinePassed):
+            raise error
+        if error is not None and not isinstance(error, PeerLost):
+            self.miss(getattr(error, "peer", -1), error)
+        said = self._swarm.agreement.agree([_FAILED if digest is None else _LANDS, digest or 0])
+        self._swarm.place()
+        if not all(word[0] == _LANDS for word in said.values()):
+            return "again"
+        for peer in self._swarm.peers(self._stage):
+            if said[peer][1] != digest:
+                rank = self._post.mail.group.ranks[peer]
+                raise Diverged(rank, round, "it has another answer of an exchange than this worker")
+        return "land"
+
+    def survivors(self, asked: bool) -> Group:
+        """Of rounds with one mean this worker alone, for all hold the same; else its stage's peers that answer."""
+        if not asked:
+            return self.founders
+        lost = self._swarm.agreement.lost
+        return self._among([peer for peer in self._swarm.peers(self._stage) if peer not in lost]).answering("eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: whoever resumes begins with all peers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    @property
+    def _stage(self) -> int:
+        return self._swarm.stages[self._swarm.me]
+
+    def _among(self, positions: Sequence[int]) -> Group:
+        ranks = self._post.mail.group.ranks
+        seats = tuple(ranks[position] for position in positions)
+        return Group(self._letters, seats, "outer", self.founders.deadlines, self._ledger)

@@ -1,0 +1,85 @@
+"""What a method says of a run before it runs: who sends what to whom when, how much, and what is held in memory.
+
+Exact, unless an outline is `about` right: tests hold it against what runs then send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from isles.comm.group import Group
+from isles.network.planner.memory import COMPARED, Held
+from isles.network.planner.planned import PlannedExchange, Rhythm
+from isles.replicas import start
+from isles.replicas.flat import FlatParameters
+from isles.replicas.replica import PeerQuestion, Replica
+from isles.replicas.schedule import Outline, bytes_of, opening_exchanges, outline
+from isles.wrapping import Wrapping
+
+
+class Foretold(Wrapping):
+    """The part of `ReplicaSync`, whose attributes these are, that a plan asks."""
+
+    group: Group
+    model: nn.Module
+    replica: Replica
+    shares: Sequence[Tensor]
+    max_norm: float | None
+
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
+        return []
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """How the exchanges of a run of `steps` inner steps repeat themselves; never, unless a method says so."""
+        return Rhythm(0, max(steps, 1))
+
+    def outline(self, steps: int) -> Outline:
+        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
+        island bytes are those of this worker and of those at its place in other islands, inside and across.
+        """
+        own = self.own_outline(steps)
+        inside, about = self.replica.sent(steps, self.questions)
+        inside += self.spread_bytes(steps)
+        sent = tuple(nbytes + inside for nbytes in own.sent)
+        return replace(own, sent=sent, inside=inside, about=own.about or about)
+
+    @property
+    def questions(self) -> list[PeerQuestion]:
+        """What a step asks its replica's other workers."""
+        return ["norm"] if self.max_norm is not None else []
+
+    def own_outline(self, steps: int) -> Outline:
+        """Of what the group exchanges."""
+        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
+
+    def spread_bytes(self, steps: int) -> int:
+        """Bytes that this worker sends inside its replica in `steps` steps for what lands on it."""
+        return 0
+
+    def opening(self) -> tuple[int, ...]:
+        """Bytes that each position sends while the optimizer is made."""
+        inside = self.replica.opening()
+        return tuple(inside + own for own in bytes_of(self.opening_exchanges(), self.group.size))
+
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """What the group exchanges meanwhile."""
+        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size)
+
+    def memory(self) -> list[Held]:
+        """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
+        flat = FlatParameters(self.shares)
+        return [Held(COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end"), *self.replica.memory()]
+
+    def advise(self, steps: int) -> list[str]:
+        """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""
+        return []
+
+    def _shared(self) -> Sequence[Tensor]:
+        """What must be equal on all workers of the group at the start."""
+        trained = set(map(id, self.parameters))
+        frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in trained]
+        return [*self.shares, *map(self.replica.own, frozen), *self.model.buffers()]

@@ -1,0 +1,63 @@
+"""The lighthouse of a run in clusters: that of a swarm, whose members are of one kind, and whose states come in as many
+parts as the cluster has nodes that gave them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from isles.comm.elastic.swarm.muster import MusterRules
+from isles.launch.fields import integer, table
+from isles.training.records.summary import SummaryTable
+from isles.training.swarmed.keeping import SwarmKeeper
+
+
+class ClusterKeeper(SwarmKeeper):
+    """Nodes of clusters, which agree among themselves about who is in which."""
+
+    @override
+    def muster_rules(self) -> MusterRules:
+        pipeline, rules = self.charter.pipeline, self.charter.rules
+        least = min(map(len, pipeline.clusters)) + 1 if pipeline.clusters else pipeline.stages
+        peers = (rules.founders,)
+        return MusterRules(peers=peers, least=least, most=rules.most, last=self.charter.run.steps, clustered=True)
+
+    @override
+    def parts(self, step: int) -> int:
+        kept = self._states / str(step)
+        there = len(list(kept.glob("stage-*.safetensors"))) if kept.exists() else 0
+        return self._parts.get(step, there)
+
+    @property
+    def _parts(self) -> dict[int, int]:
+        """By step, as those who offer have told."""
+        return self.__dict__.setdefault("_told_parts", {})
+
+    @override
+    def hear(self, seat: int, kind: str, value: Any) -> bool:
+        if kind != "offered":
+            return False
+        told = table(value, "offered")
+        step = integer(told, "step", 1, self.charter.run.steps)
+        parts = integer(told, "parts", 1, 1 << 16)
+        stage = integer(told, "stage", 0, parts - 1)
+        self._note_offer(seat, step, stage, parts)
+        return True
+
+    def _note_offer(self, seat: int, step: int, part: int, parts: int) -> None:
+        """Those of one cluster alone fit together: another one's begins anew."""
+        with self._offering:
+            if step <= self.muster.kept or seat not in self.muster.members:
+                return
+            if self._parts.setdefault(step, parts) != parts:
+                self._parts[step] = parts
+                self._offers.pop(step, None)
+            self._offers.setdefault(step, {}).setdefault(part, []).append(seat)
+
+    @override
+    def _summary(self, holder: int, seconds: float) -> SummaryTable:
+        summary = super()._summary(holder, seconds)
+        roots = sum(1 for one in self.results.values() if one["val_loss_replica"] is not None)
+        return summary | {"replicas": roots or None}

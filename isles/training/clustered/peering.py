@@ -1,0 +1,111 @@
+"""Taking part in clusters over a lighthouse, as one node: as `isles.training.swarmed.peering`, with what this machine
+tells of itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+from typing_extensions import override
+
+from isles.comm.elastic.keys import STATUS
+from isles.comm.elastic.links.echo import echo_line
+from isles.comm.elastic.messages import Leave
+from isles.comm.elastic.swarm.words import Begin, Enter, SwarmNow
+from isles.network.clusters.nodes import ClusterNode
+from isles.network.clusters.telling import SILENT, told
+from isles.training.clustered.cuts import cluster_cuts
+from isles.training.clustered.describing import forward_speed, memory
+from isles.training.clustered.opening import run_number
+from isles.training.clustered.seated import SeatedNode
+from isles.training.swarmed.peering import SeatedPeer, SeatEnding
+
+_AGAIN = 0.2  # seconds
+
+
+class SeatedClusterPeer(SeatedPeer):
+    """This node in a seat. node: what it offers; None: measured."""
+
+    def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
+        self._node: SeatedNode | None = None
+        self._told, self._closed = node, threading.Event()
+        super().__init__(*of)
+        stack: ExitStack = of[0]
+        stack.callback(self._closed.set)
+
+    @override
+    def number(self) -> int:
+        cluster_cuts(self.config)  # refuses what cannot be
+        return run_number(self.config)
+
+    @property
+    @override
+    def step(self) -> int:
+        return 0 if self._node is None else self._node.step
+
+    @override
+    def made(self, part: Begin | Enter) -> Any:
+        is_new = isinstance(part, Enter)
+        self._node = SeatedNode(
+            self.seat(),
+            epoch=part.epoch,
+            seats=() if isinstance(part, Enter) else part.seats,
+            members=part.members if isinstance(part, Enter) else (),
+            told=told(self._told or self._measured()) if is_new else SILENT,
+            members_now=self._members_now,
+            await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
+        )
+        return self._node
+
+    @override
+    def _resume(self, trainer: Any, step: int) -> None:
+        path, facts = self.kept(0, step)
+        parts = facts.get("parts")
+        if not isinstance(parts, int) or not 1 <= parts <= 1 << 16:
+            raise ValueError("the lighthouse's state tells of no parts: it is damaged")
+        paths = [path, *(self.kept(part, step)[0] for part in range(1, parts))]
+        trainer.go_on_from(paths)
+        for path in paths:
+            path.unlink()
+
+    @override
+    def _goes(self, trainer: Any) -> bool:
+        return False  # it says so itself (`SeatedNode.has_left`)
+
+    @override
+    def leave(self) -> None:
+        """After the next average, or without it after `run.grace`: what waits for the others waits no longer then."""
+        super().leave()
+        threading.Thread(target=self._tear, name="isles-grace", daemon=True).start()
+
+    @override
+    def run(self) -> SeatEnding:
+        ending = super().run()
+        if ending == "again" and self.leaving.is_set():
+            self.line.ask(Leave())
+            return "left"
+        return ending
+
+    def _tear(self) -> None:
+        """In a thread of its own, until this seat is given back: what is begun later is torn as well."""
+        wait = self.config.run.grace
+        while not self._closed.wait(wait):
+            wait = _AGAIN
+            for seat in [*self._there]:
+                self._transport.give_up(seat, "this worker leaves, and could not wait for the next average")
+
+    def _members_now(self) -> set[int] | None:
+        now = self.line.ask(b"", key=STATUS)
+        return {peer.seat for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmNow) else None
+
+    def _measured(self) -> ClusterNode:
+        """Its line is that to the lighthouse, which lies between any two."""
+        self.tell("measuring this machine's memory and speed, and its line")
+        line, rate, latency = echo_line(self._session), self.config.world.slowest_link, 0.0
+        if line is None:
+            self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
+        else:
+            rate, latency = 8 * min(line.up, line.down), line.round_trip / 2
+        return ClusterNode(name="here", memory=memory(), speed=forward_speed(), bandwidth=rate, latency=latency)

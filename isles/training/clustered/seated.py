@@ -1,0 +1,216 @@
+"""A node of clusters in a seat that a lighthouse gave: positions are seats, so its world has as many as a run can give.
+
+At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
+first whole cluster offer what they hold, each a part, by names in the whole model:
+
+    weight.NAME, moment-0.NAME, moment-1.NAME       of the weights and the optimizer's state
+    facts                                           int64: step, sequences of the data's order that were read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isles.comm.elastic.swarm.words import SwarmBeat
+from isles.comm.errors import Malformed
+from isles.pipeline.ravnest.entering import ClusterDoor
+from isles.training.clustered.node import ClusterWorker
+from isles.training.clustered.opening import enter, found, run_number
+from isles.training.draws import seed_draws
+from isles.training.step import Left
+from isles.training.swarmed.given import state_of
+from isles.training.swarmed.seat import OwnSeat
+
+_LOOK = 2.0  # seconds between questions to the lighthouse
+_FACTS = "facts"
+
+
+class SeatedNode:
+    """seats: who is there from the start; none where clusters are at work, of which `members` are. told: what this
+    machine tells of itself. members_now: who is at work
+    now, by the lighthouse; None where it does not answer. await_kept: until the lighthouse keeps all parts of after a
+    step, or there is no time left.
+    """
+
+    def __init__(
+        self,
+        seat: OwnSeat,
+        *,
+        epoch: int,
+        seats: Sequence[int],
+        members: Sequence[int] = (),
+        told: int,
+        members_now: Callable[[], Collection[int] | None],
+        await_kept: Callable[[int], object],
+    ) -> None:
+        self._seat, self.config, self.epoch, self._told = seat, seat.config, epoch, told
+        self._seats, self._members = sorted(seats), members
+        self.world = seat.mesh({})
+        self._door = ClusterDoor(self.world.world, run_number(self.config), met=(*self._seats, *members))
+        self._worker: ClusterWorker | None = None
+        self._leaving, self.has_left = False, False
+        self._members_now, self._await_kept = members_now, await_kept
+        self._asked_at = self._stepped_at = seat.transport.now()
+        self._seen = 0  # steps, when they were last told of
+        self._kept: dict[str, Tensor] | None = None
+
+    @property
+    def step(self) -> int:
+        """The newest that it has done."""
+        return 0 if self._worker is None else self._worker.steps
+
+    def meet(self, seat: int) -> None:
+        """Listen to it. May be called in any thread."""
+        self._door.mail.meet(seat)
+
+    def leave(self) -> None:
+        """After the next average. May be called in any thread."""
+        self._leaving = True
+        if self._worker is not None:
+            self._worker.leaving = True
+
+    def go_on_from(self, parts: Sequence[Path]) -> None:
+        """Begin with what these files hold of the whole model. ValueError where it is none of this run's."""
+        self._kept = {name: tensor for path in parts for name, tensor in load_file(str(path)).items()}
+        if _FACTS not in self._kept:
+            raise ValueError("the lighthouse's state tells no step: it is damaged")
+
+    def run(self, out: Path) -> dict[str, Any] | None:
+        """To the end; None where this node has left, or has been told to stop."""
+        seed_draws(self.config.run.seed, self.world.rank)
+        try:
+            worker = self._worker = self._begun()
+            worker.saves, worker.leaving, worker.goes = self._offer, self._leaving, self._goes
+            if self._kept is not None:
+                _restore(worker, self._kept)
+            return worker.run(out)
+        except Left:
+            self.has_left = self._leaving
+            return None
+
+    def _begun(self) -> ClusterWorker:
+        config, world, corpus = self.config, self.world, self._seat.corpus
+        if self._seats:
+            return found(config, world, corpus, self._seats, self._door)
+        return enter(config, world, corpus, self._members, self._told, self._door, self._gives_up)
+
+    def _gives_up(self) -> bool:
+        """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
+        if self._leaving or self.world.stop_here(0):
+            return True
+        now = self.world.transport.now()
+        if now - self._asked_at < _LOOK:
+            return False
+        self._asked_at, members = now, self._members_now()
+        return members is not None and not {*members} & {*self._members}
+
+    def _goes(self, step: int) -> bool:
+        """Nobody can follow this node, which is to leave: once all that its cluster has is at the lighthouse, it goes,
+        and the run waits for whoever comes.
+        """
+        if self._leaving:
+            self._await_kept(step)
+            self.has_left = True
+        return self._leaving
+
+    def conclude(self, out: Path) -> dict[str, Any]:
+        """Again, with who is left."""
+        assert self._worker is not None
+        self._worker.quorum.miss(self.first)
+        self._worker.quorum.settle()
+        return self._worker.conclude(out)
+
+    @property
+    def first(self) -> int:
+        """Whose is to put the model together: the root of the first whole cluster."""
+        assert self._worker is not None
+        seats = self._worker.quorum.seats
+        return seats.clusters[seats.whole[0]][0]
+
+    def lost(self, seat: int) -> bool:
+        """Whether nothing of it comes any more."""
+        return seat in self._door.mail.lost
+
+    def refusals(self) -> dict[int, str]:
+        """By seat, why nothing of it is read any more, where it sent what cannot be."""
+        lost = self._door.mail.lost
+        why = {seat: error.detail for seat, error in [*lost.items()] if isinstance(error, Malformed)}
+        words = {} if self._worker is None else self._worker.quorum.refused
+        return {**dict.fromkeys(words, "a word that is none of this agreement"), **why}
+
+    def settle(self) -> None:
+        """Wait until what was sent is gone."""
+        self._door.mail.settle()
+
+    def beat(self) -> SwarmBeat | None:
+        """How this node is at work now; None before it is. May be called in any thread."""
+        worker = self._worker
+        if worker is None or worker.quorum.is_gone:
+            return None
+        seats, now = worker.quorum.seats, self.world.transport.now()
+        living, place = tuple(seats.living), seats.place(self.world.rank)
+        if self.world.rank not in living:
+            return None
+        if worker.steps > self._seen:
+            self._seen, self._stepped_at = worker.steps, now
+        told = ()
+        if place is not None:
+            told = (*place, len(seats.clusters[place[0]]), int(place[0] not in seats.out))
+        since = round(now - self._stepped_at, 1)
+        return SwarmBeat(self.epoch, worker.steps, living, (0,) * len(living), _seconds(worker), 0.0, 0, since, told)
+
+    def _offer(self, out: Path, step: int, state: dict[str, Any]) -> None:
+        worker = self._worker
+        assert worker is not None
+        seats, serving = worker.quorum.seats, worker.serving
+        place = seats.place(self.world.rank)
+        if serving is None or place is None or not worker.trains or place[0] != seats.whole[0]:
+            return
+        tensors = {_FACTS: torch.tensor([step, worker.reading.after(step)])}
+        for name, parameter in serving.model.named_parameters():
+            moments = [v for v in serving.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
+            tensors[f"weight.{name}"] = parameter.detach().cpu().clone()
+            tensors |= {f"moment-{n}.{name}": moment.cpu().clone() for n, moment in enumerate(moments)}
+        part, name = place[1], state_of(place[1], step)
+        facts = {"step": step, "parts": len(seats.clusters[place[0]])}
+        self._seat.offer(name, facts, partial(_write, tensors))
+        self.world.report({"offered": {"stage": part, **facts}})
+
+
+def _seconds(worker: ClusterWorker) -> float:
+    """That a microbatch takes it, by the stretch under way or the last one; 0 before the first."""
+    serving = worker.serving
+    played = [] if serving is None else [*serving.node.played]
+    spent = [span.end - span.start for span in played]
+    return sum(spent) / len({span.task.microbatch for span in played}) if played else 0.0
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, str(path))
+
+
+@torch.no_grad()
+def _restore(worker: ClusterWorker, kept: dict[str, Tensor]) -> None:
+    """Have what `kept` says of this worker's stage. ValueError where that is of another model."""
+    step, read = kept[_FACTS].tolist()
+    worker.begin_after(step, read)
+    if worker.serving is None:
+        return
+    for name, parameter in worker.serving.model.named_parameters():
+        state = worker.serving.optimizer.state.get(parameter, {})
+        moments = [value for value in state.values() if value.shape == parameter.shape]
+        found = [kept.get(f"weight.{name}"), *(kept.get(f"moment-{n}.{name}") for n in range(len(moments)))]
+        for own, given in zip([parameter, *moments], found, strict=True):
+            if given is None or given.shape != own.shape:
+                raise ValueError(f"the lighthouse's state does not fit this model: {name}")
+            own.copy_(given)
+        for value in state.values():
+            if not value.ndim:
+                value.fill_(step)

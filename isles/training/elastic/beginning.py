@@ -1,0 +1,126 @@
+"""With whose state a worker begins, and with which round: the part of `joining` before the first round.
+
+told whose state to begin with       take it, or as drawn where nobody has one; say that it is here
+wait for the first round             the others go on meanwhile
+pairs and groups                     take a newer state where that one is old by then
+all land one mean                    land those of the rounds in between, as the donor did
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from isles.comm.elastic.gifts import NotGiven
+from isles.comm.elastic.island import IslandGroup
+from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.messages import Load
+from isles.comm.elastic.record import StartLine, as_line
+from isles.comm.elastic.ruling import stray
+from isles.comm.transport import Transport
+from isles.training.elastic.states import FRESH, States
+
+SLOW = 60.0
+"""Seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for."""
+_MOMENT = 0.25  # seconds for a state to come once it is copied
+_WAIT = 5.0  # seconds between looks at whether the run has ended
+_AHEAD = 2  # rounds before its first one in which a worker of pairs and groups asks for a newer state
+
+
+class Beginning:
+    """places: of this worker's island. act: has all of them do something together (`Acts`), by its name. states: what
+    was taken. leaving: set once this worker is to leave. agrees: whether all land one mean.
+    """
+
+    def __init__(
+        self,
+        company: LighthouseLine,
+        transport: Transport,
+        places: IslandGroup,
+        act: Callable[..., Any],
+        states: States,
+        leaving: threading.Event,
+        notice: Callable[[str], None],
+        *,
+        agrees: bool,
+    ) -> None:
+        self._company, self._transport, self._places, self._act = company, transport, places, act
+        self._states, self._leaving, self._notice, self._agrees = states, leaving, notice, agrees
+        self._has = 0  # the round of the state that was taken last
+
+    def with_state(self, load: Load) -> int | None:
+        """Take the state that the lighthouse names. The first round with it; None where there is none now."""
+        if not self._take(load):
+            return None
+        round = self._first(ahead=0 if self._agrees else _AHEAD)
+        if round is not None and not self._agrees:
+            self._freshen(load, round)
+            round = self._first()
+        if round is None or not self._catches_up(load, round):
+            return None
+        round = max(self._company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+        self._tell_start(load, round)
+        return round
+
+    def _take(self, load: Load) -> bool:
+        """Begin with the state that the lighthouse names; False where it did not come."""
+        try:
+            self._has, left_out = self._act("take", donor=load.donor, seconds=SLOW + 2 * load.seconds)
+        except NotGiven as why:
+            if load.donor >= 0:
+                self._notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
+                self._company.reload()
+                return False
+            self._act("begin_anew")
+            self._has, left_out = 0, {}
+        self._company.loaded(load, self._has, left_out)
+        return True
+
+    def _first(self, ahead: int = 0) -> int | None:
+        """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
+        round, company = None, self._company
+        while round is None and not company.is_called and company.ended is None and not self._leaving.is_set():
+            self._places.say("idle")
+            round = company.first(_WAIT, ahead)
+        return round
+
+    def _freshen(self, load: Load, round: int) -> None:
+        """The others went on while this worker waited for its first round: an old state would draw them back, so it
+        takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
+        for this worker, and perhaps the donor does, who gives nothing meanwhile.
+        """
+        if load.donor < 0 or round - self._has <= FRESH:
+            return
+        slow, wait = SLOW + 2 * load.seconds, 3 * load.seconds + _MOMENT
+        try:
+            self._has, _ = self._act("take", donor=load.donor, seconds=slow, after=round - 2, wait=wait)
+        except NotGiven as why:
+            self._notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+
+    def _catches_up(self, load: Load, round: int) -> bool:
+        """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
+        if load.donor < 0 or not self._agrees:
+            return True
+        donor, patience = load.donor, SLOW + 2 * load.seconds
+        try:
+            left_out = self._act("follow", donor=donor, first=self._has + 1, until=round, seconds=patience)
+        except NotGiven as why:
+            self._notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+            stray(self._company)
+            return False
+        self._company.leaves_out(left_out)
+        self._has = round - 1
+        return True
+
+    def _tell_start(self, load: Load, round: int) -> None:
+        line = StartLine(
+            seat=self._company.seat,
+            first=round,
+            donor=load.donor if self._has else -1,
+            copied=self._states.of,
+            has=self._has,
+            size=self._states.taken,
+            at=self._transport.now(),
+        )
+        self._company.report({"start": as_line(line)})

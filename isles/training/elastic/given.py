@@ -1,0 +1,18 @@
+"""Under which names workers, and the lighthouse, give each other states and models."""
+
+from __future__ import annotations
+
+STATE, ANCHORS = "state", "anchors"
+"""A worker's: all of it, or anchors and outer momenta alone."""
+MODEL = "model"
+"""What a worker came to; the lighthouse's: the one model."""
+
+
+def giver_of(seat: int, place: int) -> str:
+    """Who gives what the worker at a place of that seat's island has."""
+    return f"{seat}/{place}" if place else str(seat)
+
+
+def kept_as(place: int) -> str:
+    """What the lighthouse calls the state of a place in an island."""
+    return f"{STATE}-{place}" if place else STATE

@@ -1,0 +1,166 @@
+"""What every lighthouse of a run does beside `comm.elastic.lighthouse`: its run directory, and what workers report.
+
+RUN/config.toml         at once
+RUN/members.jsonl       the assembly's journal: the lighthouse's memory
+RUN/metrics.jsonl       what the workers report, by seat
+RUN/summary.json        at the end: its presence means that the run is complete
+
+Started again on its directory it goes on: workers come back by themselves. No torch: models and states are files here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.journal import NAME, Journal
+from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
+from isles.comm.elastic.lighthouse import GRACE, Lighthouse
+from isles.comm.elastic.links.relayed import WAYS
+from isles.comm.elastic.orders import Assembly
+from isles.comm.elastic.session import open_session
+from isles.durable import no_room
+from isles.launch.fields import Unfit, integer, table
+from isles.training.elastic.charter import Charter
+from isles.training.elastic.refused import RefusalBook
+from isles.training.records.events import Schema
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
+from isles.training.records.summary import SummaryTable
+from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
+from isles.version import __version__
+
+MODEL_FILE = "model.safetensors"
+LOOK = 1.0
+"""Seconds between looks at what is due."""
+MOST = 1 << 40
+"""Bytes of a state or model: no more than a disk holds."""
+
+
+class RunKeeper(ABC):
+    """The lighthouse of the run `charter` in the directory `out`, at `address`.
+
+    told: called once it can be joined, with its token. on_line, on_notice: as in `isles.training.running.run.launch`.
+    """
+
+    joins_with: ClassVar[str]
+    """The command that workers join with, up to the lighthouse's address."""
+
+    def __init__(
+        self,
+        charter: Charter,
+        out: Path,
+        address: str,
+        told: Callable[[str], None],
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+    ) -> None:
+        self.charter, self.out, self.address = charter, out, address
+        self.told, self.on_line, self.on_notice = told, on_line, on_notice
+        self.stopping = threading.Event()
+        self.results: dict[int, dict[str, Any]] = {}
+        self.carried: dict[int, dict[str, int]] = {}
+        self.schema = Schema(charter)
+
+    def run(self) -> SummaryTable | None:
+        """Keep it until the run ends; its summary, or None where it was stopped (`stopping`).
+
+        ValueError where the directory holds another kind of run, or the address cannot be had. PeerLost where nobody
+        is left to tell what the run came to. OSError, with the mend, for a full disk.
+        """
+        try:
+            return self._run()
+        except OSError as error:
+            if no_room(error):
+                mend = f"make room and go on with: isles resume {self.out}"
+                raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {mend}") from error
+            raise
+
+    def _run(self) -> SummaryTable | None:
+        with held(self.out), contextlib.ExitStack() as stack:
+            if (self.out / SUMMARY).exists() and (self.out / NAME).exists():
+                raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
+            if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
+                raise ValueError(f"--out {self.out}: holds a run already; name another directory")
+            mine, _ = host_credentials(self.out, None)
+            self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.lease)
+            stack.callback(self.session.close)
+            journal = Journal(self.out)
+            stack.callback(journal.close)
+            if not (self.out / CONFIG).exists():
+                keep_config(self.charter.text, self.out)
+            self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
+            self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, patient=False)
+            self.lighthouse = Lighthouse(
+                self.session,
+                self.assembly(journal, time.monotonic() + GRACE, stack),
+                journal,
+                SeatKeys(self.out / CREDENTIALS),
+                config=self.charter.text,
+                version=__version__,
+                port=int(self.address.rpartition(":")[2]),
+                heard=self._heard,
+            )
+            stack.callback(self.lighthouse.close)
+            self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
+            self.told(str(mine.token))
+            summary = self.keep()
+        if summary is not None:
+            forget(self.out)
+        return summary
+
+    @abstractmethod
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+        """The state machine of this kind of run, which gives those a while who were there before. What else it needs is
+        made here, until `stack` ends.
+        """
+
+    @abstractmethod
+    def members(self) -> list[int]:
+        """Seats of those who take part now."""
+
+    @abstractmethod
+    def keep(self) -> SummaryTable | None:
+        """What there is to do until the end, or until `stopping`."""
+
+    @abstractmethod
+    def hear(self, seat: int, kind: str, value: Any) -> bool:
+        """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
+
+    def links(self) -> dict[str, int]:
+        """Bytes that the workers have sent directly and over the lighthouse, and those by the lighthouse's count."""
+        ways = {way: sum(one[way] for one in self.carried.values()) for way in WAYS}
+        return {**ways, "relayed_here": self.lighthouse.relayed}
+
+    def _heard(self, seat: int, event: Any) -> None:
+        """What a worker reports, in the session's thread. ValueError refuses it."""
+        try:
+            if isinstance(event, dict) and len(event) == 1 and self._hear_one(seat, *next(iter(event.items()))):
+                return
+            line = self.schema("event", event, {seat})
+            if set(line) == {"notice"}:
+                self.on_notice(f"worker {seat}: {line['notice']}")
+                return
+            self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
+            self._lines.flush()
+            self.on_line(line)
+        except Unfit as error:
+            raise ValueError(str(error)) from None
+
+    def _hear_one(self, seat: int, kind: str, value: Any) -> bool:
+        if kind == "result":
+            self.results[seat] = self.schema("done", value, {seat})
+        elif kind == "carried":
+            carried = table(value, "carried")
+            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in WAYS}
+        elif kind == "refused":
+            self.refused.told(seat, value)
+        else:
+            return self.hear(seat, kind, value)
+        return True

@@ -1,0 +1,83 @@
+"""What a run comes to, from what its workers return. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from isles import schema
+from isles.pipeline.config import PipelineConfig
+from isles.training.config.sections import RunConfig, WorldConfig
+from isles.version import __version__
+
+SummaryTable = dict[str, Any]
+
+
+class Summarised(Protocol):
+    """What of a configuration its summary says again."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def world(self) -> WorldConfig: ...
+    @property
+    def run(self) -> RunConfig: ...
+    @property
+    def pipeline(self) -> PipelineConfig: ...
+    @property
+    def replicas_in_all(self) -> int: ...
+
+
+def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over the workers of what they counted."""
+    sums: dict[str, dict[str, float]] = {}
+    for result in results:
+        for name, counts in result["channels"].items():
+            own = sums.setdefault(name, dict.fromkeys(counts, 0.0))
+            for key, value in counts.items():
+                own[key] += value
+    return {name: {key: total / len(results) for key, total in counts.items()} for name, counts in sums.items()}
+
+
+def summarise(of: Summarised, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
+    """The contents of summary.json from what the workers returned."""
+
+    def mean(key: str) -> float:
+        return sum(result[key] for result in results) / len(results)
+
+    compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
+    judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
+    channels = by_channel(results)
+    waited = channels.get("pipeline", {}).get("blocked_seconds", 0.0)
+    bubble = waited / (compute + blocked) if compute + blocked else 0.0
+    first, world = max(results, key=lambda result: result["parameters"]), of.world  # who put the model together
+    return schema.Summary(
+        isles_version=__version__,
+        method=of.method,
+        backend=world.backend,
+        workers=len(results),
+        stages=of.pipeline.stages if of.pipeline.stages > 1 else None,
+        pipeline_bubble=bubble if of.pipeline.stages > 1 else None,
+        replicas=of.replicas_in_all if of.replicas_in_all < world.workers else None,
+        islands=of.replicas_in_all if world.inner > 1 else None,
+        bytes_across_per_worker=channels.get("outer", {}).get("bytes_sent", 0.0) if world.inner > 1 else None,
+        steps=of.run.steps,
+        tokens=sum(result["tokens"] for result in results),
+        parameters=first["parameters"],
+        val_loss=first["val_loss"],
+        val_loss_replicas=sum(judged) / len(judged) if judged else None,
+        replica_std=first["replica_std"],
+        bytes_sent_per_worker=mean("bytes_sent"),
+        bytes_received_per_worker=mean("bytes_received"),
+        channels=channels,
+        ddp_bytes_per_worker=first["ddp_bytes"],
+        compute_seconds=compute,
+        blocked_seconds=blocked,
+        compute_utilisation=compute / (compute + blocked) if compute + blocked else 1.0,
+        train_seconds=max(result["train_seconds"] for result in results),
+        wall_seconds=wall_seconds,
+        virtual_seconds=max(result["virtual_seconds"] for result in results) if world.is_simulated else None,
+        seed=of.run.seed,
+        corpus_sha256=first["corpus_sha256"],
+        memory=first["memory"],
+    ).record()

@@ -1,0 +1,214 @@
+"""The lighthouse of a swarm, see `isles.training.elastic.keeping`. It votes on nothing: `isles.comm.elastic.swarm`.
+
+RUN/states/STEP/stage-N.safetensors   of every stage, twice in run.checkpoint_every steps; a step counts once the
+                                      journal says that all of its stages are here
+RUN/model.safetensors                 put together by the first peer of stage 0, at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from typing_extensions import override
+
+from isles.comm.elastic.gifts import GiftRequest, NotGiven, take
+from isles.comm.elastic.journal import Journal
+from isles.comm.elastic.keys import STATUS
+from isles.comm.elastic.messages import encode
+from isles.comm.elastic.orders import Assembly
+from isles.comm.elastic.swarm.muster import Muster, MusterRules
+from isles.durable import settle, sync_folder, write_text
+from isles.launch.fields import integer, table
+from isles.network.planner.closed import parallel_bytes
+from isles.training.config.swarmed import stages_of
+from isles.training.elastic.given import MODEL
+from isles.training.elastic.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, summarise
+from isles.training.swarmed.given import state_of
+
+_KEPT = 2  # steps whose states stay, for whoever is taking the older one
+_SLOW = 30.0  # seconds without a piece of a state
+_PATIENCE = 10.0  # seconds for the last words of peers
+
+
+class SwarmKeeper(RunKeeper):
+    """Peers of stages: `Muster`."""
+
+    joins_with = "isles swarm peer --join"
+
+    @override
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+        self.muster = Muster(self.muster_rules(), journal.entries, until)
+        self._journal = journal
+        self._offers: dict[int, dict[int, list[int]]] = {}  # by step and stage: who has its state
+        self._offering = threading.Lock()
+        self._states = self.out / "states"
+        for step in sorted({self.muster.kept} - {0}):
+            self._offer_states(step)
+        self.session.serve(STATUS, lambda query: query.reply(encode(self._now())))
+        return self.muster
+
+    def muster_rules(self) -> MusterRules:
+        """Who is waited for."""
+        rules = self.charter.rules
+        peers = tuple(len(ranks) for ranks in stages_of(self.charter.pipeline, rules.founders))
+        return MusterRules(peers=peers, most=rules.most, last=self.charter.run.steps)
+
+    def parts(self, step: int) -> int:
+        """Of how many the state after `step` is made."""
+        return self.charter.pipeline.stages
+
+    @override
+    def members(self) -> list[int]:
+        return self.lighthouse.look(lambda now: sorted(self.muster.alive()))
+
+    @override
+    def keep(self) -> SummaryTable | None:
+        began = time.perf_counter()
+        holder = None
+        while holder is None:
+            self.lighthouse.wait(self._is_asked, LOOK)
+            self.refused.look()
+            if self.stopping.is_set():
+                return None
+            if self.lighthouse.look(lambda now: self._holder()) is not None:
+                holder = self._collect()
+            else:
+                self._save()
+        self.lighthouse.wait(self._all_told, _PATIENCE)
+        summary = self._summary(holder, time.perf_counter() - began)
+        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        self.lighthouse.act(self.muster.end)
+        self.lighthouse.wait(lambda: not self.muster.alive(), _PATIENCE)  # they hear it, and go
+        return summary
+
+    def _is_asked(self) -> bool:
+        with self._offering:
+            is_offered = self._newest() is not None
+        return is_offered or self.stopping.is_set() or self._holder() is not None
+
+    def _now(self) -> Any:
+        rows = [(row["seat"], row["reason"], row["times"]) for row in self.refused.rows()]
+        return self.lighthouse.look(lambda now: self.muster.now(now, rows))
+
+    # The model
+
+    def _holder(self) -> int | None:
+        """Who has the model put together, and is there."""
+        finished = self.lighthouse.finished & set(self.muster.alive())
+        return min((seat for seat in finished if self.results.get(seat, {}).get("parameters")), default=None)
+
+    def _all_told(self) -> bool:
+        return all(seat in self.results for seat in self.muster.alive())
+
+    def _collect(self) -> int | None:
+        """Fetch the model; from whom, None where it did not come: then another one puts it together."""
+        seat, partial = self.lighthouse.look(lambda now: self._holder()), self.out / f"{MODEL_FILE}.partial"
+        if seat is None:
+            return None
+        try:
+            self._fetch(seat, MODEL, partial)
+        except (NotGiven, ValueError) as why:
+            self.on_notice(f"worker {seat}'s model did not come ({why}): the others put it together again")
+            self.lighthouse.finished.discard(seat)
+            return None
+        settle(partial, self.out / MODEL_FILE)
+        return seat
+
+    def _summary(self, holder: int, seconds: float) -> SummaryTable:
+        results = [self.results[holder], *(one for seat, one in self.results.items() if seat != holder)]
+        summary = summarise(self.charter, results, seconds)
+        peers, lit = self.muster.peers.values(), [one for one in self._journal.entries if one["event"] == "lit"]
+        summary |= {
+            "replicas": 1,
+            "replica_std": 0.0,
+            "ddp_bytes_per_worker": parallel_bytes(summary["parameters"], len(results), self.charter.run.steps),
+            "joins": len(peers),
+            "deaths": sum(not peer.connected and not peer.left for peer in peers),
+            "leaves": sum(peer.left for peer in peers),
+            "begun": self.muster.epoch,
+            "outages": len(lit) + bool(self._journal.entries),
+            "links": self.links(),
+            "refused": self.refused.rows(),
+        }
+        return summary
+
+    # States
+
+    @override
+    def hear(self, seat: int, kind: str, value: Any) -> bool:
+        if kind != "offered":
+            return False
+        told = table(value, "offered")
+        step = integer(told, "step", 1, self.charter.run.steps)
+        stage = integer(told, "stage", 0, self.charter.pipeline.stages - 1)
+        with self._offering:
+            if step > self.muster.kept and seat in self.muster.members:
+                self._offers.setdefault(step, {}).setdefault(stage, []).append(seat)
+        return True
+
+    def _newest(self) -> int | None:
+        """The newest step of which somebody offers each stage's state. Under `_offering`."""
+        offered = self._offers.items()
+        whole = [step for step, offers in offered if all(stage in offers for stage in range(self.parts(step)))]
+        return max(whole, default=None)
+
+    def _save(self) -> None:
+        """Fetch the states of all stages of the newest step that can be had."""
+        with self._offering:
+            step = self._newest()
+            if step is None:
+                return
+            stages = range(self.parts(step))
+            offers = self._offers[step]
+            self._offers = {other: each for other, each in self._offers.items() if other > step}
+        folder = self._states / str(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage in stages:
+            if not self._fetch_state(offers[stage], step, stage, folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+        sync_folder(folder)
+        sync_folder(self._states)
+        self._offer_states(step)
+        self.lighthouse.act(lambda now: self.muster.keep(step))
+        for old in sorted(int(path.name) for path in self._states.iterdir() if path.name.isdecimal())[:-_KEPT]:
+            for path in (self._states / str(old)).glob("stage-*.safetensors"):
+                self.giver.withdraw(state_of(int(path.stem.rpartition("-")[2]), old))
+            shutil.rmtree(self._states / str(old), ignore_errors=True)
+
+    def _fetch_state(self, seats: list[int], step: int, stage: int, folder: Path) -> bool:
+        """Of one stage, from the first of `seats` that gives it."""
+        partial = folder / f"stage-{stage}.partial"
+        for seat in seats:
+            with contextlib.suppress(NotGiven, ValueError):
+                self._fetch(seat, state_of(stage, step), partial)
+                settle(partial, folder / f"stage-{stage}.safetensors")
+                return True
+        self.on_notice(f"the state of stage {stage} after step {step} did not come: the one of before is kept")
+        return False
+
+    def _fetch(self, seat: int, what: str, path: Path) -> None:
+        """NotGiven where it does not come; ValueError where it is no file of tensors."""
+        take(self.session, GiftRequest(giver=str(seat), what=what, most=MOST, seconds=_SLOW), path)
+        try:
+            with safe_open(str(path), framework="np"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"no safetensors file ({error})") from None
+
+    def _offer_states(self, step: int) -> None:
+        """To those who begin with them. What is given lies in a folder of its own, for a giver removes its files."""
+        for stage in range(self.parts(step)):
+            path = self._states / str(step) / f"stage-{stage}.safetensors"
+            if not path.exists():
+                raise ValueError(f"{path}: is missing, and the run goes on from it: restore it, or start a new run")
+            self.giver.offer(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})

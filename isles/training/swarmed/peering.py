@@ -1,0 +1,285 @@
+"""Taking part in a swarm over a lighthouse, as one peer, until the run ends or this peer is told to leave.
+
+    seat -> "what am I to do?" -> begin with the others, or ask those at work to be let in -> train -> the end
+      ^                                                                                         |
+      +----------- again, as somebody else: the others have lost this peer, or all is lost -----+
+
+Seats are never used twice, so whoever is counted out by the others, stood still for too long, or loses a stage's last
+peer gives its seat back and comes again. Nothing is lost with that: its state was the others', or is at the lighthouse.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from isles.comm.credentials import Token
+from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven
+from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.comm.elastic.messages import Finished, Leave, Over, Refusal
+from isles.comm.elastic.swarm.line import SwarmLine
+from isles.comm.elastic.swarm.muster import MOST_SEATS
+from isles.comm.elastic.swarm.words import Begin, Enter, Wait
+from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.errors import CommError, Diverged, RendezvousFailed
+from isles.data import Corpus, load_corpus
+from isles.errors import printable
+from isles.training.elastic.entering import Entrance, Here, admitted, listening, seat_of
+from isles.training.elastic.given import MODEL
+from isles.training.running.interrupts import first_interrupt
+from isles.training.staged import planned_cut
+from isles.training.swarmed.given import state_of
+from isles.training.swarmed.seat import OwnSeat
+from isles.training.swarmed.seated import ANYWHERE, SeatedTrainer
+from isles.training.swarmed.step import identity, number_of
+from isles.training.swarmed.terms import among_peers
+
+_ASK = 0.2  # seconds from one question to the next while there is nothing to do
+_SOON = 1.0  # seconds until a peer comes again
+_SLOW = 60.0  # seconds without a piece of a state
+_LAST = 3.0  # seconds for the last reports
+_MOST = 1 << 40  # bytes of a state
+_LONGEST_OUTAGE = 600.0  # seconds without the lighthouse, where there is nothing to do without it
+SeatEnding = Literal["finished", "left", "again"]
+Kinds = Mapping[str, Callable[..., "SeatedPeer"]]
+
+
+def take_part(
+    address: str, token: Token, here: Here, wish: int, *, tell: Callable[[str], None], kinds: Kinds | None = None
+) -> str:
+    """Join the run at `address`, wishing to serve stage `wish` or `ANYWHERE`, and train until the run ends or this peer
+    has left; how it ended, in a line. kinds: how peers are made, by the run's routing, where they are no swarm's.
+
+    ValueError, in one line, for what a person can mend; OSError where nobody answers, or the run goes on without this
+    peer.
+    """
+    leaving = threading.Event()
+    current: list[SeatedPeer] = []
+
+    def leave() -> None:
+        leaving.set()
+        for peer in current:
+            peer.leave()
+
+    with first_interrupt(leave):
+        while True:
+            with ExitStack() as stack:
+                entrance = admitted(stack, address, token, here, tell=tell, fit=among_peers)
+                if not 0 <= wish < entrance.config.pipeline.stages and wish != ANYWHERE:
+                    stages = entrance.config.pipeline.stages
+                    raise ValueError(f"--stage {wish}: the run has {stages} stages, 0 to {stages - 1}; leave it out")
+                kind = (kinds or {}).get(entrance.config.pipeline.routing, SeatedPeer)
+                peer = kind(stack, entrance, wish, leaving, tell)
+                current[:] = [peer]
+                tell(f"in: seat {peer.line.seat} at {address}")
+                ending = peer.run()
+                current.clear()
+                step = peer.step
+            if ending == "finished":
+                return f"the run is over; its model and report are at the lighthouse ({address})"
+            if ending == "left" or leaving.is_set():
+                return f"left the run after step {step}; the others go on"
+            time.sleep(_SOON)
+
+
+class SeatedPeer:
+    """This peer in a seat, until `stack` ends. Errors as `take_part`."""
+
+    def __init__(
+        self, stack: ExitStack, entrance: Entrance, wish: int, leaving: threading.Event, tell: Callable[[str], None]
+    ) -> None:
+        self.config, self.folder, self.wish = entrance.config, entrance.folder, wish
+        self.leaving, self.tell = leaving, tell
+        torch.set_num_threads(self.config.world.threads)
+        self._corpus: Corpus = load_corpus(self.config.data)
+        self._run = self.number()
+        self._there: set[int] = set()
+        self._named: set[int] = set()
+        self._trainer: SeatedTrainer | None = None
+        self._session, self._refused = entrance.session, entrance.session.refused
+        entry = seat_of(entrance.session, self._corpus.sha256, tell)
+        self.line = SwarmLine(entrance.session, entry)
+        stack.callback(self.line.close)
+        links = listening(stack, entrance, entry, self.line.ask, 0, tell=tell)
+        self._transport = ElasticTransport(entrance.session, entry.seat, MOST_SEATS, back=self._meet, guide=links)
+        stack.callback(self._transport.close)
+        links.start(self._transport)
+        self._gifts = Giver(entrance.session, str(entry.seat), tell)
+        stack.callback(self._gifts.close)
+
+    def number(self) -> int:
+        """That all of one configuration and of the same cut points share."""
+        return number_of(identity(self.config, planned_cut(self.config)))
+
+    @property
+    def step(self) -> int:
+        """The newest that it has done."""
+        return 0 if self._trainer is None else self._trainer.optimizer.steps
+
+    def leave(self) -> None:
+        """As soon as the others can do without it."""
+        if self._trainer is not None:
+            self._trainer.leave()
+
+    def run(self) -> SeatEnding:
+        """Until it has nothing more to do in this seat."""
+        part = self._part()
+        if not isinstance(part, Begin | Enter):
+            return part
+        try:
+            return self._work(part)
+        except Diverged as error:
+            raise ValueError(str(error)) from None
+        except CommError as error:
+            self.line.look()
+            if isinstance(self.line.ended, Over):
+                return self._over(self.line.ended)
+            self.tell(f"{printable(str(error), 300)}: coming again")
+            return "again"
+
+    def _part(self) -> Begin | Enter | SeatEnding:
+        """What to do, once there is something."""
+        told, heard = "", time.monotonic()
+        while not self.leaving.is_set():
+            part = self.line.part(self.wish, self._run)
+            match part:
+                case Begin() | Enter():
+                    return part
+                case Over():
+                    return self._over(part)
+                case Refusal(reason=reason):
+                    raise ValueError(printable(reason, 300))
+                case Wait(reason=reason):
+                    if reason != told:
+                        self.tell(printable(reason, 300))
+                    told, heard = reason, time.monotonic()
+                case None if time.monotonic() - heard > _LONGEST_OUTAGE:
+                    raise RendezvousFailed(f"the lighthouse has not answered for {_LONGEST_OUTAGE:.0f} s")
+                case None:
+                    pass
+                case _:
+                    return "again"
+            self.leaving.wait(_ASK)
+        self.line.ask(Leave())
+        return "left"
+
+    def _over(self, over: Over) -> SeatEnding:
+        if over.reason:
+            raise OSError(f"the run has ended: {printable(over.reason, 300)}")
+        return "finished"
+
+    def _work(self, part: Begin | Enter) -> SeatEnding:
+        trainer = self._trainer = self.made(part)
+        for seat in [*self._there]:
+            trainer.meet(seat)
+        if isinstance(part, Begin) and part.step:
+            self._resume(trainer, part.step)
+        if self.leaving.is_set():
+            trainer.leave()
+        self.line.at_work(trainer.beat)
+        result = trainer.run(self.folder)
+        if result is None:
+            trainer.settle()
+            if trainer.has_left or self._goes(trainer):
+                self.line.ask(Leave())
+                return "left"
+            return "again"
+        self._conclude(trainer, result)
+        return self._over(self.line.ended) if isinstance(self.line.ended, Over) else "again"
+
+    def made(self, part: Begin | Enter) -> SeatedTrainer:
+        """What this peer trains with."""
+        stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
+        return SeatedTrainer(
+            self.seat(),
+            epoch=part.epoch,
+            stages=stages,
+            members=part.members if isinstance(part, Enter) else (),
+            wish=self.wish,
+            await_kept=self.line.await_kept,
+        )
+
+    def seat(self) -> OwnSeat:
+        """What whoever serves something here has."""
+        return OwnSeat(
+            self.config,
+            self._transport,
+            self._corpus,
+            self._gifts,
+            self.folder,
+            report=self._report,
+            stop_here=self._stops,
+        )
+
+    def _stops(self, step: int) -> bool:
+        """Whether this peer ends after `step` without the others' leave."""
+        return self.line.ended is not None or (self._trainer is not None and self._goes(self._trainer))
+
+    def _goes(self, trainer: SeatedTrainer) -> bool:
+        """Whether it is to leave, and nobody can take its place: what it had was handed over."""
+        return self.leaving.is_set() and trainer.is_needed and trainer.handed_over > 0
+
+    def _resume(self, trainer: SeatedTrainer, step: int) -> None:
+        """Begin with what the lighthouse keeps."""
+        path, _ = self.kept(trainer.world.place.stage, step)
+        trainer.go_on_from(step, path)
+        path.unlink()
+
+    def kept(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
+        """What the lighthouse keeps of a stage, and tells of it. CommError where it does not come."""
+        path = self.folder / f"kept-{stage}.safetensors"
+        try:
+            asked = GiftRequest(giver=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
+            return path, self._gifts.take(asked, path)
+        except NotGiven as why:
+            raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
+
+    def _conclude(self, trainer: SeatedTrainer, result: dict[str, Any]) -> None:
+        """Hand in the model, or be there for whoever does: is it lost, the others put it together again."""
+        while True:
+            if result["parameters"]:
+                self._gifts.offer(MODEL, self.folder / "model.safetensors", {})
+            self._tell()
+            self.line.report({"result": result})
+            heard, first = time.monotonic(), trainer.first
+            while self.line.ended is None and (first == self.line.seat or not trainer.lost(first)):
+                if self.line.ask(Finished()) is not None:
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > self.config.world.eval_deadline:
+                    raise RendezvousFailed("the lighthouse has not taken the model")
+                self.line.wait(_ASK)
+            self.line.look()
+            if self.line.ended is not None:
+                self.line.reported(_LAST if isinstance(self.line.ended, Over) else 0.0)
+                return
+            result = trainer.conclude(self.folder)
+
+    def _meet(self, seat: int) -> None:
+        """Somebody is there. In a session's thread."""
+        self._there.add(seat)
+        if self._trainer is not None:
+            self._trainer.meet(seat)
+
+    def _report(self, event: Any) -> None:
+        """What the trainer tells whoever started it."""
+        if "notice" in event:
+            self.tell(event["notice"])
+            self.line.report({"notice": event["notice"]})
+        elif "offered" in event or ("step" in event and "loss" in event):
+            self.line.report(event)
+            self._tell()
+
+    def _tell(self) -> None:
+        """What was sent which way, and what was refused."""
+        told = {} if self._trainer is None else self._trainer.refusals()
+        for seat in told.keys() - self._named:
+            self._refused.note(seat, told[seat])
+        self._named |= told.keys()
+        self.line.report({"carried": dict(self._transport.carried)})
+        self.line.report({"refused": self._refused.rows()})

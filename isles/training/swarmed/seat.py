@@ -1,0 +1,58 @@
+"""A peer's seat in a lighthouse's run: what it has there, whatever it serves. Positions are seats, so its world has as
+many as a run can give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from isles.comm.call import Ledger
+from isles.comm.elastic.gifts import Gifts
+from isles.comm.elastic.swarm.muster import MOST_SEATS
+from isles.comm.group import Group
+from isles.comm.layout import Coordinate, Layout
+from isles.comm.mesh import Mesh
+from isles.comm.transport import Transport
+from isles.data import Corpus
+from isles.training.config.sections import Config
+from isles.training.running.starting import deadlines
+
+_KEPT = 2  # steps of which a peer goes on to offer its state
+
+
+class OwnSeat:
+    """transport: between seats. gifts: what this peer gives. folder: for files on their way. report: tells the
+    lighthouse. stop_here: whether this peer ends after a step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        corpus: Corpus,
+        gifts: Gifts,
+        folder: Path,
+        *,
+        report: Callable[[Any], None],
+        stop_here: Callable[[int], bool],
+    ) -> None:
+        self.config, self.transport, self.corpus, self.folder = config, transport, corpus, folder
+        self._gifts, self._report, self._stop_here = gifts, report, stop_here
+        self._offered: list[str] = []
+
+    def mesh(self, stages: Mapping[int, int]) -> Mesh:
+        """The world as this peer sees it. stages: of the seats that are known, its own included."""
+        seats = range(MOST_SEATS)
+        places = [Coordinate(seat, stages.get(seat, 0), 0 if seat in stages else 1) for seat in seats]
+        world = Group(self.transport, tuple(seats), "control", deadlines(self.config), Ledger())
+        return Mesh(world=world, layout=Layout(tuple(places)), report=self._report, stop_here=self._stop_here)
+
+    def offer(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
+        """The state of a step, and no longer those of steps long before. write: puts it into a file."""
+        self._gifts.offer(name, self.folder / f"{name}.safetensors", facts, write)
+        self._offered.append(name)
+        for old in self._offered[:-_KEPT]:
+            self._gifts.withdraw(old)
+        del self._offered[:-_KEPT]

@@ -1,0 +1,206 @@
+"""Workers that are killed, frozen, told to leave and joined at random moments, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from isles.comm.elastic.account import Account
+from isles.comm.elastic.cells import lot_batches
+from isles.comm.elastic.membership import Membership
+from isles.comm.elastic.orders import Rules
+from isles.comm.elastic.record import ALONE, WHOLE
+from isles.data.lots import rows
+from tests.training.elastic.mapped import account, ended
+from tests.training.elastic.processes import Processes, connected
+from tests.training.elastic.test_runs import EVERY, events
+from tests.training.elastic.warm import Worker
+
+FROZEN = 5.0  # seconds
+CALM = ["kill", "kill", "kill", "leave", "join", "join", "join", "join"]
+_LEFT = (0, 143, -15)  # 143, -15: it was not in yet
+
+
+class Soak:
+    """least, most: workers at any time, those that leave not counted. waits: seconds between
+    two events, at the least and at the most; `FROZEN` and the time to leave go by beside them. pause: see `Worker`.
+    """
+
+    def __init__(
+        self, world: Processes, least: int, most: int, waits: tuple[float, float], pause: float = 0.25
+    ) -> None:
+        self.pause = pause
+        self.world, self.least, self.most, self.waits = world, least, most, waits
+        self.draw, self.done = random.Random(7), Counter[str]()
+        self.frozen: dict[Worker, float] = {}  # until when
+        self.leaving: list[Worker] = []
+        self._entries: list[dict[str, Any]] = []  # of the journal, once all have settled
+        self._diary = (world.folder / "soak.jsonl").open("a", buffering=1)
+        self.living = [world.warm_join(pause=pause) for _ in range(least)]
+        world.until(lambda: events(world.out, "view"))
+
+    def event(self, kinds: list[str]) -> None:
+        """Wait, and do one of `kinds`."""
+        self._wait(self.draw.uniform(*self.waits))
+        what = self.draw.choice(kinds)
+        free = [worker for worker in self.living if worker not in self.frozen]
+        trained = [worker for worker in free if worker.has_begun()]
+        if len(trained) <= 2:  # whose state the run would end with
+            free = [worker for worker in free if worker not in trained]
+        if len(self.living) < self.most and (what == "join" or len(self.living) <= self.least or not free):
+            self.living.append(self.world.warm_join(pause=self.pause))
+            self._note("join", self.living[-1])
+            return
+        if not free:
+            self.event(kinds)  # later
+            return
+        victim = self.draw.choice(free)
+        self._note(what, victim)
+        if what == "freeze":
+            victim.send_signal(signal.SIGSTOP)
+            self.frozen[victim] = time.monotonic() + FROZEN
+            return
+        self.living.remove(victim)
+        victim.send_signal(signal.SIGTERM if what == "leave" else signal.SIGKILL)
+        if what == "leave":
+            self.leaving.append(victim)
+
+    def _note(self, what: str, worker: Worker) -> None:
+        self.done[what] += 1
+        self._diary.write(json.dumps({"at": time.monotonic(), "what": what, "worker": worker.name}) + "\n")
+
+    def _wait(self, seconds: float) -> None:
+        """Whose time is over meanwhile goes on."""
+        until = time.monotonic() + seconds
+        while (now := time.monotonic()) < until:
+            for worker in [worker for worker, end in self.frozen.items() if end <= now]:
+                del self.frozen[worker]
+                worker.send_signal(signal.SIGCONT)
+            time.sleep(max(min(until, *self.frozen.values(), until) - now, 0.0))
+
+    def settle(self) -> None:
+        """The last view is the living, and they train; those who were told to leave have left."""
+        while self.frozen:
+            self._wait(0.2)
+        world, living = self.world, self.living
+        lines = [len(worker.rounds()) for worker in living]
+        world.until(lambda: all(len(w.rounds()) > before + 2 for w, before in zip(living, lines, strict=True)))
+        wanted = {worker.rounds()[-1]["seat"] for worker in living}
+        world.until(lambda: connected(world.out) == wanted)
+        world.until(lambda: set(events(world.out, "view")[-1]["view"]["seats"]) == wanted)
+        self._entries = self._journal()
+        since = events(world.out, "view")[-1]["view"]["since"]
+        world.until(lambda: all(worker.rounds()[-1]["round"] > since for worker in living))
+        assert all(process.poll() is None for process in living), world.logs()
+        assert {process.wait(60.0) for process in self.leaving} <= {*_LEFT}, world.logs()
+
+    def end(self) -> None:
+        """All leave, and nobody is left."""
+        world = self.world
+        for process in self.living:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60.0) for process in self.living] == [0] * len(self.living), world.logs()
+        world.put_out()
+        assert all(process.poll() is not None for process in world.warm)
+        assert not [process.pid for process in world.warm if process.is_there()]
+        assert not any("Traceback" in path.read_text() for path in world.folder.glob("*.log")), world.logs()
+
+    # Accounts
+
+    def _journal(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.world.out / "members.jsonl").read_text().splitlines()]
+
+    def batches(self, *, agrees: bool) -> str:
+        """Of every batch before the view in which all settled the work is in the weights of who is there, or it is
+        owed; of at most a cell a loss it is there twice.
+        """
+        losses, forgo = list[int](), Account.forgo  # of members whose work was given up
+
+        def noted(account: Account, seat: int) -> None:
+            losses.append(seat)
+            forgo(account, seat)
+
+        with patch.object(Account, "forgo", noted):
+            kept = Membership(Rules(founders=self.least, sync_every=EVERY, agrees=agrees), self._entries).account
+        view = kept.newest
+        assert view is not None
+        owed = {int(rows(*one, batch_size=1)[0]) for lot in view.owed for one in lot_batches(kept.views[lot.view], lot)}
+        held = Counter(work_of(self.world.warm, view.seats, agrees=agrees))
+        never, twice = {*range(view.start)} - held.keys() - owed, sum(held.values()) - len(held)
+        assert not never, f"{sorted(never)} are in nobody's weights"
+        assert twice <= EVERY * len(losses), f"{twice} batches twice, {len(losses)} losses"
+        done = sum(len(worker.reads()) for worker in self.world.warm)
+        return f"{done} batches read, {len(held)} in the weights, {twice} twice, {len(owed)} owed, {len(losses)} losses"
+
+    def messages(self) -> str:
+        """What was sent was received, or there is what ended it."""
+        last: dict[int, int] = {}  # round that a worker has told of, by seat
+        for worker in self.world.warm:
+            if len(book := worker.book()):
+                last[int(book["seat"][0])] = max((line["round"] for line in worker.rounds()), default=0)
+        told = account([worker.book() for worker in self.world.warm], last)
+        assert told["unexplained"] == 0, told
+        assert told["sent"] == sum(told.values()) - told["sent"]
+        assert told["received"] > 0.8 * told["sent"]
+        return f"bytes {dict(told)}"
+
+    def exchanges(self) -> tuple[Counter[str], int]:
+        """(how rounds with others ended, exchanges that their deadline ended, each attempt counted)."""
+        did = Counter(one["outcome"] for worker in self.world.warm for one in worker.rounds())
+        del did[ALONE]
+        late = ended(np.concatenate([worker.book() for worker in self.world.warm]))["DeadlinePassed"]
+        return did, late
+
+
+def work_of(workers: Sequence[Worker], seats: Sequence[int], *, agrees: bool) -> list[int]:
+    """The batches whose work is in the weights of `seats` at the end, each as often as it was read by somebody whose
+    work came there: at its own reading, in a whole exchange, or with the state that somebody began with.
+    """
+    numbers: list[int] = []  # of each reading
+    reads: dict[int, dict[int, int]] = {}  # by round and seat, as bits
+    whole: dict[int, dict[int, list[int]]] = {}
+    starts: dict[int, list[dict[str, int]]] = {}
+    for worker in workers:
+        if not (lines := worker.starts()):
+            continue
+        for line in lines:
+            starts.setdefault(line["first"], []).append(line)
+        seat = lines[0]["seat"]
+        for round, number in worker.reads():
+            own = reads.setdefault(round, {})
+            own[seat] = own.get(seat, 0) | 1 << len(numbers)
+            numbers.append(number)
+        for line in worker.rounds():
+            if line["outcome"] == WHOLE:
+                whole.setdefault(line["round"], {})[seat] = line["seats"]
+    copies = {(line["donor"], line["has" if agrees else "copied"]) for lines in starts.values() for line in lines}
+    held: dict[int, int] = {}
+    copied: dict[tuple[int, int], int] = {}
+    for round in range(max(reads) + 1):
+        for line in starts.get(round, ()):
+            held[line["seat"]] = copied.get((line["donor"], line["has" if agrees else "copied"]), 0)
+        for seat, read in reads.get(round, {}).items():
+            held[seat] = held.get(seat, 0) | read
+        before = dict(held)
+        for seat, others in whole.get(round, {}).items():
+            for other in others:
+                held[seat] |= before.get(other, 0)
+        copied |= {(seat, round): mask for seat, mask in held.items() if (seat, round) in copies}
+    there = f"{functools.reduce(operator.or_, (held.get(seat, 0) for seat in seats)):b}"[::-1]
+    return [number for number, bit in zip(numbers, there, strict=False) if bit == "1"]
+
+
+def longest_gaps(workers: list[Worker]) -> tuple[float, float]:
+    """(median, longest) seconds between two rounds of one worker."""
+    gaps = sorted(gap for worker in workers for gap in worker.gaps())
+    return gaps[len(gaps) // 2], gaps[-1]

@@ -1,0 +1,58 @@
+"""Real training through random joins, deaths, leaves, pauses and outages on the virtual clock: what became of every
+message, and that the same comes of it twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from isles.training.elastic.churned import ChurnedRun
+from tests.training.elastic.test_churned import churned, small
+from tests.training.elastic.traces import random_trace
+
+
+def run_through(folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run") -> ChurnedRun:
+    founders, spacing = most // 2, 60.0 / most
+    trace = random_trace(founders=founders, most=most, events=events, spacing=spacing, seed=seed)
+    steps = 2 * (int(trace[-1].at / 20.0) + 12)
+    return churned(small(folder, founders, steps, method=method), trace, folder, name)
+
+
+def check(run: ChurnedRun) -> None:
+    """It ended with all who are there; every message was received, or a loss or a deadline ended its exchange."""
+    assert run.meeting.membership is not None
+    assert set(run.meeting.membership.view.seats) <= set(run.results)
+    wire = run.meeting.wire
+    fates = wire.fates
+    assert wire.under_way() == 0
+    assert set(fates.missed) <= {"PeerLost", "DeadlinePassed", "Elsewhere"}
+    reasons = {fates.why(source, target, tag) for source, target, tag, _ in wire.unclaimed()}
+    assert reasons <= {"PeerLost", "DeadlinePassed", "Elsewhere"}
+    assert fates.received > 0.5 * fates.sent
+    assert run.meeting.counts["deaths"] and run.meeting.counts["outages"] and run.meeting.counts["pauses"]
+
+
+@pytest.mark.parametrize("method", ["diloco", pytest.param("noloco", marks=pytest.mark.long)])
+def test_every_message_has_a_fate(tmp_path: Path, method: str) -> None:
+    check(run_through(tmp_path, method, most=8, events=100, seed=1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_thousand_events_are_the_same_twice(tmp_path: Path, method: str, seed: int) -> None:
+    """No two members ever differ; the first seed is done again."""
+    one = run_through(tmp_path, method, most=64, events=1000, seed=seed, name="one")
+    check(one)
+    fates = one.meeting.wire.fates
+    print(f"{method}, seed {seed}: {dict(one.meeting.counts)}, {one.summary['outcomes']}")
+    print(f"bytes: {fates.sent} sent, {fates.received} received, {dict(fates.missed)} missed")
+    if seed > 1:
+        return
+    two = run_through(tmp_path, method, most=64, events=1000, seed=seed, name="two")
+    assert one.lines == two.lines and one.meeting.journal == two.meeting.journal
+    first, second = (load_file(run.out / "model.safetensors") for run in (one, two))
+    assert all((first[name] == second[name]).all() for name in first)

@@ -1,0 +1,75 @@
+"""What `isles train --dry-run` says of a swarm, against the run itself on the virtual clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isles.cli.dry_run import show
+from isles.training.swarmed.dry import SwarmRun, dry_swarm
+from tests.training.swarmed.test_swarmed import config, train
+
+SLOW = ("world.links=lan", "world.step_factors=[1,1,1,4,1,1,1]", "data.batch_size=96", "pipeline.microbatches=48")
+SETTINGS = {
+    "alike": ("world.links=home-fibre", "world.step_seconds=2"),
+    "slow": ("world.step_seconds=5", *SLOW),
+    "strict": ("world.step_seconds=5", "pipeline.consistency=strict", *SLOW),
+    "uneven": (
+        "world.links=home-fibre",
+        "world.step_seconds=10",
+        "world.step_factors=[1,2,1,1,1,1,3]",
+        "data.batch_size=48",
+        "pipeline.microbatches=24",
+    ),
+    "one a stage": (
+        "world.links=home-fibre",
+        "world.step_seconds=20",
+        "pipeline.peers=[1,2,1]",
+        "world.workers=4",
+        "data.batch_size=48",
+        "pipeline.microbatches=24",
+    ),
+}
+
+
+def measured(folder: Path, *more: str) -> tuple[float, float]:
+    """Bytes of all peers and seconds, a step: of four steps behind the third."""
+    found = []
+    for steps in (3, 7):
+        summary, _ = train(config(*more, f"run.steps={steps}", "run.validate_every=0"), folder / str(steps))
+        found.append((summary["bytes_sent_per_worker"] * summary["workers"], summary["virtual_seconds"]))
+    (early, began), (late, ended) = found
+    return (late - early) / 4, (ended - began) / 4
+
+
+def check(name: str, folder: Path) -> SwarmRun:
+    planned = dry_swarm(config(*SETTINGS[name]))
+    nbytes, seconds = measured(folder, *SETTINGS[name])
+    assert planned.bytes_a_step == pytest.approx(nbytes, abs=0.5)
+    assert sum(seat.bytes_sent or 0 for seat in planned.seats) == pytest.approx(nbytes, rel=1e-4)
+    assert planned.seconds == pytest.approx(seconds, rel=0.10)
+    return planned
+
+
+def test_bytes_are_exact_and_seconds_near(tmp_path: Path) -> None:
+    planned = check("one a stage", tmp_path)
+    assert [round(seat.counted or 0) for seat in planned.seats][::3] == [24, 24]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["alike", "slow", "strict", "uneven"])
+def test_whatever_peers_there_are(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path)
+
+
+def test_it_is_printed_and_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    show(config(*SETTINGS["alike"]), probe=False, as_json=False)
+    text = capsys.readouterr().out
+    assert "a swarm of 3 stages" in text and "a step takes about" in text and "microbatches a step" in text
+    show(config("world.backend=distributed"), probe=False, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["seconds"] is None and len(told["seats"]) == 7 and min(told["peak_bytes"]) > 0
+    show(config("world.backend=distributed"), probe=False, as_json=False)
+    assert "as it is fast" in capsys.readouterr().out
