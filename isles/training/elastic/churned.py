@@ -56,7 +56,7 @@ class ChurnedRun:
         self._on_notice, self._made = on_notice, made
         self.churn = ChurnedWorkers(config, churn_name)
         governed = replace(rules(config), founders=self.churn.founders, most=1 << 20)
-        self.meeting = VirtualMeeting(governed, self.churn.trace)
+        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.lease)
         self.results: dict[int, dict[str, Any]] = {}
         self.summary: SummaryTable = {}
         self.judged: list[float | None] = []

@@ -112,6 +112,12 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     assert 0.5 < one.summary["goodput"] < 1.0
 
 
+@pytest.mark.parametrize(("lease", "gone"), [(3.0, 1), (9.0, 0)])
+def test_who_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: float, gone: int) -> None:
+    trace = [ChurnEvent(25.0, "pause", 1), ChurnEvent(31.0, "resume", 1)]
+    assert churned(small(tmp_path, 2, 8, lease=lease), trace, tmp_path).summary["losses"] == gone
+
+
 def test_without_churn_it_is_the_fixed_world(tmp_path: Path) -> None:
     """Weights to the bit."""
     from isles.training.running.run import launch
