@@ -12,6 +12,7 @@ import pytest
 from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm.elastic.messages import Refusal
+from isles.training.config.reading import to_toml
 from isles.training.elastic import charter, entering
 from isles.training.elastic.terms import charter_of, elastic
 from tests.comm.elastic.sessions import free_port
@@ -128,6 +129,20 @@ def test_the_port_is_taken(answer: Answer) -> None:
         told = answer("lighthouse", "--port", port, "--out", "run", *settings(), *METHOD)
     one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
     assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("journal", ["folder", '{"event":"gone","seat":4}\n'])
+def test_a_journal_that_makes_no_sense(answer: Answer, tmp_path: Path, journal: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(small(tmp_path, 20, 2)))
+    if journal == "folder":
+        (run / "members.jsonl").mkdir()
+    else:
+        (run / "members.jsonl").write_text(journal)
+    told = answer("lighthouse", "run", "--port", str(free_port()))
+    one_line(told, "run/members.jsonl: ", "restore the file, or start a new run")
 
 
 @pytest.mark.usefixtures("here")

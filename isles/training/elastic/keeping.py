@@ -107,7 +107,7 @@ class RunKeeper(ABC):
             self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, patient=False)
             self.lighthouse = Lighthouse(
                 self.session,
-                self.assembly(journal, time.monotonic() + GRACE, stack),
+                self._assembled(journal, stack),
                 journal,
                 SeatKeys(self.out / CREDENTIALS),
                 config=self.charter.text,
@@ -117,11 +117,20 @@ class RunKeeper(ABC):
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
+            if is_new and journal.entries:
+                self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
             self.told(str(mine.token))
             summary = self.keep()
         if summary is not None:
             forget(self.out)
         return summary
+
+    def _assembled(self, journal: Journal, stack: ExitStack) -> Assembly:
+        try:
+            return self.assembly(journal, time.monotonic() + GRACE, stack)
+        except (LookupError, TypeError, AttributeError) as error:
+            why = "its lines do not follow from each other; restore the file, or start a new run"
+            raise ValueError(f"{journal.path}: {why}") from error
 
     @abstractmethod
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
