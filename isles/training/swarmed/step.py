@@ -35,7 +35,7 @@ from isles.pipeline.swarm.judging import SwarmJudge
 from isles.pipeline.swarm.mending import mend, take_neighbours
 from isles.pipeline.swarm.own import OwnSwarm
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
-from isles.pipeline.swarm.post import Post, letter_lengths
+from isles.pipeline.swarm.post import ASIDE, Post, letter_lengths
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import StageLost, Swarm
@@ -103,7 +103,7 @@ class Swarmed:
             ever=world.size,
         )
         group = world.world.among(range(world.size), "pipeline")
-        post = Post(Mail(group, run=run, lengths=lengths, met=met))
+        post = Post(Mail(group, run=run, lengths=lengths, channels=ASIDE, met=met))
         self._gifts = StateGifts(post, state)
         work = StageWork(stage, group, form, pipeline.microbatches, shares=self._shares(), autocast=autocast)
         work.text = self._microbatch
