@@ -71,6 +71,12 @@ def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "a", [{"at": 1.0, "lighthouse": 3}])
 
 
+def test_what_a_swarm_on_the_virtual_clock_would_ignore(tmp_path: Path) -> None:
+    """Who stands still is waited for however long the lease is."""
+    with pytest.raises(ValueError, match=r"world.lease = 9.0: with --churn one that stands still is waited for"):
+        run(tmp_path / "a", [], "world.lease=9")
+
+
 def soak(steps: int, every: float, seed: int, kinds: tuple[str, ...], least: int = 6) -> list[dict[str, Any]]:
     """Every so many seconds somebody who is there goes, or a new one comes; `least` to 4 more are there."""
     drawn, here, events, latest = random.Random(seed), list(range(least + 1)), [], least + 1
