@@ -95,8 +95,8 @@ def cut_of(
     key: str = "pipeline.cut",
 ) -> Cut:
     """Where `model` (numbers are not needed) is cut. costs: of its blocks, where they are known better than by their
-    parameters. key: of the settings, that says `cut`. ValueError: it does not come in pieces, has fewer blocks than stages, or its embedding is its head while
-    the loss is asked for at the last stage.
+    parameters. key: of the settings, that says `cut`. ValueError: it does not come in pieces, has fewer blocks than
+    stages, or its embedding is its head while the loss is asked for at the last stage.
     """
     tied = is_tied(model)
     if tied and loss_at == "last":

@@ -62,7 +62,10 @@ LINE = r"^[^\n]*$"
             'memory.update = "early": memory.method = "checkpoint" keeps all weights and states on the device: leave',
         ),
         ([*GPU, "memory.method=karma", "memory.shard=true"], 'memory.shard = true: memory.method = "karma" keeps all'),
-        ([*DISK, "memory.disk=.", "memory.method=autohete"], 'memory.method = "autohete" keeps all weights and states in memory'),
+        (
+            [*DISK, "memory.disk=.", "memory.method=autohete"],
+            'memory.method = "autohete" keeps all weights and states in memory',
+        ),
         ([*DISK, "memory.disk=nowhere"], "memory.disk = 'nowhere': there is no such folder; make it, or name another"),
     ],
 )
