@@ -63,6 +63,7 @@ def test_the_command_takes_a_trace(tmp_path: Path) -> None:
     code, out, error = isles("simulate", "plain.toml", "--churn", trace, "--json", *sets, folder=tmp_path)
     assert code == 0, error
     assert "worker 7 comes to stage" in error and "joins" in out
+    assert "worker 3 of stage 1 was lost by step" in error
 
 
 def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
