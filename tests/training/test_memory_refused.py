@@ -62,7 +62,10 @@ LINE = r"^[^\n]*$"
             'memory.update = "early": memory.method = "checkpoint" keeps all weights and states on the device: leave',
         ),
         ([*GPU, "memory.method=karma", "memory.shard=true"], 'memory.shard = true: memory.method = "karma" keeps all'),
-        ([*DISK, "memory.disk=.", "memory.method=autohete"], 'memory.method = "autohete" keeps all weights and states in memory'),
+        (
+            [*DISK, "memory.disk=.", "memory.method=autohete"],
+            'memory.method = "autohete" keeps all weights and states in memory',
+        ),
         ([*DISK, "memory.disk=nowhere"], "memory.disk = 'nowhere': there is no such folder; make it, or name another"),
     ],
 )
@@ -154,9 +157,11 @@ def test_a_model_that_cannot_be_cut_is_one_line(made: Callable[[], nn.Module], t
             marks=pytest.mark.long,
         ),
         pytest.param(["model.context=16"], "another batch", marks=pytest.mark.long),
-        (["model.autocast=bf16"], "another batch"),
+        pytest.param(["model.autocast=bf16"], "another batch", marks=pytest.mark.long),
         pytest.param(["model.dtype=bfloat16"], "another model", marks=pytest.mark.long),
-        (["memory.machine=RTX 4090"], "another machine: plan again for this machine"),
+        pytest.param(
+            ["memory.machine=RTX 4090"], "another machine: plan again for this machine", marks=pytest.mark.long
+        ),
         pytest.param(["inner.optimizer=sgd"], "another model", marks=pytest.mark.long),
     ],
 )

@@ -189,7 +189,10 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
         (["run.start=runs/other"], 'run.start = "runs/other": pipeline.routing = "ravnest" wants ""'),
         (["pipeline.stages=2"], "pipeline.stages = 2: the longest of clusters has 3"),
         (["replicas.on_late=quorum"], 'replicas.on_late = "quorum": pipeline.routing = "ravnest" wants "wait"'),
-        (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk": pipeline.routing = "ravnest" wants "memory"'),
+        (
+            ["memory.vectors=disk", "memory.disk=."],
+            'memory.vectors = "disk": pipeline.routing = "ravnest" wants "memory"',
+        ),
     ],
 )
 def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], words: str) -> None:
