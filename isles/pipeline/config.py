@@ -265,8 +265,8 @@ class PipelineConfig:
             for key in ("subspace", "subspace_blocks", "subspace_update"):
                 if getattr(self, key) != getattr(type(self), key):
                     raise ValueError(
-                        f'{key} = {as_typed(getattr(self, key))} acts with boundary = "subspace:16" and the like: choose that, '
-                        "or leave it out"
+                        f'{key} = {as_typed(getattr(self, key))} acts with boundary = "subspace:16" and the like: '
+                        "choose that, or leave it out"
                     )
         if self.subspace_blocks < 0:
             raise ValueError(f"subspace_blocks = {self.subspace_blocks}: choose 0 (all before the last stage) or more")
@@ -335,5 +335,6 @@ class PipelineConfig:
             value = getattr(self, field.name)
             if field.name != "stages" and value != field.default:
                 raise ValueError(
-                    f"{field.name} = {as_typed(value)} acts on several stages only: set pipeline.stages, or leave it out"
+                    f"{field.name} = {as_typed(value)} acts on several stages only: set pipeline.stages, or leave it "
+                    "out"
                 )

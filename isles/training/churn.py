@@ -42,8 +42,8 @@ class ChurnedWorkers:
         self.notices: list[str] = []
         if config.run.checkpoint_every and not saves:
             self.notices.append(
-                f"run.checkpoint_every = {config.run.checkpoint_every}: such a run of --churn cannot be gone on with, so "
-                "nothing is saved"
+                f"run.checkpoint_every = {config.run.checkpoint_every}: such a run of --churn cannot be gone on with, "
+                "so nothing is saved"
             )
             config = replace(config, run=replace(config.run, checkpoint_every=0))
         self.config = config

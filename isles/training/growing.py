@@ -1,4 +1,4 @@
-"""What a run whose workers come and go refuses, for it would be ignored there; `isles.training.fixed` is for the others."""
+"""What a run whose workers come and go refuses, for it would be ignored there; `isles.training.fixed`: the others."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def refuse_clustered(
         )
     for key, (value, wanted) in unset.items():
         if value != wanted:
-            raise ValueError(f'{key} = {as_typed(value)}: pipeline.routing = "ravnest" wants {as_typed(wanted)}; set it to that')
+            raise ValueError(
+                f'{key} = {as_typed(value)}: pipeline.routing = "ravnest" wants {as_typed(wanted)}; set it to that'
+            )
     if inner.max_norm and pipeline.clip == "model":
         raise ValueError(
             'pipeline.clip = "model" wants all stages at one step; with routing = "ravnest" choose "stage", or '

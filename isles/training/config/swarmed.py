@@ -46,7 +46,9 @@ def refuse_swarm(
     stages_of(pipeline, workers)
     for key, (value, wanted) in unset.items():
         if value != wanted:
-            raise ValueError(f'{key} = {as_typed(value)}: pipeline.routing = "swarm" wants {as_typed(wanted)}; set it to that')
+            raise ValueError(
+                f'{key} = {as_typed(value)}: pipeline.routing = "swarm" wants {as_typed(wanted)}; set it to that'
+            )
     if method not in ("none", *IN_SWARMS):
         raise ValueError(
             f'replicas.method = "{method}": the peers of a stage sum their gradients in every step; choose "none", or '
