@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -41,14 +41,26 @@ def join(
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
     """
+    from isles.launch.room import refuse_too_many
+
     end_in_order()
     parsed = given_token(token)
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
+    refuse_too_many(workers, "--workers", "start fewer")
+    refuse_device(device)
     there = places(listen, workers)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, data, device))
     _join(address, parsed, there[0], apart, data, device)
+
+
+def refuse_device(device: str | None) -> None:
+    """ValueError where --device names none."""
+    from isles.models.config import Device
+
+    if device is not None and device not in get_args(Device):
+        raise ValueError(f"--device {device}: choose one of {', '.join(get_args(Device))}")
 
 
 def given_token(token: str | None) -> Token:
@@ -65,20 +77,23 @@ def _join(address: str, token: Token, listen: str | None, apart: int, data: str 
     from isles.training.elastic.entering import Here
     from isles.training.elastic.part import take_part
 
-    listening, announced = (None, "") if listen is None else place(listen)
+    listening, announced = (None, "") if listen is None else place(listen, address)
     here = Here(data=data, device=device, listen=listening, announced=announced, apart=apart)
     print(take_part(address, token, here, tell=tell), flush=True)
 
 
-def place(listen: str) -> tuple[tuple[str, int], str]:
-    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it). HOST
-    may be that of the router in front of this machine.
+def place(listen: str, lighthouse: str) -> tuple[tuple[str, int], str]:
+    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it, which
+    is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
+    router in front of this machine.
     """
-    from isles.launch.addresses import is_own, outward_address
+    from isles.launch.addresses import is_own, outward_address, parse_address
 
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
-    return (host if host and is_own(host) else outward_address(), int(port)), host
+    if not host or not is_own(host):
+        return (outward_address(parse_address(lighthouse, "HOST:PORT")[0]), int(port)), host
+    return (host, int(port)), host
 
 
 def places(listen: str | None, workers: int) -> list[str | None]:

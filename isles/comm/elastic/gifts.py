@@ -37,6 +37,10 @@ class NotGiven(Exception):
     """A gift did not come; the reason is a line for a person."""
 
 
+class NotOffered(NotGiven):
+    """Its giver has nothing of that name, and will have nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GiftRequest:
     """giver: whose gift; what: under which name. most: bytes that are taken. seconds: without a piece, after which it
@@ -79,6 +83,10 @@ class Gifts(Protocol):
         """See `Giver.withdraw`."""
         ...
 
+    def expect(self, comes: Callable[[str], bool]) -> None:
+        """See `Giver.expect`."""
+        ...
+
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         """See `take`."""
         ...
@@ -94,15 +102,15 @@ class _Offer:
 
 @dataclass
 class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come.
-    notice: called with a line for a person where something could not be offered. lost: whether the giver of that name
-    is gone, who is asked for nothing any more.
+    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). notice: called with a line for a person where
+    something could not be offered. lost: whether the giver of that name is gone, who is asked for nothing any more.
+    comes: see `expect`.
     """
 
     session: Session
     name: str
     notice: Callable[[str], None]
-    patient: bool = True
+    comes: Callable[[str], bool] = lambda what: True
     lost: Callable[[str], bool] = lambda name: False
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
@@ -130,13 +138,21 @@ class Giver:
         """Whether somebody has asked for what is neither there nor on its way."""
         return any(asked == what for asked, *_ in [*self._waiting]) and not self._is_coming(what)
 
+    def expect(self, comes: Callable[[str], bool]) -> None:
+        """comes: whether what is not there may still come, by its name; called in the session's thread. Who asks for
+        something else is told so at once, and asks elsewhere.
+        """
+        self.comes = comes
+        self.session.later(self._answer)
+
     def withdraw(self, what: str) -> None:
-        """Nobody needs it any more: its files go."""
+        """It is of no use any more: its files go, and who waits for it asks elsewhere."""
         self.shut(what)
         for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
             self._coming.pop(number, None)
         for number in [number for number, offer in [*self._offers.items()] if offer.what == what]:
             self._offers.pop(number).path.unlink(missing_ok=True)
+        self.session.later(lambda: self._refuse(what))
 
     def shut(self, what: str) -> None:
         """It is too old for new takers; those who have begun to take it go on."""
@@ -215,7 +231,7 @@ class Giver:
             offer = None if offer is not None and offer.facts.get("round", after + 1) <= after else offer
             if offer is not None:
                 query.reply(json.dumps({**offer.facts, "number": number, "size": offer.size}).encode("ascii"))
-            elif self.patient or self._is_coming(what):
+            elif self.comes(what) or self._is_coming(what):
                 self._waiting.append((what, after, query))
             else:
                 query.refuse(b"never")
@@ -269,7 +285,7 @@ class _Taking:
             if reply is not None:
                 return _facts(reply)
             if refusal == b"never":
-                raise NotGiven("there is none")
+                raise NotOffered("there is none")
             if self._lost():
                 raise NotGiven("it is gone")
             time.sleep(_AGAIN)

@@ -43,7 +43,8 @@ from isles.training.records.saved import load_weights
 from isles.training.trainer import Trainer
 
 _TRIES = 5
-_TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "conclude", "carried", "refused"}
+_TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "forget", "conclude", "carried"}
+_TOGETHER |= {"refused"}
 
 
 class Acts:
@@ -93,14 +94,14 @@ class Acts:
     ) -> tuple[int, dict[int, int]]:
         """See `States.fetch`; all of an island take states of one round. NotGiven for all where one has none."""
         for _ in range(_TRIES):
-            round, left_out, why = -1, dict[int, int](), ""
+            round, left_out, why = -1, dict[int, int](), NotGiven("")
             try:
                 round, left_out = self.states.fetch(donor, seconds, after=after, wait=wait)
             except NotGiven as reason:
-                why = str(reason)
+                why = reason
             rounds = [told[0] for told in self._places.gather(round)]
             if min(rounds) < 0:
-                raise NotGiven(why or f"worker {rounds.index(min(rounds))} of this island got none")
+                raise why if str(why) else NotGiven(f"worker {rounds.index(min(rounds))} of this island got none")
             if min(rounds) == max(rounds):
                 return round, left_out
         raise NotGiven("the workers of this island got states of different rounds")
@@ -130,8 +131,14 @@ class Acts:
     def enter(self, round: int, steps: int, began_at: int | None) -> None:
         """Begin with `round`, after so many inner steps. began_at: of inner steps, where this is without moments."""
         self._began_at = began_at
+        self.means.begins(round)
         enter(self.optimizer, round, steps)
         self.schedule_at(steps)
+
+    def forget(self) -> None:
+        """What this worker has is nobody's any more: nobody begins with it."""
+        self.states.forget()
+        self.means.forget()
 
     def schedule_at(self, steps: int) -> None:
         """The rates of the step after so many."""

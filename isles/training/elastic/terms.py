@@ -9,12 +9,14 @@ from typing import Any, cast
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
+from isles.errors import as_typed
 from isles.replicas import method
 from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve, to_toml
 from isles.training.config.sections import SILENCE, Config
 from isles.training.config.tokens import ending, tokens_a_step
 from isles.training.elastic.charter import Charter, draw_up
+from isles.training.growing import refuse_full, refuse_kept, refuse_waits
 from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
@@ -121,18 +123,22 @@ def check(config: Config, *, simulated: bool = False) -> None:
         raise ValueError(
             'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
         )
-    if config.memory.method != "none" or config.model.autocast == "fp16":
-        raise ValueError(
-            '[memory] and model.autocast = "fp16" are not there yet where workers come and go: leave them out'
-        )
+    if config.model.autocast == "fp16":
+        raise ValueError('model.autocast = "fp16" is not there yet where workers come and go: choose "bf16" or "none"')
     for key, value, meant in (
+        ("memory.method", config.memory.method, "none"),
+        ("memory.vectors", config.memory.vectors, "memory"),
         ("run.loggers", config.run.loggers, ()),
         ("run.start", config.run.start, ""),
         ("data.split", config.data.split, "iid"),
         ("data.batch_mode", config.data.batch_mode, "per_worker"),
     ):
         if value != meant:
-            raise ValueError(f"{key} = {value!r} is not there yet where workers come and go: leave it out")
+            raise ValueError(f"{key} = {as_typed(value)} is not there yet where workers come and go: leave it out")
+    refuse_kept(config.run)
+    if not simulated:
+        refuse_full(config.world, config.replicas_in_all)
+    refuse_waits(config.world, "pipeline_deadline", *(() if config.world.inner > 1 else ("join_deadline",)))
     if config.run.steps % sync_every(config):
         raise ValueError(
             f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "

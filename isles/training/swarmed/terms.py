@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from isles.comm.elastic.orders import Rules
+from isles.errors import as_typed
 from isles.training.config.clustered import refuse_growing
 from isles.training.config.sections import SILENCE, Config
+from isles.training.growing import refuse_full, refuse_kept, refuse_waits
 
 
 def among_peers(config: Config) -> Config:
@@ -31,9 +33,13 @@ def among_peers(config: Config) -> Config:
         ("run.loggers", config.run.loggers, ()),
         ("run.tokens", config.run.tokens, 0),
         ("world.join_state", world.join_state, "full"),
+        ("memory.vectors", config.memory.vectors, "memory"),
     ):
         if value != meant:
-            raise ValueError(f"{key} = {value!r} is not there yet where peers come and go: leave it out")
+            raise ValueError(f"{key} = {as_typed(value)} is not there yet where peers come and go: leave it out")
+    refuse_kept(config.run)
+    refuse_full(world, world.workers)
+    refuse_waits(world, "join_deadline")
     return config
 
 

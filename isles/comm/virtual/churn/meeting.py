@@ -2,7 +2,7 @@
 
     join          a seat, at the start of the worker's thread
     kill          its thread ends and what is on its line is lost; `_TOLD` later the others' connections break
-    pause         `lease` seconds later the connection counts as broken, until it is back
+    pause         a lease later the connection counts as broken, until it is back
     leave         the worker is told to
     lighthouse    away: no questions are answered; then `Membership` goes on from its journal
 
@@ -34,9 +34,9 @@ _TOLD, _WAY, _BACK = 0.2, 0.02, 0.5  # seconds: a death is noticed; a word's way
 
 
 class VirtualMeeting:
-    """The lighthouse of a run of `rules` through the changes of `trace`; `journal` gets what must survive it.
+    """The lighthouse of a run of `rules` through the changes of `trace`; `journal` gets what must survive it. lease:
+    seconds of silence after which a connection counts as broken.
 
-    lease: seconds of silence after which a connection counts as broken.
     counts: what happened. lives: by seat (its start, its end) in seconds; an end of None: until the end of the run.
     is_over: whether all members have done the last round.
     """

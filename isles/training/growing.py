@@ -1,0 +1,48 @@
+"""What a run whose workers come and go refuses, for it would be ignored there; `fixed` says so of other runs."""
+
+from __future__ import annotations
+
+from isles.errors import as_typed
+from isles.training.config.sections import Config, RunConfig, WorldConfig
+
+_WAITS = {
+    "join_deadline": "the first round waits for its workers however long it takes",
+    "pipeline_deadline": "there are no stages that wait for each other",
+}
+
+
+def refuse_kept(run: RunConfig) -> None:
+    """ValueError for more states than a lighthouse keeps."""
+    if run.keep_checkpoints != RunConfig.keep_checkpoints:
+        raise ValueError(
+            f"run.keep_checkpoints = {run.keep_checkpoints}: where workers come and go the newest state is kept alone; "
+            "leave it out"
+        )
+
+
+def refuse_full(world: WorldConfig, founders: int) -> None:
+    """ValueError where the first round waits for more than may be there."""
+    if world.max_members < founders:
+        raise ValueError(
+            f"world.max_members = {world.max_members}: the first round waits for {founders}; choose as many or more, "
+            "or fewer world.workers (--founders)"
+        )
+
+
+def refuse_waits(world: WorldConfig, *keys: str) -> None:
+    """ValueError, with the key, for deadlines of waits that there are none of here."""
+    for key in keys:
+        if (value := getattr(world, key)) != getattr(WorldConfig, key):
+            raise ValueError(f"world.{key} = {value:g}: where workers come and go {_WAITS[key]}; leave it out")
+
+
+def refuse_unplayed(config: Config) -> None:
+    """ValueError, with the key, for what the virtual clock does not play where workers come and go."""
+    idle = {"max_members": "the trace says who comes"}
+    if config.pipeline.routing in ("swarm", "ravnest"):
+        idle["join_state"] = "who comes takes all that a peer of its stage has"
+    if config.pipeline.routing == "swarm":
+        idle["lease"] = "one that stands still is waited for, for world.pipeline_deadline"
+    for key, why in idle.items():
+        if (value := getattr(config.world, key)) != getattr(WorldConfig, key):
+            raise ValueError(f"world.{key} = {as_typed(value)}: with --churn {why}; leave it out")
