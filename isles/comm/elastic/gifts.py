@@ -39,8 +39,10 @@ class NotGiven(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class GiftRequest:
-    """giver: whose gift; what: under which name. most: bytes that are taken. seconds: without a piece, after which it
-    counts as lost; wait: until it is offered, by default as long. after: none of this round or an earlier one.
+    """A request for the file that `giver` offers under the name `what`.
+
+    most: bytes that are accepted. seconds: without a piece until the gift counts as lost. wait: seconds until it must
+    be offered; None: as long as `seconds`. after: only a gift of a later round than this one will do.
     """
 
     giver: str
@@ -57,7 +59,7 @@ class GiftRequest:
 
 
 def is_written(path: Path) -> None:
-    """What is offered lies there already."""
+    """For a file that is there already: nothing to write."""
 
 
 class Gifts(Protocol):
@@ -94,9 +96,11 @@ class _Offer:
 
 @dataclass
 class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). patient: what is not there may still come.
-    notice: called with a line for a person where something could not be offered. lost: whether the giver of that name
-    is gone, who is asked for nothing any more.
+    """What this process offers as `name` (a seat, or `LIGHTHOUSE`).
+
+    patient: who asks for what is not there yet waits for it; otherwise that is refused at once. notice: called with a
+    line for a person where a file could not be written. lost: whether the giver of that name is gone, so that nothing
+    is asked of it any more.
     """
 
     session: Session
@@ -131,7 +135,7 @@ class Giver:
         return any(asked == what for asked, *_ in [*self._waiting]) and not self._is_coming(what)
 
     def withdraw(self, what: str) -> None:
-        """Nobody needs it any more: its files go."""
+        """Stop offering `what`, and remove its files."""
         self.shut(what)
         for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
             self._coming.pop(number, None)
@@ -139,20 +143,20 @@ class Giver:
             self._offers.pop(number).path.unlink(missing_ok=True)
 
     def shut(self, what: str) -> None:
-        """It is too old for new takers; those who have begun to take it go on."""
+        """Offer `what` to nobody new, for it is too old; those who are taking it go on."""
         self._open.pop(what, None)
 
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
-        """What another one offers; see `take`."""
+        """Fetch what another member offers; see `take`."""
         return take(self.session, asked, path, lost=partial(self.lost, asked.giver))
 
     def close(self) -> None:
-        """What is being written ends first."""
+        """Wait until files that are being written are whole."""
         for _, thread in [*self._coming.values()]:
             thread.join(_CLOSING)
 
     def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """In a thread of its own: the file, its length and checksum."""
+        """Write the file, and find its length and checksum; in a thread of its own."""
         made: _Offer | OSError
         try:
             write(path)
@@ -166,7 +170,7 @@ class Giver:
         self.session.later(lambda: self._take_in(number, what, made))
 
     def _take_in(self, number: int, what: str, made: _Offer | OSError) -> None:
-        """In the session's thread: it is there, or cannot be had."""
+        """Offer a file that was written, or refuse whoever waits for one that could not be. In the session's thread."""
         is_needed = self._coming.pop(number, None) is not None
         if isinstance(made, OSError):
             self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
@@ -224,7 +228,7 @@ class Giver:
         return any(coming == what for coming, _ in [*self._coming.values()])
 
     def _refuse(self, what: str) -> None:
-        """Whoever waits for it asks elsewhere."""
+        """Turn away all who wait for `what`: they ask somebody else."""
         for *_, query in [one for one in self._waiting if one[0] == what]:
             query.refuse(b"never")
         self._waiting = [one for one in self._waiting if one[0] != what]

@@ -41,6 +41,7 @@ from isles.version import __version__
 _PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
 _MOMENT = 10.0  # seconds of them until a person is told
 _ANSWER = 10.0  # seconds
+_TRIES, _AGAIN = 6, 0.5  # for an answer, and the seconds between them
 _CROWDED = 600.0  # seconds to be given a seat where too many come
 _SELDOM = 60.0  # seconds between lines for a person
 _LONGEST = 1 << 20  # bytes of a configuration
@@ -263,21 +264,12 @@ class _Progress:
 
 
 def _asked(session: Session, key: str, said: bytes) -> bytes:
-    """The lighthouse's answer. OSError where there is none."""
-    done, answers = threading.Event(), list[bytes | None]()
-    until = 6  # a fresh session does not know at once who serves what
-    for _ in range(until):
-        done.clear()
-        answers.clear()
-
-        def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            answers.append(reply)
-            done.set()
-
-        session.ask(key, said, answered, seconds=_ANSWER)
-        if done.wait(_ANSWER + 1.0) and answers and answers[0] is not None:
-            return answers[0]
-        done.wait(0.5) if not done.is_set() else threading.Event().wait(0.5)
+    """The lighthouse's answer. RendezvousFailed where there is none."""
+    for _ in range(_TRIES):  # a fresh session does not know at once who serves what
+        reply, _refusal = session.answer(key, said, seconds=_ANSWER)
+        if reply is not None:
+            return reply
+        time.sleep(_AGAIN)
     raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
 
 

@@ -56,9 +56,11 @@ class OpenDoor:
 
 
 class DirectLinks:
-    """The direct links of the worker in the seat of `entry`. ask: the lighthouse, as in `Company`. secret: the run's;
-    folder: for what is trusted. listener: where this worker is reached, if the lighthouse reaches it there. notice:
-    called with a line for a person. place: this worker's in its island; it is linked to those at that place in others.
+    """The direct links of the worker in the seat of `entry`; the `Guide` of its transport.
+
+    ask: asks the lighthouse, as `Company.ask`. secret: the run's. folder: for the certificates of others. lease:
+    seconds of silence after which a link counts as broken. notice: called with a line for a person. place: this
+    worker's in its island; it is linked to the workers at the same place of other islands.
     """
 
     def __init__(
