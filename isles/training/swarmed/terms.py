@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from isles.comm.elastic.orders import Rules
 from isles.training.config.clustered import refuse_growing
-from isles.training.config.sections import SILENCE, Config
+from isles.training.config.lighthouse import refuse_silence, refuse_unsupported
+from isles.training.config.sections import Config
 
 
 def among_peers(config: Config) -> Config:
@@ -20,20 +21,17 @@ def among_peers(config: Config) -> Config:
         raise ValueError(
             'world.backend = "virtual": real peers join a lighthouse; take it out, or use isles simulate --churn'
         )
-    if world.silence != SILENCE:
-        raise ValueError(
-            f"world.silence = {world.silence:g}: where peers come and go it is world.lease that says when one counts "
-            "as gone; set that, and leave silence out"
-        )
+    refuse_silence(world, "peers")
     if config.model.autocast == "fp16":
         raise ValueError('model.autocast = "fp16" is not there yet where peers come and go: choose "bf16" or "none"')
-    for key, value, meant in (
-        ("run.loggers", config.run.loggers, ()),
-        ("run.tokens", config.run.tokens, 0),
-        ("world.join_state", world.join_state, "full"),
-    ):
-        if value != meant:
-            raise ValueError(f"{key} = {value!r} is not there yet where peers come and go: leave it out")
+    refuse_unsupported(
+        {
+            "run.loggers": (config.run.loggers, ()),
+            "run.tokens": (config.run.tokens, 0),
+            "world.join_state": (world.join_state, "full"),
+        },
+        "peers",
+    )
     return config
 
 
