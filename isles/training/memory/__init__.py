@@ -1,4 +1,4 @@
-"""Memory of a configured run (`[memory]`): the plan of its model on its machine, and that plan at work (`isles.memory`).
+"""Memory of a configured run (`[memory]`): a plan of its model on its machine, and that plan at work (`isles.memory`).
 
 `planned`      the machine, the model's profile and the search for a plan; `stages`: the profile of a pipeline's stage
 `refused`      what a plan cannot be combined with
