@@ -1,4 +1,4 @@
-"""A node of clusters in a seat that a lighthouse gave: positions are seats, so its world has as many as a run can give.
+"""A node of clusters in a seat that a lighthouse gave. Ranks are seats, as in `isles.training.swarmed.seat`.
 
 At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
 first whole cluster offer what they hold, each a part, by names in the whole model:
@@ -33,10 +33,12 @@ _FACTS = "facts"
 
 
 class SeatedNode:
-    """seats: who is there from the start; none where clusters are at work, of which `members` are. told: what this
-    machine tells of itself. members_now: who is at work
-    now, by the lighthouse; None where it does not answer. await_kept: until the lighthouse keeps all parts of after a
-    step, or there is no time left.
+    """What trains in one seat of a run in clusters.
+
+    epoch: which beginning of the run this is, counted by the lighthouse. seats: all who begin together; (): clusters
+    are at work already, of which `members` are asked to let this node in. told: what this machine tells of itself
+    (`isles.network.clusters.telling`). members_now: who is at work by the lighthouse's knowledge; None where it does
+    not answer. await_kept: waits until the lighthouse keeps all parts of the state after a step, or time is up.
     """
 
     def __init__(
@@ -63,15 +65,15 @@ class SeatedNode:
 
     @property
     def step(self) -> int:
-        """The newest that it has done."""
+        """The newest step that this node has done."""
         return 0 if self._worker is None else self._worker.steps
 
     def meet(self, seat: int) -> None:
-        """Listen to it. May be called in any thread."""
+        """Listen to `seat` from now on. May be called in any thread."""
         self._door.mail.meet(seat)
 
     def leave(self) -> None:
-        """After the next average. May be called in any thread."""
+        """Leave after the next average. May be called in any thread."""
         self._leaving = True
         if self._worker is not None:
             self._worker.leaving = True
@@ -121,7 +123,7 @@ class SeatedNode:
         return self._leaving
 
     def conclude(self, out: Path) -> dict[str, Any]:
-        """Again, with who is left."""
+        """Put the model together again, with the nodes that are left: who was to do it is lost."""
         assert self._worker is not None
         self._worker.quorum.miss(self.first)
         self._worker.quorum.settle()
@@ -129,13 +131,13 @@ class SeatedNode:
 
     @property
     def first(self) -> int:
-        """Whose is to put the model together: the root of the first whole cluster."""
+        """The seat that puts the model together at the end: the root of the first whole cluster."""
         assert self._worker is not None
         seats = self._worker.quorum.seats
         return seats.clusters[seats.whole[0]][0]
 
     def lost(self, seat: int) -> bool:
-        """Whether nothing of it comes any more."""
+        """Whether `seat` is lost: nothing comes from it any more."""
         return seat in self._door.mail.lost
 
     def refusals(self) -> dict[int, str]:
@@ -185,7 +187,7 @@ class SeatedNode:
 
 
 def _seconds(worker: ClusterWorker) -> float:
-    """That a microbatch takes it, by the stretch under way or the last one; 0 before the first."""
+    """Seconds that a microbatch takes this node, in the stretch under way or the last one; 0 before the first."""
     serving = worker.serving
     played = [] if serving is None else [*serving.node.played]
     spent = [span.end - span.start for span in played]
@@ -198,7 +200,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def _restore(worker: ClusterWorker, kept: dict[str, Tensor]) -> None:
-    """Have what `kept` says of this worker's stage. ValueError where that is of another model."""
+    """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
     step, read = kept[_FACTS].tolist()
     worker.begin_after(step, read)
     if worker.serving is None:
