@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isles.comm.elastic.swarm.words import SwarmBeat
 from isles.comm.errors import Malformed
-from isles.pipeline.ravnest.entering import ClusterDoor
+from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.opening import enter, found, run_number
 from isles.training.draws import seed_draws
@@ -55,7 +55,7 @@ class SeatedNode:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, epoch, told
         self._seats, self._members = sorted(seats), members
         self.world = seat.mesh({})
-        self._door = ClusterDoor(self.world.world, run_number(self.config), met=(*self._seats, *members))
+        self._entrance = ClusterEntrance(self.world.world, run_number(self.config), met=(*self._seats, *members))
         self._worker: ClusterWorker | None = None
         self._leaving, self.has_left = False, False
         self._members_now, self._await_kept = members_now, await_kept
@@ -70,7 +70,7 @@ class SeatedNode:
 
     def meet(self, seat: int) -> None:
         """Listen to `seat` from now on. May be called in any thread."""
-        self._door.mail.meet(seat)
+        self._entrance.mail.meet(seat)
 
     def leave(self) -> None:
         """Leave after the next average. May be called in any thread."""
@@ -100,8 +100,8 @@ class SeatedNode:
     def _begun(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._seat.corpus
         if self._seats:
-            return found(config, world, corpus, self._seats, self._door)
-        return enter(config, world, corpus, self._members, self._told, self._door, self._gives_up)
+            return found(config, world, corpus, self._seats, self._entrance)
+        return enter(config, world, corpus, self._members, self._told, self._entrance, self._gives_up)
 
     def _gives_up(self) -> bool:
         """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
@@ -138,18 +138,18 @@ class SeatedNode:
 
     def lost(self, seat: int) -> bool:
         """Whether `seat` is lost: nothing comes from it any more."""
-        return seat in self._door.mail.lost
+        return seat in self._entrance.mail.lost
 
     def refusals(self) -> dict[int, str]:
         """By seat, why nothing of it is read any more, where it sent what cannot be."""
-        lost = self._door.mail.lost
+        lost = self._entrance.mail.lost
         why = {seat: error.detail for seat, error in [*lost.items()] if isinstance(error, Malformed)}
         words = {} if self._worker is None else self._worker.quorum.refused
         return {**dict.fromkeys(words, "a word that is none of this agreement"), **why}
 
     def settle(self) -> None:
         """Wait until what was sent is gone."""
-        self._door.mail.settle()
+        self._entrance.mail.settle()
 
     def beat(self) -> SwarmBeat | None:
         """How this node is at work now; None before it is. May be called in any thread."""
