@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 def unknown_name(key: str, given: str, known: Iterable[str]) -> str:
@@ -19,6 +21,11 @@ def in_section(section: str, message: str, keys: Iterable[str]) -> str:
     """The message with its section in front where it begins with one of the section's keys."""
     first = message.split(maxsplit=1)[0] if message else ""
     return f"{section}.{message}" if first.removesuffix(":") in keys else message
+
+
+def as_typed(value: Any) -> str:
+    """The value of a setting as a CONFIG.toml has it."""
+    return json.dumps(value, ensure_ascii=False, default=repr)
 
 
 def printable(text: str, longest: int = 2000) -> str:

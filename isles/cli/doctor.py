@@ -114,7 +114,7 @@ def _walk(join: str, token: str | None, listen: str | None) -> None:
 
     target, parsed = parse_address(join, "--join"), given_token(token)
     (here,) = places(listen, 1)
-    listening, announced = (None, "") if here is None else place(here)
+    listening, announced = (None, "") if here is None else place(here, join)
     zenoh()  # or what to install, before anything else
     good = [_show(check) for check in machine()]
     good += [_show(check) for check in walk(*target, parsed, listening, announced)]

@@ -122,12 +122,15 @@ def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[
 def _without_lighthouse(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """The same with swarms, or clusters, all of them."""
     from isles.cli.several import run_all
+    from isles.training.churn import trace_of
     from isles.training.clustered.churned import ChurnedClusters
     from isles.training.swarmed.churned import ChurnedSwarm
 
     kinds = {config.pipeline.routing for config in configs.values()}
     if len(kinds) > 1:
         raise ValueError(f"--churn: runs by pipeline.routing = {', '.join(sorted(kinds))}: simulate each by itself")
+    for config in configs.values():
+        trace_of(config, name)
     made = ChurnedSwarm if kinds == {"swarm"} else ChurnedClusters
 
     def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:

@@ -163,8 +163,9 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
     page = write_report(out)
     layout = f" in {summary['islands']} islands" if "islands" in summary else ""
     if "stages" in summary:
-        uneven = summary["workers"] < summary["replicas"] * summary["stages"]
-        layout = f", {summary['replicas']} replicas of {'up to ' if uneven else ''}{summary['stages']} stages"
+        count, stages = summary["replicas"], summary["stages"]
+        uneven = "up to " if summary["workers"] < count * stages else ""
+        layout = f", {count} replica{'s' * (count > 1)} of {uneven}{stages} stages"
     table = Table(
         title=f"{summary['method']}: {summary['workers']} workers{layout}, {summary['steps']} steps", show_header=False
     )

@@ -51,12 +51,16 @@ def own_address(host: str, option: str) -> str:
     return str(address)
 
 
-def outward_address() -> str:
-    """The address under which this machine speaks to others. ValueError where it has no way out."""
+def outward_address(to: str = _ELSEWHERE) -> str:
+    """The address under which this machine speaks to `to`: another one for a machine of the same private network, and
+    for itself. ValueError where it has no way out.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         try:
-            handle.connect((_ELSEWHERE, 9))
-        except OSError:
+            handle.connect((to, 9))
+        except OSError:  # a name that nobody knows, too: whoever speaks to it says so
+            if to != _ELSEWHERE:
+                return outward_address()
             raise ValueError(
                 "--listen: this machine has no default route; name one of its addresses, as HOST:PORT"
             ) from None

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from isles.errors import as_typed
 from isles.network.routing.orders import in_flight
 from isles.pipeline.boundaries.lengths import StreamCodec
 from isles.pipeline.boundaries.names import boundary_name
@@ -187,7 +188,7 @@ class PipelineConfig:
     def _refuse_without(self, routing: str, *keys: str) -> None:
         for key in keys:
             if getattr(self, key) != getattr(type(self), key):
-                written = f'"{value}"' if isinstance(value := getattr(self, key), str) else value
+                written = as_typed(getattr(self, key))
                 raise ValueError(f'{key} = {written} acts with routing = "{routing}" only: set that, or leave it out')
 
     def _check_swarm(self) -> None:
@@ -206,10 +207,15 @@ class PipelineConfig:
         for key in ("forward_deadline", "backward_deadline", "rebalance_every"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose seconds above 0")
+            if self.consistency == "strict" and "deadline" in key and getattr(self, key) != getattr(type(self), key):
+                raise ValueError(
+                    f'{key} = {getattr(self, key):g}: with consistency = "strict" no microbatch goes to another peer, '
+                    "and world.pipeline_deadline ends the run; leave it out"
+                )
         for key in ("loss_at", "order", "recompute", "together", "stage_loss", "subspace_update"):
             value = getattr(self, key)
             if value != getattr(type(self), key) and value != "last":
-                raise ValueError(f'{key} = {value!r} does not go with routing = "swarm": leave it out')
+                raise ValueError(f'{key} = {as_typed(value)} does not go with routing = "swarm": leave it out')
         if self.stage_lost == "rebuild":
             self._check_rebuilding()
 
@@ -233,7 +239,7 @@ class PipelineConfig:
                 continue
             value = getattr(self, key)
             if value != getattr(type(self), key) and value != "last":
-                raise ValueError(f'{key} = {value!r} does not go with routing = "ravnest": leave it out')
+                raise ValueError(f'{key} = {as_typed(value)} does not go with routing = "ravnest": leave it out')
         if self.spares < 0:
             raise ValueError(f"spares = {self.spares}: choose 0 or more")
         if self.in_flight == "all":
@@ -259,8 +265,8 @@ class PipelineConfig:
             for key in ("subspace", "subspace_blocks", "subspace_update"):
                 if getattr(self, key) != getattr(type(self), key):
                     raise ValueError(
-                        f'{key} = {getattr(self, key)!r} acts with boundary = "subspace:16" and the like: choose that, '
-                        "or leave it out"
+                        f'{key} = {as_typed(getattr(self, key))} acts with boundary = "subspace:16" and the like: '
+                        "choose that, or leave it out"
                     )
         if self.subspace_blocks < 0:
             raise ValueError(f"subspace_blocks = {self.subspace_blocks}: choose 0 (all before the last stage) or more")
@@ -329,5 +335,6 @@ class PipelineConfig:
             value = getattr(self, field.name)
             if field.name != "stages" and value != field.default:
                 raise ValueError(
-                    f"{field.name} = {value!r} acts on several stages only: set pipeline.stages, or leave it out"
+                    f"{field.name} = {as_typed(value)} acts on several stages only: set pipeline.stages, or leave it "
+                    "out"
                 )

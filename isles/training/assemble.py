@@ -98,15 +98,20 @@ def _unseen(config: Config) -> list[str]:
 
 
 def _unplayed(config: Config) -> list[str]:
-    """A notice where the network or the steps of the virtual clock were described, and the workers are real."""
+    """A notice where the network or the steps of the virtual clock were described, and the workers are real, or a wait
+    of stages, and there are none.
+    """
     world = config.world
     said = [key for key in ("links", "step_seconds") if getattr(world, key) != getattr(type(world), key)]
-    if world.is_simulated or not said:
-        return []
-    return [
-        f"{' and '.join(f'world.{key}' for key in said)}: of the virtual clock; real lines and steps are as they are, "
-        'unless world.backend = "virtual"'
-    ]
+    notices = []
+    if said and not world.is_simulated:
+        notices.append(
+            f"{' and '.join(f'world.{key}' for key in said)}: of the virtual clock; real lines and steps are as they "
+            'are, unless world.backend = "virtual"'
+        )
+    if config.pipeline.stages == 1 and world.pipeline_deadline != type(world).pipeline_deadline:
+        notices.append(f"world.pipeline_deadline = {world.pipeline_deadline:g}: there are no stages that wait")
+    return notices
 
 
 def weighs_samples(config: Config) -> bool:

@@ -21,6 +21,7 @@ from isles.network.churn import POOLS, ChurnEvent, churn, founders, write_trace
 from isles.network.pauses import KnownPauses
 from isles.network.returning import returns
 from isles.training.config.sections import Config
+from isles.training.growing import refuse_unplayed
 from isles.training.memory.planned import step_seconds
 from isles.training.records.claimed import claim
 from isles.training.records.rundir import METRICS, as_json, held
@@ -33,10 +34,18 @@ _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps
 class ChurnedWorkers:
     """The workers of a run of `config` through the changes of `churn_name`. founders: with how many it begins; trace:
     what happens; begins: by worker, when it comes (s). lease: seconds after which one that stands still is gone, and
-    comes again as somebody else (`isles.network.returning`); None: it is waited for. ValueError as `trace_of`.
+    comes again as somebody else (`isles.network.returning`); None: it is waited for. saves: whether it keeps the
+    checkpoints that `config` asks for; else it asks for none, which `notices` tell. ValueError as `trace_of`.
     """
 
-    def __init__(self, config: Config, churn_name: str, lease: float | None = None) -> None:
+    def __init__(self, config: Config, churn_name: str, lease: float | None = None, *, saves: bool = False) -> None:
+        self.notices: list[str] = []
+        if config.run.checkpoint_every and not saves:
+            self.notices.append(
+                f"run.checkpoint_every = {config.run.checkpoint_every}: such a run of --churn cannot be gone on with, "
+                "so nothing is saved"
+            )
+            config = replace(config, run=replace(config.run, checkpoint_every=0))
         self.config = config
         self.founders, self.trace = trace_of(config, churn_name)
         self.begins = [0.0] * self.founders
@@ -94,9 +103,10 @@ class ChurnedWorkers:
 
 def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
     """(with how many workers a run of `config` begins, what happens in it), for `churn` called `name`. ValueError as
-    `isles.network.churn.churn`, and where workers would pause twice.
+    `isles.network.churn.churn` and `refuse_unplayed`, and where workers would pause twice.
     """
     world = config.world
+    refuse_unplayed(config)
     if world.pauses is not None:
         raise ValueError("world.pause_every: with --churn pauses stand in the trace; take it out")
     seconds = config.run.steps * step_seconds(config)

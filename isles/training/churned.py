@@ -50,6 +50,8 @@ class ChurnedWorld(ABC, Generic[W]):
 
     gives_up: ClassVar[bool] = False
     """Whether one that stands still for `world.lease` seconds is gone for the others."""
+    saves: ClassVar[bool] = False
+    """Whether there are checkpoints; of whom, says `saving`."""
 
     def __init__(
         self,
@@ -59,8 +61,10 @@ class ChurnedWorld(ABC, Generic[W]):
         on_line: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
-        self.churn = ChurnedWorkers(config, churn_name, config.world.lease if self.gives_up else None)
+        self.out, self.on_line, self.on_notice = out, on_line, on_notice
+        lease = config.world.lease if self.gives_up else None
+        self.churn = ChurnedWorkers(config, churn_name, lease, saves=self.saves)
+        self.config = self.churn.config
         self.founders, self.begins = self.churn.founders, self.churn.begins
         if any(event.kind == "lighthouse" for event in self.churn.trace):
             raise ValueError(
@@ -105,6 +109,8 @@ class ChurnedWorld(ABC, Generic[W]):
     def run(self) -> SummaryTable:
         """To its end. ValueError: `out` holds a run already, or cannot be made. A failure is raised as it is."""
         began = time.perf_counter()
+        for notice in self.churn.notices:
+            self.on_notice(notice)
         with self.churn.directory(self.out, self.on_line) as self._line:
             self._train()
             results = [self.results[rank] for rank in sorted(self.results)]

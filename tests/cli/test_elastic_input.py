@@ -150,9 +150,16 @@ def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
 
 def test_the_address_of_a_router_in_front() -> None:
     """Others are told it; here it is listened at an address of this machine."""
-    (host, port), told = join.place("192.0.2.7:29441")
+    (host, port), told = join.place("192.0.2.7:29441", "203.0.113.7:29400")
     assert host != "192.0.2.7" and (port, told) == (29441, "192.0.2.7")
-    assert join.place("127.0.0.1:29441") == (("127.0.0.1", 29441), "127.0.0.1")
+    assert join.place("127.0.0.1:29441", "203.0.113.7:29400") == (("127.0.0.1", 29441), "127.0.0.1")
+
+
+def test_a_port_alone_is_on_the_way_to_the_lighthouse() -> None:
+    """Which others are told as the lighthouse sees it: another line than the one to all machines, or this machine."""
+    assert join.place("29441", "127.0.0.1:29400") == (("127.0.0.1", 29441), "")
+    assert join.place("29441", "localhost:29400") == (("127.0.0.1", 29441), "")
+    assert join.place("0", "nobody.invalid:29400") == join.place("0", "192.0.2.7:29400")
 
 
 def test_a_text_that_is_not_there(answer: Answer, world: Run) -> None:

@@ -39,6 +39,8 @@ workers = 1
 backend = "virtual"
 [run]
 steps = 20
+[replicas]
+sync_every = 5
 [memory]
 method = "auto"
 machine = "laptop-16"

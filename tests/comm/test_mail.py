@@ -86,6 +86,35 @@ def test_a_wait_ends_with_its_seconds_or_with_a_letter(run: Any) -> None:
     assert run(wake, 2)[0] == pytest.approx(0.25, abs=1e-9 if run is isles.run_virtual else 0.3)
 
 
+LONG = 2
+"""Worker to which a long letter goes while a short one goes to worker 1."""
+
+
+def crowded(world: Mesh, channel: Any) -> float:
+    """Seconds until the short one is there."""
+    group, kinds = world.world.among(range(world.size), "pipeline"), {WORK: range(125_001), WORD: range(1)}
+    box, now = Mail(group, run=RUN, lengths=kinds, channels={WORK: channel}), world.transport.now
+    world.world.barrier()
+    began = now()
+    if world.rank == 0:
+        box.send(LONG, MailNote(WORK, 1), torch.ones(125_000, dtype=torch.uint8))
+        box.send(1, MailNote(WORD, 1))
+        box.settle()
+    else:
+        (letter,) = taken(box, 1)
+        assert letter.body.numel() == (125_000 if world.rank == LONG else 0) and bool(letter.body.all())
+    took = now() - began
+    world.world.barrier()
+    return took
+
+
+@pytest.mark.parametrize(("channel", "seconds"), [("pipeline", 1.0), ("inner", 0.0)])
+def test_a_long_letter_on_a_channel_of_its_own_keeps_no_short_one_waiting(channel: str, seconds: float) -> None:
+    """A long one takes a second of the line."""
+    took = isles.run_virtual(crowded, 3, args=(channel,), links=isles.Links(bandwidth=1e6, latency=0.0))
+    assert took[1] == pytest.approx(seconds, abs=0.01) and took[LONG] == pytest.approx(1.0, abs=0.01)
+
+
 HOSTILE = {
     "magic": ([MAGIC + 1, RUN, WORD, 1, 0, 0, 0, 0, 0, 0], "begins with something else"),
     "run": ([MAGIC, RUN + 1, WORD, 1, 0, 0, 0, 0, 0, 0], "another run"),

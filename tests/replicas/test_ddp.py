@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.replicas.gradient.buckets import cut_buckets
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 BUCKETS = {"one bucket": 25.0, "two": 4e-4, "each its own": 1e-6}
@@ -150,6 +151,29 @@ def test_gradients_changed_after_they_left_are_not_ignored(how: str, megabytes: 
 
     with pytest.raises(ValueError, match=r"clip with max_norm=, unscale with step\(scaler=\)"):
         run(worker, 2)
+
+
+class _KeepsSigns:
+    """As much of a reduction as a bucket asks for when it is filled."""
+
+    keeps_signs = False
+
+
+def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() -> None:
+    """In another thread, while others' gradients are looked at; what it has not taken nobody may change."""
+    taken, left = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    (bucket,) = cut_buckets([taken, left], 1 << 20, torch.device("cpu"))
+    bucket.reduction = _KeepsSigns()  # type: ignore[assignment]
+    taken.grad, left.grad = torch.ones(3), torch.ones(3)
+    bucket.load()
+    gradient, taken.grad = taken.grad, None
+    assert bucket.is_changed()  # nobody was given it
+    bucket.handed_on()
+    assert not bucket.is_changed()
+    taken.grad = gradient  # as `Optimizer.step` wants it
+    assert not bucket.is_changed()
+    left.grad.mul_(0.5)
+    assert bucket.is_changed()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -9,6 +9,7 @@ import tempfile
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,15 @@ LINE = r"^[^\n]*$"
             "memory.emulate = true",
         ),
         ([*GPU, "memory.disk=."], "memory.disk = '.': nothing is known of the disk of RTX 3060; give disk_read"),
+        (
+            [*GPU, "memory.method=checkpoint", "inner.max_norm=0", "memory.update=early"],
+            'memory.update = "early": memory.method = "checkpoint" keeps all weights and states on the device: leave',
+        ),
+        ([*GPU, "memory.method=karma", "memory.shard=true"], 'memory.shard = true: memory.method = "karma" keeps all'),
+        (
+            [*DISK, "memory.disk=.", "memory.method=autohete"],
+            'memory.method = "autohete" keeps all weights and states in memory',
+        ),
         ([*DISK, "memory.disk=nowhere"], "memory.disk = 'nowhere': there is no such folder; make it, or name another"),
     ],
 )
@@ -64,6 +74,24 @@ def test_what_cannot_be_is_one_line(words: list[str], told: str, tmp_path: Path)
         _launch(_config(*words), tmp_path / "run")
     assert told in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plans_file_is_what_the_rest_says(tmp_path: Path) -> None:
+    """Updates before the gradients are clipped would change the weights."""
+    config = _config(*GPU, "memory.device_budget=2MB")
+    here, made = machine_of(config), profile_of(config)
+    plan, path = planned(config, made, here), tmp_path / "plan.json"
+    for other, run, told in (
+        (replace(plan, update="early"), [], 'has early updates: set memory.update = "early", or plan again'),
+        (plan, ["inner.max_norm=0", "memory.update=early"], 'has exact updates: set memory.update = "exact"'),
+        (plan, ["inner.accumulation=2"], "is for 1 batches a step, and this run adds up 2: plan again"),
+        (plan, ["memory.device_budget=1500kB"], 'MiB, more than memory.device_budget = "1500kB": plan again with it'),
+        (plan, ["memory.host_budget=10kB"], 'MiB, more than memory.host_budget = "10kB": plan again with it'),
+    ):
+        path.write_text(other.to_json(), encoding="utf-8")
+        with pytest.raises(ValueError, match=LINE) as caught:
+            planned(_config(*GPU, *run, f"memory.plan={path}"), made, here)
+        assert told in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -65,20 +65,23 @@ def _join(address: str, token: Token, listen: str | None, apart: int, data: str 
     from isles.training.elastic.entering import Here
     from isles.training.elastic.part import take_part
 
-    listening, announced = (None, "") if listen is None else place(listen)
+    listening, announced = (None, "") if listen is None else place(listen, address)
     here = Here(data=data, device=device, listen=listening, announced=announced, apart=apart)
     print(take_part(address, token, here, tell=tell), flush=True)
 
 
-def place(listen: str) -> tuple[tuple[str, int], str]:
-    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it). HOST
-    may be that of the router in front of this machine.
+def place(listen: str, lighthouse: str) -> tuple[tuple[str, int], str]:
+    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it, which
+    is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
+    router in front of this machine.
     """
-    from isles.launch.addresses import is_own, outward_address
+    from isles.launch.addresses import is_own, outward_address, parse_address
 
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
-    return (host if host and is_own(host) else outward_address(), int(port)), host
+    if not host or not is_own(host):
+        return (outward_address(parse_address(lighthouse, "HOST:PORT")[0]), int(port)), host
+    return (host, int(port)), host
 
 
 def places(listen: str | None, workers: int) -> list[str | None]:

@@ -52,7 +52,7 @@ def peer(
     from isles.training.swarmed.peering import take_part
     from isles.training.swarmed.seated import ANYWHERE
 
-    listening, announced = (None, "") if there is None else place(there)
+    listening, announced = (None, "") if there is None else place(there, join)
     here = Here(data=data, device=device, listen=listening, announced=announced)
     kinds = {"ravnest": partial(SeatedClusterPeer, node=described)}
     print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell, kinds=kinds), flush=True)

@@ -167,14 +167,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | None]:
+    from isles.memory.config import MemoryConfig
     from isles.memory.plan import InfeasibleBudget
     from isles.memory.search import METHODS
     from isles.training.memory.planned import planned
-    from isles.training.memory.refused import refusals
+    from isles.training.memory.refused import idle_keys, refusals
 
     found: dict[str, MemoryPlan | None] = {}
     for name in METHODS:
-        other = replace(asked, memory=replace(asked.memory, method=name, plan=""))
+        memory = replace(asked.memory, method=name, plan="")
+        usual = {key: getattr(MemoryConfig, key) for key in idle_keys(memory)}
+        other = replace(asked, memory=replace(memory, **usual))
         try:
             refusals(other)
         except ValueError:

@@ -3,7 +3,8 @@
     letter = head | body
     head   = 10 numbers of 8 bytes: what it is, whose run, kind, step, attempt, number, bytes of the body, and three
              figures that ride along
-    body   = so many bytes, raw, received where they stay
+    body   = so many bytes, raw, received where they stay; of some kinds on a channel of its own, so that it shares the
+             line with other letters and keeps none waiting but those of the same sender to the same receiver
 
 Collectives know who sends what and when; letters are for what is decided while it travels. From every other member one
 head is awaited at any time, behind the computation, then the body that it announces: memory is taken only for a length
@@ -26,6 +27,7 @@ from torch import Tensor
 from isles.comm.call import Call
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
+from isles.comm.tags import Channel
 from isles.comm.transport import AnyOf, Bell, Steps, Work
 
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
@@ -61,14 +63,22 @@ class MailLetter(NamedTuple):
 class Mail:
     """One worker's letters from and to the others of `group`, on the group's channel.
 
-    run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. Made once
-    for a group: it listens to `met` from then on, by default to all others, and to who comes later once it has met it.
+    run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. channels:
+    by kind, of bodies that would keep others waiting on the group's. Made once for a group: it listens to `met` from
+    then on, by default to all others, and to who comes later once it has met it.
     """
 
     def __init__(
-        self, group: Group, *, run: int, lengths: Mapping[int, range], met: Sequence[int] | None = None
+        self,
+        group: Group,
+        *,
+        run: int,
+        lengths: Mapping[int, range],
+        channels: Mapping[int, Channel] | None = None,
+        met: Sequence[int] | None = None,
     ) -> None:
         self.group, self.run, self.lengths = group, run, dict(lengths)
+        self._channels = dict(channels or {})
         self.letters: deque[MailLetter] = deque()
         """Not taken yet."""
         self.lost: dict[int, CommError] = {}
@@ -101,14 +111,14 @@ class Mail:
             return
         length = 0 if body is None else body.numel()
         head = torch.tensor([MAGIC, self.run, *note[:4], length, *note[4:]], dtype=torch.int64)
-        call = self._address(self._sent[position])
+        number = self._sent[position]
         self._sent[position] += 1
         if len(self._sends) >= self._look_at:  # rarely, for each look asks of all of them
             self._sends = [work for work in self._sends if not work.done()]
             self._look_at = 2 * len(self._sends) + _UNREAD
-        self._sends.append(call.send(position, head, _HEAD))
+        self._sends.append(self._address(number).send(position, head, _HEAD))
         if body is not None and length:
-            self._sends.append(call.send(position, body, _BODY))
+            self._sends.append(self._address(number, note.kind).send(position, body, _BODY))
 
     def take(self) -> MailLetter | None:
         """The oldest letter that is here."""
@@ -149,17 +159,15 @@ class Mail:
         self._sends = []
 
     def _listen(self, position: int) -> Steps[None]:
-        numbers = count()
         try:
-            while True:
-                call = self._address(next(numbers))
+            for number in count():
                 head = torch.empty(_NUMBERS, dtype=torch.int64)
-                arrival = call.recv(position, head, _HEAD)
+                arrival = self._address(number).recv(position, head, _HEAD)
                 yield arrival
                 note, length = self._read(position, head)
                 body, wire = torch.empty(length, dtype=torch.uint8), 0.0
                 if length:
-                    work = call.recv(position, body, _BODY)
+                    work = self._address(number, note.kind).recv(position, body, _BODY)
                     waited = not work.done()
                     yield work
                     wire = work.at - arrival.at if waited else 0.0
@@ -177,9 +185,12 @@ class Mail:
             self.lost.setdefault(position, error)
             self._ring()
 
-    def _address(self, number: int) -> Call:
-        """Of one sender's letter of that number: letters may go different ways, and pass each other."""
-        return self.group.call(self.group.channel, round=number % _ADDRESSES)
+    def _address(self, number: int, kind: int | None = None) -> Call:
+        """Of one sender's letter of that number: letters may go different ways, and pass each other. kind: whose body
+        it is of; None: the head.
+        """
+        channel = self.group.channel if kind is None else self._channels.get(kind, self.group.channel)
+        return self.group.call(channel, round=number % _ADDRESSES)
 
     def _read(self, position: int, head: Tensor) -> tuple[MailNote, int]:
         """Malformed where the head is none of this run."""

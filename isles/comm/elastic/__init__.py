@@ -19,7 +19,7 @@ What runs them, and carries data:
 `session`     the encrypted overlay network (zenoh) behind a few verbs; `links`: who is reached directly, who relayed
 `lighthouse`  the lighthouse's process; `guards`: what it and the workers do not take from others
 `company`     a worker's line to the lighthouse; `line`: what its training thread asks of it; `ruling`: about a round
-`transport`   tensors between workers over sessions; `outgoing`, `mail`: messages in pieces, sent and received
+`transport`   tensors between workers over sessions, in `chunks`
 `roster`      who takes part in an exchange, for the outer loop; `island`: the same where a member is several workers
 `gifts`       files that one member hands to another
 `record`      what a run leaves on disk about its rounds

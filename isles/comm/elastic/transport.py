@@ -24,11 +24,11 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from isles.comm.elastic.chunks.incoming import Chunk, Inbox
+from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Answered, Outgoing, OutgoingMessage, lost_peer
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.links.relayed import WAYS
-from isles.comm.elastic.mail import Chunk, Inbox
-from isles.comm.elastic.outgoing import HEAD, OVER, Answered, Message, Outgoing, lost_peer
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
@@ -131,7 +131,7 @@ class ElasticTransport(OnHostClock):
         if line is None:
             work.finished(PeerLost(peer, "its connection is gone"))
         else:
-            line.add(Message(work, data.numpy(), tag, next(self._numbers)))
+            line.add(OutgoingMessage(work, data.numpy(), tag, next(self._numbers)))
         return work
 
     def _line(self, peer: int) -> Outgoing:
@@ -182,7 +182,9 @@ class ElasticTransport(OnHostClock):
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(Message(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), OVER)
+                line.add(
+                    OutgoingMessage(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), OVER
+                )
 
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""

@@ -42,6 +42,8 @@ class Agreement:
         self.me = post.mail.group.rank
         self.members = tuple(members)
         """Positions of those who are left, as of the last agreement: the same at all of them."""
+        self.missed: list[int] = []
+        """Those who were lost, until somebody has been told."""
 
     @property
     def lost(self) -> set[int]:
@@ -160,7 +162,8 @@ class Agreement:
 
     def _settle_members(self, left: Collection[int]) -> None:
         before, self.members = self.members, tuple(sorted(left))
-        for position in set(before) - set(self.members) - {self.me}:
+        for position in sorted(set(before) - set(self.members) - {self.me}):
+            self.missed.append(position)
             rank = self.post.mail.group.ranks[position]
             self.post.mail.give_up(position, PeerLost(rank, "as the others say"))
         if self.me not in self.members:

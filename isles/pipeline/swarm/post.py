@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from isles.comm.collectives.mail import Mail, MailLetter
+from isles.comm.tags import Channel
 from isles.network.routing.routes import Task
 from isles.pipeline.swarm.books import words_for
 from isles.pipeline.wire import StageForm
@@ -22,6 +23,8 @@ FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE, WANT, GIFT
 agreement; a share of the stage's sum to add up; the sum; a batch to judge; its loss; a stage's weights; a wish for
 a stage's state; that state; a wish to come; where to begin; a message of an exchange of the outer method.
 """
+ASIDE: Mapping[int, Channel] = dict.fromkeys((SHARD, MEAN, GIFT), "inner")
+"""Large letters among the peers of a stage, which microbatches are not to wait for: the channels of their bodies."""
 _COPIES, _SPARE = 8, 1 << 20
 """How many times a stage's weights its state may be, and bytes beside."""
 _FORMS = 2

@@ -73,9 +73,11 @@ class Bucket:
         self._loaded, self._given = self._gradients(), True
 
     def is_changed(self) -> bool:
-        """Whether somebody else wrote to a gradient since `load`: what travels does not know of it."""
+        """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
+        optimizer was given it takes away, and has on the parameter for a moment while it updates, in another thread.
+        """
         return any(
-            (old is not new or before != now) and not (self._given and new is None)
+            (old is not new or before != now) and not (self._given and (old is None or new is None))
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 

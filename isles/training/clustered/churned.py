@@ -27,7 +27,7 @@ from isles.training.step import Left
 class ChurnedClusters(ChurnedWorld[ClusterWorker]):
     """One run; see `ChurnedWorld`. ValueError for a configuration whose clusters cannot change in number."""
 
-    gives_up = True
+    gives_up = saves = True
     told: Mapping[int, int] = {}
     """What workers tell of themselves when they come, by rank (`isles.network.clusters.telling`)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from isles.data.config import DataConfig
+from isles.errors import as_typed
 from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig
 from isles.training.config.inner import InnerConfig
@@ -41,7 +42,9 @@ def refuse_clustered(
         )
     for key, (value, wanted) in unset.items():
         if value != wanted:
-            raise ValueError(f'{key} = {value!r}: pipeline.routing = "ravnest" wants {wanted!r}; set it to that')
+            raise ValueError(
+                f'{key} = {as_typed(value)}: pipeline.routing = "ravnest" wants {as_typed(wanted)}; set it to that'
+            )
     if inner.max_norm and pipeline.clip == "model":
         raise ValueError(
             'pipeline.clip = "model" wants all stages at one step; with routing = "ravnest" choose "stage", or '

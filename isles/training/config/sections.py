@@ -324,7 +324,9 @@ class Config:
             "inner.accumulation": (self.inner.accumulation, 1),
             "pipeline.stage_loss": (self.pipeline.stage_loss, 0.0),
             "replicas.on_broken": (getattr(self.replicas, "on_broken", "skip"), "skip"),
+            "replicas.on_late": (getattr(self.replicas, "on_late", "wait"), "wait"),
             "memory.method": (self.memory.method, "none"),
+            "memory.vectors": (self.memory.vectors, "memory"),
             "run.start": (self.run.start, ""),
         }
         refuse_clustered(self.method, self.replicas_in_all, self.pipeline, self.inner, self.model, unset)

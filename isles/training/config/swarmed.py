@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from isles.errors import as_typed
 from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig
 
@@ -45,7 +46,9 @@ def refuse_swarm(
     stages_of(pipeline, workers)
     for key, (value, wanted) in unset.items():
         if value != wanted:
-            raise ValueError(f'{key} = {value!r}: pipeline.routing = "swarm" wants {wanted!r}; set it to that')
+            raise ValueError(
+                f'{key} = {as_typed(value)}: pipeline.routing = "swarm" wants {as_typed(wanted)}; set it to that'
+            )
     if method not in ("none", *IN_SWARMS):
         raise ValueError(
             f'replicas.method = "{method}": the peers of a stage sum their gradients in every step; choose "none", or '

@@ -51,12 +51,13 @@ class ChurnedRun:
         on_notice: Callable[[str], None],
         made: Callable[[Participant], None] = lambda worker: None,
     ) -> None:
-        self.config, self.out, self.on_line = config, out, on_line
+        self.out, self.on_line = out, on_line
         self._notices: dict[str, None] = {}
         self._on_notice, self._made = on_notice, made
         self.churn = ChurnedWorkers(config, churn_name)
+        self.config = self.churn.config
         governed = replace(rules(config), founders=self.churn.founders, most=1 << 20)
-        self.meeting = VirtualMeeting(governed, self.churn.trace)
+        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.lease)
         self.results: dict[int, dict[str, Any]] = {}
         self.summary: SummaryTable = {}
         self.judged: list[float | None] = []
@@ -68,6 +69,8 @@ class ChurnedRun:
         is.
         """
         began = time.perf_counter()
+        for notice in self.churn.notices:
+            self._on_notice(notice)
         with (
             self.churn.directory(self.out, self.on_line) as self._line,
             tempfile.TemporaryDirectory(prefix="isles-") as folder,

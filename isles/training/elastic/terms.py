@@ -11,11 +11,11 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.replicas import method
 from isles.replicas.loop.config import WeightedConfig
-from isles.training.config.lighthouse import refuse_silence, refuse_unsupported
 from isles.training.config.reading import Tables, resolve, to_toml
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
 from isles.training.elastic.charter import Charter, draw_up
+from isles.training.growing import refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
@@ -72,12 +72,12 @@ def check(config: Config, *, simulated: bool = False) -> None:
         raise ValueError(f'pipeline.routing = "{routing}": its workers serve stages: join it with isles swarm peer')
     _check_method(config)
     _check_world(config, simulated=simulated)
-    if config.memory.method != "none" or config.model.autocast == "fp16":
-        raise ValueError(
-            '[memory] and model.autocast = "fp16" are not there yet where workers come and go: leave them out'
-        )
+    if config.model.autocast == "fp16":
+        raise ValueError('model.autocast = "fp16" is not there yet where workers come and go: choose "bf16" or "none"')
     refuse_unsupported(
         {
+            "memory.method": (config.memory.method, "none"),
+            "memory.vectors": (config.memory.vectors, "memory"),
             "run.loggers": (config.run.loggers, ()),
             "run.start": (config.run.start, ""),
             "data.split": (config.data.split, "iid"),
@@ -85,6 +85,8 @@ def check(config: Config, *, simulated: bool = False) -> None:
         },
         "workers",
     )
+    refuse_kept(config.run)
+    refuse_waits(config.world, "pipeline_deadline", *(() if config.world.inner > 1 else ("join_deadline",)))
     if config.run.steps % sync_every(config):
         raise ValueError(
             f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from isles.errors import as_typed
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
 from isles.memory.disk import check_folder
@@ -105,8 +106,12 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
     """
     memory = config.memory
     sharing = sharers(config)
+    batches = config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches
+    device = _budget("device_budget", memory, min(here.device_bytes, free), here)
+    host = _budget("host_budget", memory, here.host_bytes, here)
     if memory.plan:
         plan = _read(memory, made, here)
+        _check_said(memory, plan, batches, device, host)
         if plan.shared != sharing:
             raise ValueError(
                 f"memory.plan = {memory.plan!r} shares states among {plan.shared} workers, this run among {sharing}: "
@@ -118,8 +123,6 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
                 "GPU are to be had: end what else uses it, or plan again"
             )
         return plan
-    device = _budget("device_budget", memory, min(here.device_bytes, free), here)
-    host = _budget("host_budget", memory, here.host_bytes, here)
     found = best(
         made,
         here,
@@ -128,7 +131,7 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
         host_budget=host,
         disk_budget=_disk(memory.disk, here),
         update=memory.update,
-        accumulation=config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches,
+        accumulation=batches,
     )
     return replace(found, shared=sharing)
 
@@ -177,6 +180,28 @@ def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
                 f'it to "{plan.method}", or plan again'
             )
     return plan
+
+
+def _check_said(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: float, host: float) -> None:
+    """ValueError where the plan of a file is not what the rest of the configuration says. device, host: bytes that it
+    may take.
+    """
+    path = memory.plan
+    if plan.update != memory.update:
+        raise ValueError(
+            f'memory.plan = {path!r} has {plan.update} updates: set memory.update = "{plan.update}", or plan again'
+        )
+    if plan.accumulation != batches:
+        raise ValueError(
+            f"memory.plan = {path!r} is for {plan.accumulation} batches a step, and this run adds up {batches}: plan "
+            "again, or set inner.accumulation as there"
+        )
+    for key, takes, may in (("device_budget", plan.peak, device), ("host_budget", plan.host_bytes, host)):
+        if getattr(memory, key) and takes > may:
+            raise ValueError(
+                f"memory.plan = {path!r} takes {takes / 2**20:,.4g}MiB, more than memory.{key} = "
+                f"{as_typed(getattr(memory, key))}: plan again with it, or leave it out"
+            )
 
 
 def _free_bytes(config: Config) -> float:

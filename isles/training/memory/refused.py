@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from isles.errors import as_typed
+from isles.memory.config import MemoryConfig
 from isles.memory.disk import check_folder
+from isles.memory.search import METHODS
 from isles.replicas import method
 from isles.replicas.gradient.bucketed import BucketedSync
 from isles.replicas.loop.outer import OuterSync
@@ -10,6 +13,9 @@ from isles.replicas.methods.fsdp import FSDPConfig
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
 from isles.training.memory.stages import refuse_staged
+
+_STAYS = {"autohete": "in memory", "karma": "on the device", "checkpoint": "on the device"}
+"""Where a plan by each method keeps weights and states, if not everywhere."""
 
 
 def sharded_over(config: Config) -> tuple[int, bool] | None:
@@ -22,6 +28,22 @@ def sharded_over(config: Config) -> tuple[int, bool] | None:
     if config.world.inner > 1 and config.world.inside == "fsdp":
         return config.world.inner, False
     return None
+
+
+def idle_keys(memory: MemoryConfig) -> list[str]:
+    """Settings that a plan by this method would ignore."""
+    places, _ = METHODS[memory.method]
+    moves = any(place != "device" for place in places)
+    files = any(place in ("disk", "file") for place in places)
+    return [
+        key
+        for key, acts in (
+            ("update", moves or memory.update == "exact"),
+            ("shard", moves or not memory.shard),
+            ("disk", files or memory.vectors == "disk" or not memory.disk),
+        )
+        if not acts
+    ]
 
 
 def refusals(config: Config) -> None:
@@ -37,6 +59,11 @@ def refusals(config: Config) -> None:
     if memory.method == "none":
         return
     inside = method(config.world.inside) if config.world.inner > 1 else kind
+    for key in idle_keys(memory):
+        raise ValueError(
+            f'memory.{key} = {as_typed(getattr(memory, key))}: memory.method = "{memory.method}" keeps all weights and '
+            f'states {_STAYS[memory.method]}: leave it out, or choose "auto"'
+        )
     if config.method == "ist":
         raise ValueError(
             "memory.method: ist changes the widths of blocks in place, so no plan holds for them: set memory.method = "

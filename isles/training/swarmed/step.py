@@ -35,7 +35,7 @@ from isles.pipeline.swarm.judging import SwarmJudge
 from isles.pipeline.swarm.mending import mend, take_neighbours
 from isles.pipeline.swarm.own import OwnSwarm
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
-from isles.pipeline.swarm.post import Post, letter_lengths
+from isles.pipeline.swarm.post import ASIDE, Post, letter_lengths
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import StageLost, Swarm
@@ -118,7 +118,7 @@ class Swarmed:
             ever=world.size,
         )
         group, run = world.world.among(range(world.size), "pipeline"), number_of(identity(config, self.cut))
-        return Post(Mail(group, run=run, lengths=lengths, met=met))
+        return Post(Mail(group, run=run, lengths=lengths, channels=ASIDE, met=met))
 
     def _swarm(self, post: Post, present: Sequence[int], autocast: Context) -> Swarm:
         """The swarm as it begins, with this worker in it where it is `present`."""
@@ -176,6 +176,7 @@ class Swarmed:
         self._gifts.open()
         self.swarm.number = self.step
         self.last = self.swarm.step(self._mend if self.rebuilds else None)
+        self._tell_losses()
         if isinstance(self.swarm, OwnSwarm):
             self._gifts.close()  # until what it exchanges has landed
         self.block_norm = gradient_norm(self.stage)
@@ -280,6 +281,13 @@ class Swarmed:
         whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
         told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
         self.world.report({"notice": told})
+
+    def _tell_losses(self) -> None:
+        agreement = self.swarm.agreement
+        missed, agreement.missed = agreement.missed, []
+        for peer in missed if self.swarm.me == agreement.members[0] else ():
+            told = f"worker {peer} of stage {self.swarm.stages[peer]} was lost by step {self.step}"
+            self.world.report({"notice": f"{told}; the others go on without it"})
 
     @property
     def _length(self) -> int:

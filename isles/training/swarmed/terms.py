@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from isles.comm.elastic.orders import Rules
 from isles.training.config.clustered import refuse_growing
-from isles.training.config.lighthouse import refuse_silence, refuse_unsupported
 from isles.training.config.sections import Config
+from isles.training.growing import refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 
 
 def among_peers(config: Config) -> Config:
@@ -29,9 +29,12 @@ def among_peers(config: Config) -> Config:
             "run.loggers": (config.run.loggers, ()),
             "run.tokens": (config.run.tokens, 0),
             "world.join_state": (world.join_state, "full"),
+            "memory.vectors": (config.memory.vectors, "memory"),
         },
         "peers",
     )
+    refuse_kept(config.run)
+    refuse_waits(world, "join_deadline")
     return config
 
 

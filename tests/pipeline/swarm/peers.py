@@ -22,7 +22,7 @@ from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import Arrangement
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
-from isles.pipeline.swarm.post import Post, letter_lengths
+from isles.pipeline.swarm.post import ASIDE, Post, letter_lengths
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
@@ -78,7 +78,7 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     group = world.world.among(range(world.size), "pipeline")
     longest = sum(parameter.nbytes for parameter in stage.parameters())
     lengths = letter_lengths(form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches)
-    post = Post(Mail(group, run=9, lengths=lengths))
+    post = Post(Mail(group, run=9, lengths=lengths, channels=ASIDE))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
     agreement = Agreement(post, setting.patience, range(world.size))
     arrangement = Arrangement(stages, [1.0] * len(setting.peers))

@@ -218,6 +218,8 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
     [
         (("data.batch_mode=global",), 'data.batch_mode = "global": clusters come and go here'),
         (("data.split=by_file",), 'data.split = "by_file": clusters come and go here'),
+        (("world.max_members=9",), "world.max_members = 9: with --churn the trace says who comes"),
+        (("world.join_state=anchors",), 'world.join_state = "anchors": with --churn who comes takes all'),
     ],
 )
 def test_what_does_not_go_with_newcomers_is_refused(tmp_path: Path, more: tuple[str, ...], words: str) -> None:

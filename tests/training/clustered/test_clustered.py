@@ -182,12 +182,17 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
         (["replicas.method=diloco"], 'replicas.method = "diloco": clusters average weights'),
         (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
         (["pipeline.clip=model"], 'pipeline.clip = "model" wants all stages at one step'),
-        (["pipeline.boundary=dct:0.5"], "pipeline.boundary = 'dct:0.5' does not go with"),
+        (["pipeline.boundary=dct:0.5"], 'pipeline.boundary = "dct:0.5" does not go with'),
         (["pipeline.cut=[1,2]"], "cut and clusters say the same"),
         (["pipeline.clusters=[[],[]]", "world.workers=2"], "clusters of one stage each are replicas"),
-        (["pipeline.routing=fixed"], 'pipeline.clusters = ((1, 2), (3,), ()) acts with routing = "ravnest" only'),
-        (["run.start=runs/other"], "run.start = 'runs/other': pipeline.routing = \"ravnest\" wants ''"),
+        (["pipeline.routing=fixed"], 'pipeline.clusters = [[1, 2], [3], []] acts with routing = "ravnest" only'),
+        (["run.start=runs/other"], 'run.start = "runs/other": pipeline.routing = "ravnest" wants ""'),
         (["pipeline.stages=2"], "pipeline.stages = 2: the longest of clusters has 3"),
+        (["replicas.on_late=quorum"], 'replicas.on_late = "quorum": pipeline.routing = "ravnest" wants "wait"'),
+        (
+            ["memory.vectors=disk", "memory.disk=."],
+            'memory.vectors = "disk": pipeline.routing = "ravnest" wants "memory"',
+        ),
     ],
 )
 def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], words: str) -> None:

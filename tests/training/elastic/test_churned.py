@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,24 @@ def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> 
     assert set(run.results) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(("lease", "views"), [(3.0, 1), (20.0, 0)])
+def test_one_that_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: float, views: int) -> None:
+    """Ten seconds of it: a new view without it, and none where the lease is longer."""
+    config = small(tmp_path, 3, 12, step_seconds=2.0, lease=lease)
+    pause = [ChurnEvent(7.0, "pause", 1), ChurnEvent(17.0, "resume", 1)]
+    journal = churned(config, pause, tmp_path).meeting.journal
+    without = [entry for entry in journal if entry["event"] == "view" and 1 not in entry["view"]["seats"]]
+    assert len(without) == views
+
+
+def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = small(tmp_path, 2, 4)
+    saving = replace(config, run=replace(config.run, checkpoint_every=2))
+    ChurnedRun(saving, "constant", tmp_path / "run", lambda line: None, said.append).run()
+    assert any("run.checkpoint_every = 2: such a run of --churn cannot be gone on with" in line for line in said)
+
+
 def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
     config = small(tmp_path, 4, 40)
     done = {}
@@ -159,6 +178,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     config = small(tmp_path, 2, 4, pause_every=60.0)
     with pytest.raises(ValueError, match=r"world.pause_every: with --churn pauses stand in the trace"):
         trace_of(config, "10%/h")
+    with pytest.raises(ValueError, match=r"world.max_members = 3: with --churn the trace says who comes"):
+        trace_of(small(tmp_path, 2, 4, max_members=3), "10%/h")
     with pytest.raises(ValueError, match=r"--nodes"):
         going_on(resolve({"replicas": {"method": "ddp"}, "world": {"backend": "virtual"}}))
 

@@ -63,6 +63,11 @@ def test_a_file_with_all_defaults_will_do() -> None:
         (["world.lease=0.1"], "lease = 0.1"),
         (["data.split=by_file"], "data.split"),
         (["data.batch_mode=global", "data.batch_size=6"], "data.batch_mode"),
+        (["run.keep_checkpoints=5"], "run.keep_checkpoints = 5: .* newest state"),
+        (["world.join_deadline=7"], "world.join_deadline = 7: .* first round waits"),
+        (["world.pipeline_deadline=7"], "world.pipeline_deadline = 7: .* no stages"),
+        (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" is not there yet'),
+        (["memory.method=checkpoint"], 'memory.method = "checkpoint" is not there yet'),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> None:
@@ -73,6 +78,11 @@ def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> N
     with pytest.raises(ValueError, match=key) as told:
         elastic(gather(None, {}, [*tiny, *method, *every, "run.steps=20", *[o for o in settings if o not in given]]))
     assert "\n" not in str(told.value)
+
+
+def test_islands_wait_for_their_own_workers() -> None:
+    settings = ["world.workers=4", "world.inner=2", "world.join_deadline=7", "run.steps=20"]
+    assert elastic(gather(None, {}, [*TINY[:-1], "replicas.method=diloco", *settings])).world.join_deadline == 7
 
 
 @pytest.mark.parametrize("setting", ["world.lease=5", "world.join_state=anchors", "world.max_members=9"])

@@ -63,11 +63,18 @@ def test_the_command_takes_a_trace(tmp_path: Path) -> None:
     code, out, error = isles("simulate", "plain.toml", "--churn", trace, "--json", *sets, folder=tmp_path)
     assert code == 0, error
     assert "worker 7 comes to stage" in error and "joins" in out
+    assert "worker 3 of stage 1 was lost by step" in error
 
 
 def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a run of swarm has no lighthouse"):
         run(tmp_path / "a", [{"at": 1.0, "lighthouse": 3}])
+
+
+def test_what_a_swarm_on_the_virtual_clock_would_ignore(tmp_path: Path) -> None:
+    """Who stands still is waited for however long the lease is."""
+    with pytest.raises(ValueError, match=r"world.lease = 9.0: with --churn one that stands still is waited for"):
+        run(tmp_path / "a", [], "world.lease=9")
 
 
 def soak(steps: int, every: float, seed: int, kinds: tuple[str, ...], least: int = 6) -> list[dict[str, Any]]:

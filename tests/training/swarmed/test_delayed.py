@@ -143,7 +143,7 @@ def test_the_sum_of_gradients_hides_behind_microbatches(tmp_path: Path) -> None:
         summary, _ = train(read, tmp_path / str(delay))
         took.append(summary["virtual_seconds"])
     print("seconds", took, "ratio", took[0] / took[1])
-    assert took[0] > 1.05 * took[1]
+    assert took[0] > 1.15 * took[1]
 
 
 @pytest.mark.parametrize(

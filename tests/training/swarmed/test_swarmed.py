@@ -126,11 +126,12 @@ def test_killed_peers_change_nothing(alone: Any, tmp_path: Path) -> None:
         (["pipeline.stages=2"], "pipeline.stages = 2: peers = [2, 3, 2] is 3 stages"),
         (["replicas.method=ddp"], 'replicas.method = "ddp": the peers of a stage sum their gradients'),
         (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
-        (["pipeline.recompute=true"], 'pipeline.recompute = True does not go with routing = "swarm"'),
+        (["pipeline.recompute=true"], 'pipeline.recompute = true does not go with routing = "swarm"'),
         (["pipeline.forward_deadline=0"], "pipeline.forward_deadline = 0.0: choose seconds above 0"),
-        (["pipeline.routing=fixed"], 'pipeline.peers = (2, 3, 2) acts with routing = "swarm" only'),
+        (["pipeline.routing=fixed"], 'pipeline.peers = [2, 3, 2] acts with routing = "swarm" only'),
         (["pipeline.microbatches=5"], "pipeline.microbatches = 5 does not divide a replica's batch of 12"),
         (["world.inner=7"], "world.inner"),
+        (["pipeline.consistency=strict", "pipeline.backward_deadline=5"], "backward_deadline = 5: with consistency"),
     ],
 )
 def test_what_does_not_go_with_a_swarm_is_refused_in_a_line(more: list[str], words: str) -> None:

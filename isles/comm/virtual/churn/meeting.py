@@ -2,7 +2,7 @@
 
     join          a seat, at the start of the worker's thread
     kill          its thread ends and what is on its line is lost; `_TOLD` later the others' connections break
-    pause         `LEASE` later the connection counts as broken, until it is back
+    pause         a lease later the connection counts as broken, until it is back
     leave         the worker is told to
     lighthouse    away: no questions are answered; then `Membership` goes on from its journal
 
@@ -29,20 +29,20 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.churn import ChurnEvent
 
-LEASE = 3.0  # seconds of silence after which a connection counts as broken
 GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
 _TOLD, _WAY, _BACK = 0.2, 0.02, 0.5  # seconds: a death is noticed; a word's way; a worker finds the lighthouse again
 
 
 class VirtualMeeting:
-    """The lighthouse of a run of `rules` through the changes of `trace`; `journal` gets what must survive it.
+    """The lighthouse of a run of `rules` through the changes of `trace`; `journal` gets what must survive it. lease:
+    seconds of silence after which a connection counts as broken.
 
     counts: what happened. lives: by seat (its start, its end) in seconds; an end of None: until the end of the run.
     is_over: whether all members have done the last round.
     """
 
-    def __init__(self, rules: Rules, trace: Sequence[ChurnEvent]) -> None:
-        self.rules, self.trace = rules, trace
+    def __init__(self, rules: Rules, trace: Sequence[ChurnEvent], lease: float) -> None:
+        self.rules, self.trace, self.lease = rules, trace, lease
         self.membership: Membership | None = None
         self.journal: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
@@ -139,8 +139,8 @@ class VirtualMeeting:
         if not self.is_over and self.lives[seat][1] is None:
             self.counts["pauses"] += 1
             back = self.scheduler.workers[seat].back(self.timeline.now)
-            if back > self.timeline.now + LEASE:
-                self._at(self.timeline.now + LEASE, partial(self._cut_off, seat))
+            if back > self.timeline.now + self.lease:
+                self._at(self.timeline.now + self.lease, partial(self._cut_off, seat))
 
     def _cut_off(self, seat: int) -> None:
         if not self.is_over and self.lives[seat][1] is None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from isles.comm.elastic.mail import CHUNK, offsets
+from isles.comm.elastic.chunks.incoming import CHUNK, offsets
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import CHANNELS, Tag
@@ -51,7 +51,7 @@ def lost_peer(peer: int, why: str | PeerLost) -> PeerLost:
     return PeerLost(peer, why) if isinstance(why, str) else why
 
 
-class Message:
+class OutgoingMessage:
     """One message on its way out: (n,) uint8 `data` for the address `tag`.
 
     number: unique among all messages of this worker. left: chunks that have no receipt yet.
@@ -68,8 +68,8 @@ class Outgoing:
     def __init__(self, transport: Carrier, peer: int) -> None:
         self._transport, self._peer = transport, peer
         self._word: bytes | None = None
-        self._waiting: deque[tuple[Message, int]] = deque()  # chunks: (message, offset)
-        self._messages: set[Message] = set()
+        self._waiting: deque[tuple[OutgoingMessage, int]] = deque()  # chunks: (message, offset)
+        self._messages: set[OutgoingMessage] = set()
         self._flying = 0
         self._pause = 0.0  # since nobody takes it; one chunk at a time tries
         self._not_before = 0.0
@@ -78,7 +78,7 @@ class Outgoing:
         self._changed = threading.Condition()
         threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True).start()
 
-    def add(self, message: Message, *chunks: int) -> None:
+    def add(self, message: OutgoingMessage, *chunks: int) -> None:
         """Queue `message` behind the others; chunks: offsets to send in place of those of its bytes (`_OVER`)."""
         with self._changed:
             over = self._over
@@ -113,7 +113,7 @@ class Outgoing:
         while (job := self._next()) is not None:
             self._ship(*job)
 
-    def _next(self) -> tuple[Message, int] | None:
+    def _next(self) -> tuple[OutgoingMessage, int] | None:
         """The next chunk, once it may go; None at the end."""
         with self._changed:
             while self._over is None:
@@ -129,7 +129,7 @@ class Outgoing:
                 self._changed.wait(wait)
             return None
 
-    def _ship(self, message: Message, offset: int) -> None:
+    def _ship(self, message: OutgoingMessage, offset: int) -> None:
         began, allowed = time.monotonic(), self._seconds
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
@@ -150,7 +150,9 @@ class Outgoing:
         except OSError as error:
             self.end(str(error))
 
-    def _answered(self, message: Message, offset: int, seconds: float, arrived: bool, refusal: bytes | None) -> None:
+    def _answered(
+        self, message: OutgoingMessage, offset: int, seconds: float, arrived: bool, refusal: bytes | None
+    ) -> None:
         """A chunk has its receipt, was refused, or is to be sent again."""
         error = None
         with self._changed:
