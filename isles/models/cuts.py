@@ -20,16 +20,17 @@ class Piece:
     leaves: bool
 
 
-def pieces(cuts: Sequence[int], layers: int, *, loss_at_origin: bool) -> list[Piece]:
+def pieces(cuts: Sequence[int], layers: int, *, loss_at_origin: bool, key: str = "pipeline.cut") -> list[Piece]:
     """The pieces of a model of `layers` blocks cut before the blocks `cuts`. loss_at_origin: the first piece also makes
-    the loss, which is how an embedding that is the head as well stays in one place.
+    the loss, which is how an embedding that is the head as well stays in one place. key: of the settings, that says
+    the cuts.
 
     ValueError for cuts that leave a stage without a block.
     """
     bounds = [0, *cuts, layers]
     if any(stop <= start for start, stop in pairwise(bounds)):
         raise ValueError(
-            f"pipeline.cut = {list(cuts)}: name rising numbers of blocks between 1 and {layers - 1}, one for each "
+            f"{key} = {list(cuts)}: name rising numbers of blocks between 1 and {layers - 1}, one for each "
             "stage after the first"
         )
     count = len(bounds) - 1

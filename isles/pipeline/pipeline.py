@@ -92,10 +92,11 @@ def cut_of(
     costs: PieceCosts | None = None,
     cut: Sequence[int] = (),
     loss_at: Literal["auto", "last", "origin"] = "auto",
+    key: str = "pipeline.cut",
 ) -> Cut:
     """Where `model` (numbers are not needed) is cut. costs: of its blocks, where they are known better than by their
-    parameters. ValueError: it does not come in pieces, has fewer blocks than stages, or its embedding is its head while
-    the loss is asked for at the last stage.
+    parameters. key: of the settings, that says `cut`. ValueError: it does not come in pieces, has fewer blocks than
+    stages, or its embedding is its head while the loss is asked for at the last stage.
     """
     tied = is_tied(model)
     if tied and loss_at == "last":
@@ -106,7 +107,7 @@ def cut_of(
     home = tied if loss_at == "auto" else loss_at == "origin"
     known = costs_of(model) if costs is None else costs
     cuts = cut or cut_points(known.to_cut(loss_at_origin=home), stages)
-    made = tuple(pieces(cuts, len(known.blocks), loss_at_origin=home))
+    made = tuple(pieces(cuts, len(known.blocks), loss_at_origin=home, key=key))
     return Cut(pieces=made, home=home, costs=known, width=width_of(model))
 
 

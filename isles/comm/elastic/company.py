@@ -73,6 +73,8 @@ class Company:
         self.fell_silent: Callable[[int], None] = lambda seat: None
         """Called with a seat that gives no sign of life, in the session's thread."""
         self._silent: dict[int, float] = {}  # until when
+        self.begun_again: Callable[[Word], None] = lambda word: None
+        """Called with the word on another attempt, in the session's thread."""
         self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
         session.serve(f"{TOLD}/{entry.seat}", self._told)
         self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
@@ -293,6 +295,8 @@ class Company:
             return
         ack = self._take_in(message)
         self._give_up()
+        if isinstance(message, Word):
+            self.begun_again(message)
         if ack is not None:
             self.say(ack)
 

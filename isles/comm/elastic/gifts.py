@@ -81,6 +81,10 @@ class Gifts(Protocol):
         """See `Giver.withdraw`."""
         ...
 
+    def expect(self, comes: Callable[[str], bool]) -> None:
+        """See `Giver.expect`."""
+        ...
+
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         """See `take`."""
         ...
@@ -98,15 +102,14 @@ class _Offer:
 class Giver:
     """What this process offers as `name` (a seat, or `LIGHTHOUSE`).
 
-    patient: who asks for what is not there yet waits for it; otherwise that is refused at once. notice: called with a
-    line for a person where a file could not be written. lost: whether the giver of that name is gone, so that nothing
-    is asked of it any more.
+    notice: called with a line for a person where a file could not be written. lost: whether the giver of that name is
+    gone, so that nothing is asked of it any more. comes: see `expect`.
     """
 
     session: Session
     name: str
     notice: Callable[[str], None]
-    patient: bool = True
+    comes: Callable[[str], bool] = lambda what: True
     lost: Callable[[str], bool] = lambda name: False
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
@@ -134,13 +137,21 @@ class Giver:
         """Whether somebody has asked for what is neither there nor on its way."""
         return any(asked == what for asked, *_ in [*self._waiting]) and not self._is_coming(what)
 
+    def expect(self, comes: Callable[[str], bool]) -> None:
+        """comes: whether what is not there may still come, by its name; called in the session's thread. Who asks for
+        something else is told so at once, and asks elsewhere.
+        """
+        self.comes = comes
+        self.session.later(self._answer)
+
     def withdraw(self, what: str) -> None:
-        """Stop offering `what`, and remove its files."""
+        """Stop offering `what`, and remove its files; who waits for it asks elsewhere."""
         self.shut(what)
         for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
             self._coming.pop(number, None)
         for number in [number for number, offer in [*self._offers.items()] if offer.what == what]:
             self._offers.pop(number).path.unlink(missing_ok=True)
+        self.session.later(lambda: self._refuse(what))
 
     def shut(self, what: str) -> None:
         """Offer `what` to nobody new, for it is too old; those who are taking it go on."""
@@ -219,7 +230,7 @@ class Giver:
             offer = None if offer is not None and offer.facts.get("round", after + 1) <= after else offer
             if offer is not None:
                 query.reply(json.dumps({**offer.facts, "number": number, "size": offer.size}).encode("ascii"))
-            elif self.patient or self._is_coming(what):
+            elif self.comes(what) or self._is_coming(what):
                 self._waiting.append((what, after, query))
             else:
                 query.refuse(b"never")

@@ -19,15 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from isles.comm.elastic.chunks.incoming import Chunk, Inbox
+from isles.comm.elastic.chunks.incoming import ANOTHER, Chunk, Inbox, before
 from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Answered, Outgoing, OutgoingMessage, lost_peer
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.comm.elastic.links.relayed import WAYS
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
@@ -37,35 +37,6 @@ from isles.comm.tags import CHANNELS, Channel, Tag
 
 _SEATS = 1 << 20
 _MAIL, _SEAT = "mail", "seat"
-
-
-class Guide(Protocol):
-    """What a transport asks about its peers: `DirectLinks`."""
-
-    def introduction(self, peer: int) -> bytes | None:
-        """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""
-        ...
-
-    def expected(self, sender: int) -> bytes:
-        """What a message of `sender` must bear."""
-        ...
-
-    def met(self, seat: int, *, there: bool, direct: bool) -> None:
-        """Whether `seat` is there, and whether it is linked directly."""
-        ...
-
-
-class _Trusting:
-    """For sessions of one program, as in a test: all introductions are zeros."""
-
-    def introduction(self, peer: int) -> bytes:
-        return bytes(16)
-
-    def expected(self, sender: int) -> bytes:
-        return bytes(16)
-
-    def met(self, seat: int, *, there: bool, direct: bool) -> None:
-        pass
 
 
 class ElasticTransport(OnHostClock):
@@ -98,7 +69,7 @@ class ElasticTransport(OnHostClock):
         self.rank, self.size, self.resent = seat, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
         self._relay, self._gone, self._back = session, gone, back
-        self._guide: Guide = guide or _Trusting()
+        self._guide: Guide = guide or Trusting()
         self._meeting = threading.Lock()  # sessions tell of their seats in threads of their own
         self._ways: dict[int, tuple[Session, ...]] = {}  # by seat: where it is there now
         self._inbox = Inbox(session.refused)
@@ -186,12 +157,22 @@ class ElasticTransport(OnHostClock):
                     OutgoingMessage(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), OVER
                 )
 
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
+        part of the exchange that those did not reach, waits no longer.
+        """
+        self._inbox.again(tag)
+        with self._lock:
+            lines = list(self._outgoing.values())
+        for line in lines:
+            line.drop(lambda sent: sent.channel == tag.channel and before(sent, tag.round, tag.attempt), ANOTHER)
+
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
         with self._lock:
             line = self._outgoing.get(peer)
         if line is not None:
-            line.passed(tag)
+            line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
         self._inbox.end(peer, tag.channel, tag.round, RoundPassed(peer))
 
     def close(self) -> None:

@@ -110,8 +110,11 @@ class ClusterSeats:
 
     def told_of(self, cluster: int) -> str:
         """Who serves it, and its cuts, for a person."""
-        who, cuts = (", ".join(map(str, row[cluster])) for row in (self.clusters, self.cuts))
-        return f"workers {who}" + (f", cut before blocks {cuts}" if cuts else "")
+        workers, cuts = (
+            f"{what}{'s' * (len(row[cluster]) > 1)} {', '.join(map(str, row[cluster]))}"
+            for what, row in (("worker", self.clusters), ("block", self.cuts))
+        )
+        return workers + (f", cut before {cuts}" if self.cuts[cluster] else "")
 
     def holder(self, cluster: int, stage: int) -> int:
         """Who has the state of a stage: who serves it, or still who gives it."""

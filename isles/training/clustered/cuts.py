@@ -28,7 +28,8 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
     model, costs = sketch(config.model), None
     if config.model.own is None:
         costs = decoder_costs(config.model.shape())
-    return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last") for cuts in clusters]
+    key = "one of pipeline.clusters"
+    return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last", key=key) for cuts in clusters]
 
 
 def first_blocks(cut: Cut) -> tuple[int, ...]:

@@ -43,7 +43,8 @@ from isles.training.records.saved import load_weights
 from isles.training.trainer import Trainer
 
 _TRIES = 5
-_TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "conclude", "carried", "refused"}
+_TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "forget", "conclude", "carried"}
+_TOGETHER |= {"refused"}
 
 
 class Acts:
@@ -132,8 +133,14 @@ class Acts:
     def enter(self, round: int, steps: int, began_at: int | None) -> None:
         """Begin with `round`, after so many inner steps. began_at: of inner steps, where this is without moments."""
         self._began_at = began_at
+        self.means.begins(round)
         enter(self.optimizer, round, steps)
         self.schedule_at(steps)
+
+    def forget(self) -> None:
+        """What this worker has is nobody's any more: nobody begins with it."""
+        self.states.forget()
+        self.means.forget()
 
     def schedule_at(self, steps: int) -> None:
         """Set the learning rates of the inner step that follows `steps` of them."""

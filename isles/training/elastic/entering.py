@@ -26,6 +26,7 @@ from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, deco
 from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
+from isles.comm.tags import Tag
 from isles.data import load_corpus
 from isles.errors import printable
 from isles.launch.addresses import parse_address, written
@@ -146,6 +147,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         stack.callback(transport.close)
         company.left_behind = lambda seat: transport.give_up(seat, "a view without it is on its way")
         company.fell_silent = transport.fell_silent
+        company.begun_again = lambda word: transport.again(Tag("outer", word.round, attempt=word.attempt))
         links.start(transport)
 
         def lost(giver: str) -> bool:

@@ -121,6 +121,8 @@ class Participant:
             round = None if load is None else self._beginning.with_state(load)
             if round is not None:
                 ending = self._train(round)
+                if ending == "again":
+                    self._do("forget")
         if ending == "finished":
             self._conclude()
         self._places.say("end")

@@ -96,7 +96,7 @@ class RunKeeper(ABC):
             if not (self.out / CONFIG).exists():
                 keep_config(self.charter.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
-            self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, patient=False)
+            self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
             self.lighthouse = Lighthouse(
                 self.session,
                 self.assembly(journal, time.monotonic() + GRACE, stack),

@@ -8,6 +8,7 @@ joiner    has the state after round r: fetches the means of r + 1, r + 2, ... an
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,26 @@ class Means:
     def __init__(self, optimizer: OuterSync, gifts: Gifts, folder: Path) -> None:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._offered: list[int] = []
+        self._next = math.inf  # the first round whose mean may still be had here
+        gifts.expect(self._comes)
+
+    def begins(self, round: int) -> None:
+        """This worker takes part from `round` on."""
+        self._next = round
+
+    def forget(self) -> None:
+        """This worker is to begin with another's state: who has followed it asks elsewhere."""
+        (fragment,) = self._optimizer.fragments
+        fragment.keep_until, self._next = 0, math.inf
+        for round in self._offered:
+            self._gifts.withdraw(_name(round))
+        self._offered = []
+        self._gifts.expect(self._comes)
+
+    def _comes(self, what: str) -> bool:
+        """A round that went on without this worker, or that it has landed and not kept, never does."""
+        name, _, round = what.rpartition("-")
+        return name != _MEAN or not round.isdecimal() or int(round) >= self._next
 
     def copied(self, round: int) -> None:
         """This worker's state after `round` has been given to somebody: the means of the next ones are kept for it."""
@@ -51,6 +72,7 @@ class Means:
             kept = {_MEAN: fragment.kept}
             self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
+        self._next = round + 1
         for old in [old for old in self._offered if old <= round - KEPT]:
             self._gifts.withdraw(_name(old))
             self._offered.remove(old)

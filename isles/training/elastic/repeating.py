@@ -275,6 +275,9 @@ class _Gifts:
     def withdraw(self, what: str) -> None:
         """Who used it may still come."""
 
+    def expect(self, comes: Callable[[str], bool]) -> None:
+        """Whatever was used comes."""
+
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         round = self._company.copied if asked.what == self._kind else int(asked.what.rpartition("-")[2])
         key = asked.giver, asked.what, round

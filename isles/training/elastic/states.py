@@ -74,6 +74,12 @@ class States:
                 self._offer(what, round, left_out)
         return done
 
+    def forget(self) -> None:
+        """What this worker has is nobody's any more: no copy of it is given."""
+        for what in (STATE, ANCHORS):
+            self._gifts.withdraw(what)
+            self._copied[what] = -FRESH
+
     def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
         optimizer = self._optimizer
         state, weights = given(optimizer), optimizer.weights()

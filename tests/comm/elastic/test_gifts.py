@@ -40,9 +40,31 @@ def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
             with pytest.raises(NotGiven, match="within"):
                 take(guest, GiftRequest(giver="3", what="state", most=1 << 30, seconds=1.0), tmp_path / "taken")
             assert giver.is_wanted("state")
-            Giver(host, "4", told.append, patient=False)
+            Giver(host, "4", told.append, comes=lambda what: False)
             with pytest.raises(NotGiven, match="there is none"):
                 take(guest, GiftRequest(giver="4", what="state", most=1 << 30, seconds=20.0), tmp_path / "taken")
+        finally:
+            guest.close()
+
+
+def test_what_never_comes_is_said_at_once(tmp_path: Path) -> None:
+    """To who waits when that becomes clear, and to who asks afterwards; for other things one may wait."""
+    with router(tmp_path) as (mine, address, host):
+        guest, told = open_session("client", mine, connect=address), list[str]()
+        try:
+            giver = Giver(host, "3", told.append)
+            changes = {
+                "mean-4": lambda: giver.expect(lambda name: name != "mean-4"),
+                "state": lambda: giver.withdraw("state"),
+            }
+            for what, change in changes.items():
+                threading.Timer(0.3, change).start()
+                with pytest.raises(NotGiven, match="there is none"):
+                    take(guest, GiftRequest(giver="3", what=what, most=1 << 30, seconds=60.0), tmp_path / "taken")
+            with pytest.raises(NotGiven, match="there is none"):
+                take(guest, GiftRequest(giver="3", what="mean-4", most=1 << 30, seconds=60.0), tmp_path / "taken")
+            with pytest.raises(NotGiven, match="within"):
+                take(guest, GiftRequest(giver="3", what="mean-5", most=1 << 30, seconds=0.5), tmp_path / "taken")
         finally:
             guest.close()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from isles.comm.elastic.chunks.incoming import CHUNK, EARLY, EARLY_OF_ALL, Chunk, Inbox, Verdict, offsets
+from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
 
 TAG = Tag("outer", 7)
@@ -27,7 +28,7 @@ class Posted:
 
     def __init__(self, inbox: Inbox, size: int, tag: Tag = TAG, sender: int = 3) -> None:
         self.out = np.zeros(size, np.uint8)
-        self.ended: list[str | None] = []
+        self.ended: list[str | PeerLost | None] = []
         inbox.post(sender, tag, self.out, self.ended.append)
 
 
@@ -128,3 +129,17 @@ def test_a_lost_sender_ends_its_own_receives_alone() -> None:
     inbox.drop(3, "its connection is gone")
     assert lost.ended == ["its connection is gone"] and other.ended == [] and inbox.held() == 0
     inbox.drop(99, "never seen")
+
+
+def test_of_earlier_attempts_nobody_waits_any_more() -> None:
+    """Neither for what was asked for before the newer one began, nor after; other rounds go on."""
+    inbox = Inbox()
+    first, second = Posted(inbox, 5, Tag("outer", 7, attempt=1)), Posted(inbox, 5, Tag("outer", 7, attempt=2))
+    later = Posted(inbox, 5, Tag("outer", 8))
+    inbox.again(Tag("outer", 7, attempt=2))
+    inbox.again(Tag("outer", 6, attempt=3))  # comes late
+    assert [str(one) for one in first.ended] == ["worker 3 is lost (another attempt of that round has begun)"]
+    assert second.ended == later.ended == []
+    assert len(Posted(inbox, 5, Tag("outer", 7, 0, 4, attempt=1)).ended) == 1
+    take(inbox, Tag("outer", 7, attempt=2), 0, 5, bytes(5))
+    assert second.ended == [None]

@@ -202,5 +202,5 @@ def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], wo
 
 
 def test_cuts_that_the_model_does_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pipeline.cut = \[1, 9\]: name rising numbers of blocks"):
+    with pytest.raises(ValueError, match=r"one of pipeline.clusters = \[1, 9\]: name rising numbers of blocks"):
         dry_clusters(config("pipeline.clusters=[[1, 9], [3], []]"))

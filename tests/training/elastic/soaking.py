@@ -137,7 +137,7 @@ class Soak:
         owed = {int(rows(*one, batch_size=1)[0]) for lot in view.owed for one in lot_batches(kept.views[lot.view], lot)}
         held = Counter(work_of(self.world.warm, view.seats, agrees=agrees))
         never, twice = {*range(view.start)} - held.keys() - owed, sum(held.values()) - len(held)
-        assert not never, f"{sorted(never)} are in nobody's weights"
+        assert not never, f"{len(never)} batches are in nobody's weights, the first {sorted(never)[:20]}"
         assert twice <= EVERY * len(losses), f"{twice} batches twice, {len(losses)} losses"
         done = sum(len(worker.reads()) for worker in self.world.warm)
         return f"{done} batches read, {len(held)} in the weights, {twice} twice, {len(owed)} owed, {len(losses)} losses"

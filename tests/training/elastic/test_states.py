@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import isles
-from isles.comm.elastic.gifts import GiftRequest, Giver, take
+from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven, take
 from isles.comm.elastic.session import open_session
 from isles.comm.mesh import Mesh
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
 from isles.training.elastic.given import STATE
+from isles.training.elastic.means import Means
 from isles.training.elastic.states import FRESH, States
 from tests.comm.elastic.sessions import router
 
@@ -109,6 +110,38 @@ def test_anchors_alone_are_a_third(tmp_path: Path) -> None:
     for one, same in zip(donor.parameters, joiner.parameters, strict=True):
         assert torch.equal(one, same)
     assert taken.taken < 0.6 * full  # two vectors of five, and words
+
+
+def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_path: Path) -> None:
+    """Who has followed it is told at once, so that nobody waits for who waits for it."""
+
+    def worker(world: Mesh) -> None:
+        donor = trained(world, 8, 4)
+        with router(tmp_path) as (mine, address, host):
+            giver, guest = Giver(host, "3", lambda notice: None), open_session("client", mine, connect=address)
+
+            def asked(what: str, seconds: float) -> str:
+                request = GiftRequest(giver="3", what=what, most=1 << 30, seconds=seconds)
+                with pytest.raises(NotGiven) as why:
+                    take(guest, request, tmp_path / "taken")
+                return str(why.value)
+
+            try:
+                means, states = Means(donor, giver, tmp_path), States(donor, giver, tmp_path, "full", lambda: 9)
+                means.begins(3)
+                assert states.landed(3, {}, [True, False])
+                take(guest, GiftRequest(giver="3", what=STATE, most=1 << 30, seconds=20.0), tmp_path / "taken")
+                forgotten = threading.Timer(0.3, lambda: (states.forget(), means.forget()))
+                forgotten.start()
+                assert asked("mean-4", 60.0) == "there is none"
+                assert "within" in asked(STATE, 0.5)
+                means.begins(6)
+                assert asked("mean-5", 60.0) == "there is none" and "within" in asked("mean-6", 0.5)
+            finally:
+                guest.close()
+                giver.close()
+
+    isles.run_virtual(worker, 1)
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from isles.comm.elastic.guards.refusals import Refusals
-from isles.comm.errors import PeerLost
+from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.tags import Channel, Tag
 
 CHUNK = 1 << 20
@@ -27,6 +27,7 @@ EARLY_OF_ALL = 32 << 20
 _LONGEST = 1 << 36  # bytes of a message
 _STALE = 8  # rounds: whoever posts a receive of round r waits no more for those of rounds before r - 8
 _FINISHED = 4096  # messages whose late chunks are still known, by sender
+ANOTHER = "another attempt of that round has begun"
 
 Ended = Callable[[str | PeerLost | None], None]
 Verdict = Literal["kept", "later", "never", "over"]
@@ -83,6 +84,11 @@ def offsets(total: int) -> range:
     return range(0, max(total, 1), CHUNK)
 
 
+def before(tag: Tag, round: int, attempt: int) -> bool:
+    """Whether it is of an earlier attempt of that round."""
+    return tag.round == round and tag.attempt < attempt
+
+
 class Inbox:
     """The receiving side of one worker. Safe to call from several threads. refused: where chunks that were not taken
     are counted, by sender; by default here.
@@ -92,22 +98,27 @@ class Inbox:
         self.refused = Refusals() if refused is None else refused
         self._senders: dict[int, _Sender] = {}
         self._over: dict[Channel, int] = {}  # the newest round that is over
+        self._again: dict[Channel, tuple[int, int]] = {}  # the newest round of several attempts, and its newest attempt
         self._lock = threading.Lock()
 
     def post(self, sender: int, tag: Tag, out: np.ndarray, ended: Ended) -> None:
         """Receive exactly `len(out)` bytes from `sender` into (n,) uint8 `out`. ended: called once, perhaps at once."""
         receive = Receive(tag, out, ended, left=len(offsets(len(out))))
         with self._lock:
+            has_passed = self._has_passed(tag)
             known = self._senders.setdefault(sender, _Sender())
             given_up = self._forget_old(known, tag)
-            known.posted[tag] = receive
+            if not has_passed:
+                known.posted[tag] = receive
             number = min((number for number, early in known.early.items() if early.tag == tag), default=None)
             early = None if number is None else known.early.pop(number)
             if early is not None:
                 known.early_bytes -= early.size
         for old in given_up:
             old.ended("nobody waits for it any more")
-        if early is not None and number is not None:
+        if has_passed:
+            ended(RoundPassed(sender, ANOTHER))
+        elif early is not None and number is not None:
             for offset, data in early.chunks.items():
                 self.take(sender, Chunk(tag, number, offset, early.total), data)
 
@@ -161,6 +172,20 @@ class Inbox:
             receive.ended("that round is over here")
         return vain
 
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+        with self._lock:
+            known_of = self._again.get(tag.channel, (-1, 0))
+            self._again[tag.channel] = max(known_of, (tag.round, tag.attempt))
+            ended = [
+                (sender, known.posted.pop(old))
+                for sender, known in self._senders.items()
+                for old in [*known.posted]
+                if self._has_passed(old)
+            ]
+        for sender, receive in ended:
+            receive.ended(RoundPassed(sender, ANOTHER))
+
     def end(self, sender: int, channel: Channel, round: int, why: PeerLost) -> None:
         """Nothing comes from `sender` any more for rounds of `channel` up to `round`."""
         with self._lock:
@@ -183,6 +208,9 @@ class Inbox:
 
     def _is_over(self, tag: Tag) -> bool:
         return tag.round <= self._over.get(tag.channel, -1)
+
+    def _has_passed(self, tag: Tag) -> bool:
+        return before(tag, *self._again.get(tag.channel, (-1, 0)))
 
     def _keep(self, known: _Sender, sender: int, chunk: Chunk, data: bytes) -> Verdict:
         if chunk.total > _LONGEST:

@@ -89,15 +89,15 @@ class Outgoing:
         if over is not None:
             message.work.finished(lost_peer(self._peer, over))
 
-    def passed(self, tag: Tag) -> None:
-        """Send nothing any more to that round and those before."""
+    def drop(self, has_passed: Callable[[Tag], bool], *why: str) -> None:
+        """Send nothing any more to addresses that have passed. why: for `RoundPassed`."""
         with self._changed:
-            ended = [m for m in self._messages if m.tag.channel == tag.channel and m.tag.round <= tag.round]
+            ended = [message for message in self._messages if has_passed(message.tag)]
             self._messages.difference_update(ended)
             self._pause = self._not_before = 0.0
             self._changed.notify()
         for message in ended:
-            message.work.finished(RoundPassed(self._peer))
+            message.work.finished(RoundPassed(self._peer, *why))
 
     def end(self, why: str | PeerLost) -> None:
         """Send nothing any more."""

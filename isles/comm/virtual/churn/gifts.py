@@ -32,6 +32,8 @@ class VirtualGifts:
         self._offers: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._waiting: dict[int, tuple[str, int]] = {}  # what each seat waits for, and behind which round
         self._sent: dict[int, tuple[int, int, bytes, dict[str, Any]]] = {}  # to each seat: number, size, content, facts
+        self._refused: set[int] = set()  # seats whose request came to nothing
+        self._comes: Callable[[str], bool] = lambda what: True
         self._number = 0
         others[str(company.seat)] = self
 
@@ -53,6 +55,14 @@ class VirtualGifts:
     def withdraw(self, what: str) -> None:
         """See `Giver.withdraw`."""
         self.shut(what)
+        with self._company.turn:
+            self._refuse(lambda wanted: wanted == what)
+
+    def expect(self, comes: Callable[[str], bool]) -> None:
+        """See `Giver.expect`."""
+        self._comes = comes
+        with self._company.turn:
+            self._refuse(lambda wanted: not comes(wanted))
 
     def shut(self, what: str) -> None:
         """See `Giver.shut`."""
@@ -67,11 +77,14 @@ class VirtualGifts:
             raise NotGiven("there is none")
         with own.turn:
             other._sent.pop(own.seat, None)
+            other._refused.discard(own.seat)
             other._ask(own.seat, asked.what, asked.after)
-        if not own.wait(lambda: own.seat in other._sent or own.member.lost(other._company.seat), asked.patience):
+        if not own.wait(
+            lambda: own.seat in {*other._sent, *other._refused} or own.member.lost(other._company.seat), asked.patience
+        ):
             raise NotGiven(f"nothing came within {asked.patience:g} s")
         if own.seat not in other._sent:
-            raise NotGiven("it is gone")
+            raise NotGiven("there is none" if own.seat in other._refused else "it is gone")
         number, size, content, facts = other._sent.pop(own.seat)
         try:
             self._transport.run(self._receive(other._company.seat, number, size), "control", asked.seconds).wait()
@@ -91,6 +104,15 @@ class VirtualGifts:
         self._waiting[seat] = what, after
         if self._is_newer(what, after) and not self._company.is_away:
             self._send(seat, what)
+        elif not self._comes(what):
+            self._refuse(lambda wanted: wanted == what)
+
+    def _refuse(self, is_refused: Callable[[str], bool]) -> None:
+        """In a turn: whoever waits for something of such a name asks elsewhere."""
+        for seat in [seat for seat, (wanted, _) in self._waiting.items() if is_refused(wanted)]:
+            del self._waiting[seat]
+            self._refused.add(seat)
+            self._others[str(seat)]._company.changed()
 
     def _send(self, seat: int, what: str) -> None:
         """In a turn: the file goes on the line."""

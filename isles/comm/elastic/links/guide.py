@@ -1,0 +1,34 @@
+"""What a transport asks about its peers, and of whom it tells that they are there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Guide(Protocol):
+    """What a transport asks about its peers: `DirectLinks`."""
+
+    def introduction(self, peer: int) -> bytes | None:
+        """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""
+        ...
+
+    def expected(self, sender: int) -> bytes:
+        """What a message of `sender` must bear."""
+        ...
+
+    def met(self, seat: int, *, there: bool, direct: bool) -> None:
+        """Whether `seat` is there, and whether it is linked directly."""
+        ...
+
+
+class Trusting:
+    """Where all are one program's, as in a test: nobody is introduced."""
+
+    def introduction(self, peer: int) -> bytes:
+        return bytes(16)
+
+    def expected(self, sender: int) -> bytes:
+        return bytes(16)
+
+    def met(self, seat: int, *, there: bool, direct: bool) -> None:
+        pass
