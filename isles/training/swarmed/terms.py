@@ -5,7 +5,7 @@ from __future__ import annotations
 from isles.comm.elastic.orders import Rules
 from isles.training.config.clustered import refuse_growing
 from isles.training.config.sections import Config
-from isles.training.growing import refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
+from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 
 
 def among_peers(config: Config) -> Config:
@@ -34,6 +34,7 @@ def among_peers(config: Config) -> Config:
         "peers",
     )
     refuse_kept(config.run)
+    refuse_full(world, world.workers)
     refuse_waits(world, "join_deadline")
     return config
 
