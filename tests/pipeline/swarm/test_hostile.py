@@ -51,6 +51,14 @@ def spoil(swarm: Swarm, what: str) -> None:
         everybody(WORD, 24)
     elif what == "sums":
         swarm._own = lambda: torch.full_like(torch.cat([p.reshape(-1) for p in work.stage.parameters()]), torch.nan)  # type: ignore[method-assign]
+    elif what == "one share":
+        honest_send = mail.send
+
+        def send(position: int, note: MailNote, body: Any = None) -> None:
+            is_shard = note.kind == SHARD and position == min(mail.group.others, key=lambda other: abs(other - LIAR))
+            honest_send(position, note, torch.full_like(body, 0xFF) if is_shard else body)
+
+        mail.send = send  # type: ignore[method-assign]
     elif what == "share":
         everybody(SHARD, 8)
         everybody(MEAN, 8)
@@ -87,7 +95,8 @@ def train(world: Mesh, what: str, setting: Setting = SETTING, liar: int = LIAR) 
 
 
 @pytest.mark.parametrize(
-    "what", ["activations", "gradients", "word", "length", "long", "another run", "share", "unasked", "sums"]
+    "what",
+    ["activations", "gradients", "word", "length", "long", "another run", "share", "one share", "unasked", "sums"],
 )
 def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
     done = isles.run_virtual(train, 9, links=LINKS, args=(what,), step_seconds=0.3)
