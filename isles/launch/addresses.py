@@ -20,6 +20,16 @@ def listen(port: int, host: str) -> socket.socket:
         raise ValueError(f"port {port} cannot be listened on ({error.strerror}): choose another one") from error
 
 
+def refuse_unknown(host: str) -> None:
+    """ValueError for a name of no machine."""
+    try:
+        socket.getaddrinfo(host, 0)
+    except OSError:
+        raise ValueError(
+            f"--host {host} is no name that this machine knows: look at its spelling, or write its address"
+        ) from None
+
+
 def is_own(host: str) -> bool:
     """Whether this machine can listen at `host`."""
     try:

@@ -9,16 +9,19 @@ _A_CORE = 8
 _A_PROCESS = 200e6  # bytes that a worker takes before it has a model: torch and its libraries, after sharing
 
 
-def refuse_too_many(workers: int) -> None:
-    """ValueError for more workers of this machine than 8 a core, or than its free memory holds."""
-    mend = 'world.backend = "virtual" trains them in one process'
+def refuse_too_many(
+    workers: int, option: str = "world.workers =", mend: str = 'world.backend = "virtual" trains them in one process'
+) -> None:
+    """ValueError for more workers of this machine than 8 a core, or than its free memory holds. option: how they were
+    asked for.
+    """
     cores = os.cpu_count() or 1
     if workers > _A_CORE * cores:
-        raise ValueError(f"world.workers = {workers}: more than {_A_CORE} a core of this machine's {cores}; {mend}")
+        raise ValueError(f"{option} {workers}: more than {_A_CORE} a core of this machine's {cores}; {mend}")
     free = _free_memory()
     if free is not None and workers * _A_PROCESS > free:
         raise ValueError(
-            f"world.workers = {workers}: each takes 0.2 GB before it has a model, {free / 1e9:.1f} GB are free; {mend}"
+            f"{option} {workers}: each takes 0.2 GB before it has a model, {free / 1e9:.1f} GB are free; {mend}"
         )
 
 

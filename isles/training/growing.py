@@ -1,4 +1,4 @@
-"""What a run whose workers come and go refuses, for it would be ignored there; `isles.training.fixed`: the others."""
+"""What a run whose workers come and go refuses, for it would be ignored there; `fixed` says so of other runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ def refuse_kept(run: RunConfig) -> None:
         raise ValueError(
             f"run.keep_checkpoints = {run.keep_checkpoints}: where workers come and go the newest state is kept alone; "
             "leave it out"
+        )
+
+
+def refuse_full(world: WorldConfig, founders: int) -> None:
+    """ValueError where the first round waits for more than may be there."""
+    if world.max_members < founders:
+        raise ValueError(
+            f"world.max_members = {world.max_members}: the first round waits for {founders}; choose as many or more, "
+            "or fewer world.workers (--founders)"
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm.elastic.messages import Refusal
+from isles.training.config.reading import to_toml
 from isles.training.elastic import charter, entering
 from isles.training.elastic.terms import charter_of, elastic
 from tests.comm.elastic.sessions import free_port
@@ -71,11 +72,16 @@ def one_line(found: tuple[int, str], *words: str) -> None:
         (["join", "127.0.0.1", "--token", "0" * 64], ["HOST:PORT"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "0"], ["--workers 0: choose 1"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--listen", "no"], ["--listen no: choose a port"]),
+        (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
+        (["join", "127.0.0.1:1", "--token", "0" * 64, "--device", "gpu"], ["--device gpu: choose one of auto, cpu"]),
+        (["swarm", "peer", "--join", "a:1", "--token", "0" * 64, "--device", "gpu"], ["--device gpu: choose one of"]),
         (["join", "[::1]:29400", "--token", "0" * 64], ["[::1]:29400", "a name that stands for it"]),
         (["join", "nobody.invalid:29400", "--token", "0" * 64], ["nobody.invalid is no name", "its spelling"]),
         (["lighthouse", "--host", "::1"], ["[::1]:29400", "a name that stands for it"]),
         (["lighthouse", "--port", "0"], ["--port 0: choose 1 to 65535"]),
         (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
+        (["lighthouse", "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
+        (["lighthouse", "--host", "nobody.invalid"], ["--host nobody.invalid is no name that this machine knows"]),
         (["lighthouse", "--max-members", "0", *settings()], ["world.max_members = 0", "choose 1 or more"]),
         (["lighthouse", *settings("replicas.method=ddp")], ["replicas.method = 'ddp'", "isles train --nodes"]),
         (["doctor", "--join", "127.0.0.1:29400"], ["--token is missing"]),
@@ -122,6 +128,27 @@ def test_the_port_is_taken(answer: Answer) -> None:
         port = str(taken.getsockname()[1])
         told = answer("lighthouse", "--port", port, "--out", "run", *settings(), *METHOD)
     one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
+    assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("journal", ["folder", '{"event":"gone","seat":4}\n'])
+def test_a_journal_that_makes_no_sense(answer: Answer, tmp_path: Path, journal: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(small(tmp_path, 20, 2)))
+    if journal == "folder":
+        (run / "members.jsonl").mkdir()
+    else:
+        (run / "members.jsonl").write_text(journal)
+    told = answer("lighthouse", "run", "--port", str(free_port()))
+    one_line(told, "run/members.jsonl: ", "restore the file, or start a new run")
+
+
+@pytest.mark.usefixtures("here")
+def test_more_founders_than_members(answer: Answer) -> None:
+    words = ("--founders", "3", "--max-members", "2", *settings("run.steps=20"), *METHOD)
+    one_line(answer("lighthouse", *words), "world.max_members = 2", "waits for 3", "--founders")
 
 
 @pytest.mark.usefixtures("here")
@@ -167,11 +194,12 @@ def test_a_text_that_is_not_there(answer: Answer, world: Run) -> None:
 
 
 def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
-    made = Run(small(tmp_path, 60, 2, "world.max_members=1"), tmp_path / "run")
-    made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
+    made = Run(small(tmp_path, 60, 2, "world.max_members=2"), tmp_path / "run")
+    for _ in range(2):
+        made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
     told = answer("join", made.address, "--token", made.token)
     made.stop()
-    one_line(told, "the run has its most workers, 1", "--max-members")
+    one_line(told, "the run has its most workers, 2", "--max-members")
     assert isinstance(made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))[0].message, Refusal)  # type: ignore[union-attr]
 
 

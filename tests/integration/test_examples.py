@@ -82,6 +82,7 @@ def test_recommender() -> None:
     assert all(few < dense / 10 for few, dense in zip(sparse[2:], exact[2:], strict=True))
 
 
+@pytest.mark.long
 def test_pipeline_loop() -> None:
     """Every worker of two replicas of two stages sees its loss fall."""
     seen = re.findall(r"worker (\d): (\d\.\d+) -> (\d\.\d+) nats", output("examples/pipeline_loop.py"))

@@ -123,6 +123,7 @@ def drift(form: SubspaceForm, dtype: torch.dtype, *, plain: bool = False) -> flo
     return most_outside(made)
 
 
+@pytest.mark.long
 def test_weights_stay_inside_for_200_steps() -> None:
     assert drift("coordinates", torch.float64) < 1e-12
     assert drift("row-wise", torch.float32) < 1e-6

@@ -182,11 +182,10 @@ def test_ddp_hands_buckets_on_as_they_come(plan: str, accumulation: int) -> None
     _is_same(got, wanted)
 
 
-@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "plan", [one if one == "mixed" else pytest.param(one, marks=pytest.mark.long) for one in PLANS]
-)
-@pytest.mark.parametrize("name", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ("diloco", "noloco"))])
+@pytest.mark.long
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
 def test_methods_keep_their_bits_between_processes(name: str, plan: str, accumulation: int) -> None:
     wanted, got = (run_gloo(_worker, args=(name, one, accumulation)) for one in (None, plan))
     _is_same(got, wanted)

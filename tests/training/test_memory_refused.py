@@ -157,9 +157,11 @@ def test_a_model_that_cannot_be_cut_is_one_line(made: Callable[[], nn.Module], t
             marks=pytest.mark.long,
         ),
         pytest.param(["model.context=16"], "another batch", marks=pytest.mark.long),
-        (["model.autocast=bf16"], "another batch"),
+        pytest.param(["model.autocast=bf16"], "another batch", marks=pytest.mark.long),
         pytest.param(["model.dtype=bfloat16"], "another model", marks=pytest.mark.long),
-        (["memory.machine=RTX 4090"], "another machine: plan again for this machine"),
+        pytest.param(
+            ["memory.machine=RTX 4090"], "another machine: plan again for this machine", marks=pytest.mark.long
+        ),
         pytest.param(["inner.optimizer=sgd"], "another model", marks=pytest.mark.long),
     ],
 )

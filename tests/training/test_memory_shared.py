@@ -94,7 +94,6 @@ def _virtual(workers: int, *args: Any) -> list[Any]:
     ("plan", "workers", "update"),
     [
         ("mixed", 2, "exact"),
-        ("all on the host", 4, "early"),
         *(
             pytest.param(plan, workers, update, marks=pytest.mark.long)
             for plan in ("mixed", "host", "optimizer", "all on the host")

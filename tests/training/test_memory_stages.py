@@ -54,7 +54,7 @@ def _left(config: Any, out: Path) -> tuple[bytes, dict[str, Any], list[Any]]:
 
 
 def _cases() -> list[Any]:
-    brief = {(2, "fixed", "mixed"), (2, "random", "host")}
+    brief = {(2, "random", "mixed")}
     every = [(stages, routing, plan) for stages in (2, 3) for routing in ("fixed", "random") for plan in PLANS]
     return [pytest.param(*case, marks=[] if case in brief else [pytest.mark.long]) for case in every]
 

@@ -13,7 +13,20 @@ from isles.training.running.run import launch
 from tests.training.runs import ON_VIRTUAL, Told, metrics, run, tiny, without_clocks, write_text
 
 CORE = {"noloco", "streaming-diloco", "dilocox"}  # from every checkpoint, the rest from one amid a round
-CASES = [*((name, []) for name in ON_VIRTUAL), ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"])]
+QUICK = CORE | {
+    "none",
+    "ddp",
+    "diloco",
+    "delayed",
+    "sparseloco",
+    "demo",
+    "ist",
+    "custom",
+}  # the rest in `make test-long`
+CASES = [
+    *(pytest.param(name, [], marks=() if name in QUICK else pytest.mark.long) for name in ON_VIRTUAL),
+    ("noloco", ["inner.accumulation=2", "replicas.anchor_codec=int8"]),
+]
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ GO_ON = {
 
 @pytest.mark.parametrize(
     ("method", "stops"),
-    [("eager", (4,)), ("noloco", (2, 3)), *(pytest.param(name, range(1, 7), marks=pytest.mark.long) for name in GO_ON)],
+    [("noloco", (2, 3)), *(pytest.param(name, range(1, 7), marks=pytest.mark.long) for name in GO_ON)],
 )
 def test_a_run_in_stages_goes_on_with_the_same_bits(
     text: Path, tmp_path: Path, method: str, stops: tuple[int, ...]

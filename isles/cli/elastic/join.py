@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -41,14 +41,26 @@ def join(
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
     """
+    from isles.launch.room import refuse_too_many
+
     end_in_order()
     parsed = given_token(token)
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
+    refuse_too_many(workers, "--workers", "start fewer")
+    refuse_device(device)
     there = places(listen, workers)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, data, device))
     _join(address, parsed, there[0], apart, data, device)
+
+
+def refuse_device(device: str | None) -> None:
+    """ValueError where --device names none."""
+    from isles.models.config import Device
+
+    if device is not None and device not in get_args(Device):
+        raise ValueError(f"--device {device}: choose one of {', '.join(get_args(Device))}")
 
 
 def given_token(token: str | None) -> Token:

@@ -43,7 +43,8 @@ def lighthouse(
     """
     from isles.cli.train import _new_directory
     from isles.comm.elastic.session import refuse_number, zenoh
-    from isles.launch.addresses import written
+    from isles.launch.addresses import refuse_unknown, written
+    from isles.launch.room import refuse_too_many
     from isles.training.elastic.stand import Stand
 
     end_in_order()
@@ -51,6 +52,8 @@ def lighthouse(
         raise ValueError(f"--port {port}: choose 1 to 65535")
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
+    refuse_too_many(workers, "--workers", "start fewer")
+    refuse_unknown(host)
     zenoh()  # or what to install, before anything else
     refuse_number(written(host, port))
     ours = {"world.workers": founders, "world.max_members": max_members}
@@ -88,7 +91,9 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
             count = charter.rules.founders
             workers = "a worker is" if count == 1 else f"{count} workers are"
             progress.notice(f"it begins once {workers} there; what becomes of it: {run}")
-            started.extend(_start(kind.joins_with, address, run, number) for number in range(stand.workers))
+            for number in range(stand.workers):
+                if not keeper.stopping.is_set():
+                    started.append(_start(kind.joins_with, address, run, number))
 
         kind = _kind(charter)
         keeper = kind(charter, run, address, told, progress.line, progress.notice)

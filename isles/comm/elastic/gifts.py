@@ -37,6 +37,10 @@ class NotGiven(Exception):
     """A gift did not come; the reason is a line for a person."""
 
 
+class NotOffered(NotGiven):
+    """Its giver has nothing of that name, and will have nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GiftRequest:
     """giver: whose gift; what: under which name. most: bytes that are taken. seconds: without a piece, after which it
@@ -281,7 +285,7 @@ class _Taking:
             if reply is not None:
                 return _facts(reply)
             if refusal == b"never":
-                raise NotGiven("there is none")
+                raise NotOffered("there is none")
             if self._lost():
                 raise NotGiven("it is gone")
             time.sleep(_AGAIN)

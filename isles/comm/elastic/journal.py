@@ -24,7 +24,7 @@ NAME = "members.jsonl"
 class Journal:
     """The file `members.jsonl` in `folder`. entries: what it held when it was opened.
 
-    ValueError where a line in the middle is damaged.
+    ValueError where it cannot be read, or a line in the middle is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,10 @@ class Journal:
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """(the entries, bytes up to the end of the last whole line)."""
-    data = path.read_bytes() if path.exists() else b""
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); restore the file, or start a new run") from None
     whole = data.rfind(b"\n") + 1
     entries = []
     for number, line in enumerate(data[:whole].splitlines(), start=1):

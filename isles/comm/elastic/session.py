@@ -32,6 +32,7 @@ from isles.comm.tcp import endpoint, give_up_after
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE = 4 << 20
 _QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
+_TIME_IS_OVER = b"Timeout"  # an error in which a question ends that nobody has answered: the engine's, no refusal
 USER = "isles"
 Mode = Literal["router", "client"]
 
@@ -147,7 +148,11 @@ class Session:
         def replied(reply: Any) -> None:
             good = reply.ok
             self.taken += 0 if good is None else len(good.payload)
-            settle((good.payload.to_bytes(), None) if good is not None else (None, reply.err.payload.to_bytes()))
+            if good is not None:
+                settle((good.payload.to_bytes(), None))
+                return
+            refusal = reply.err.payload.to_bytes()
+            settle((None, None if refusal == _TIME_IS_OVER else refusal))
 
         engine = self._engine
         try:

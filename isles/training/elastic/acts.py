@@ -94,14 +94,14 @@ class Acts:
     ) -> tuple[int, dict[int, int]]:
         """See `States.fetch`; all of an island take states of one round. NotGiven for all where one has none."""
         for _ in range(_TRIES):
-            round, left_out, why = -1, dict[int, int](), ""
+            round, left_out, why = -1, dict[int, int](), NotGiven("")
             try:
                 round, left_out = self.states.fetch(donor, seconds, after=after, wait=wait)
             except NotGiven as reason:
-                why = str(reason)
+                why = reason
             rounds = [told[0] for told in self._places.gather(round)]
             if min(rounds) < 0:
-                raise NotGiven(why or f"worker {rounds.index(min(rounds))} of this island got none")
+                raise why if str(why) else NotGiven(f"worker {rounds.index(min(rounds))} of this island got none")
             if min(rounds) == max(rounds):
                 return round, left_out
         raise NotGiven("the workers of this island got states of different rounds")

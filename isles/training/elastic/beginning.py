@@ -12,17 +12,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from isles.comm.elastic.gifts import NotGiven
+from isles.comm.elastic.gifts import NotGiven, NotOffered
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.record import StartLine, as_line
 from isles.comm.elastic.ruling import stray
+from isles.comm.errors import RendezvousFailed
 from isles.comm.transport import Transport
 from isles.training.elastic.states import FRESH, States
 
 SLOW = 60.0
 """Seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for."""
+_TRIES = 3  # to have the state that the lighthouse keeps
 _MOMENT = 0.25  # seconds for a state to come once it is copied
 _WAIT = 5.0  # seconds between looks at whether the run has ended
 _AHEAD = 2  # rounds before its first one in which a worker of pairs and groups asks for a newer state
@@ -48,6 +50,7 @@ class Beginning:
         self._company, self._transport, self._places, self._act = company, transport, places, act
         self._states, self._leaving, self._notice, self._agrees = states, leaving, notice, agrees
         self._has = 0  # the round of the state that was taken last
+        self._tries = 0  # to have the one that the lighthouse keeps, in succession
 
     def with_state(self, load: Load) -> int | None:
         """Take the state that the lighthouse names. The first round with it; None where there is none now."""
@@ -68,14 +71,28 @@ class Beginning:
         try:
             self._has, left_out = self._act("take", donor=load.donor, seconds=SLOW + 2 * load.seconds)
         except NotGiven as why:
-            if load.donor >= 0:
-                self._notice(f"the state of worker {load.donor} did not come ({why}): another one is asked for")
-                self._company.reload()
+            if load.donor >= 0 or not isinstance(why, NotOffered):
+                self._ask_again(load.donor, why)
                 return False
             self._act("begin_anew")
             self._has, left_out = 0, {}
+        self._tries = 0
         self._company.loaded(load, self._has, left_out)
         return True
+
+    def _ask_again(self, donor: int, why: NotGiven) -> None:
+        """For another state. To begin anew where the lighthouse keeps one would throw away what the run has learned:
+        RendezvousFailed where that one does not come.
+        """
+        self._tries += donor < 0
+        if self._tries == _TRIES:
+            raise RendezvousFailed(
+                f"the state that the lighthouse keeps could not be begun with ({why}): join again, and where that "
+                "does not help look at RUN/states there"
+            )
+        whose = "that the lighthouse keeps" if donor < 0 else f"of worker {donor}"
+        self._notice(f"the state {whose} did not come ({why}): asking again")
+        self._company.reload()
 
     def _first(self, ahead: int = 0) -> int | None:
         """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""

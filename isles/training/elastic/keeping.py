@@ -81,6 +81,9 @@ class RunKeeper(ABC):
                 mend = f"make room and go on with: isles resume {self.out}"
                 raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {mend}") from error
             raise
+        finally:
+            with contextlib.suppress(OSError):
+                self.out.rmdir()  # where it never was a run, nothing is in it
 
     def _run(self) -> SummaryTable | None:
         with held(self.out), contextlib.ExitStack() as stack:
@@ -88,8 +91,13 @@ class RunKeeper(ABC):
                 raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
-            mine, _ = host_credentials(self.out, None)
-            self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.lease)
+            mine, is_new = host_credentials(self.out, None)
+            try:
+                self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.lease)
+            except (ValueError, OSError):
+                if is_new:
+                    forget(self.out)
+                raise
             stack.callback(self.session.close)
             journal = Journal(self.out)
             stack.callback(journal.close)
@@ -99,7 +107,7 @@ class RunKeeper(ABC):
             self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
             self.lighthouse = Lighthouse(
                 self.session,
-                self.assembly(journal, time.monotonic() + GRACE, stack),
+                self._assembled(journal, stack),
                 journal,
                 SeatKeys(self.out / CREDENTIALS),
                 config=self.charter.text,
@@ -109,11 +117,20 @@ class RunKeeper(ABC):
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
+            if is_new and journal.entries:
+                self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
             self.told(str(mine.token))
             summary = self.keep()
         if summary is not None:
             forget(self.out)
         return summary
+
+    def _assembled(self, journal: Journal, stack: ExitStack) -> Assembly:
+        try:
+            return self.assembly(journal, time.monotonic() + GRACE, stack)
+        except (LookupError, TypeError, AttributeError) as error:
+            why = "its lines do not follow from each other; restore the file, or start a new run"
+            raise ValueError(f"{journal.path}: {why}") from error
 
     @abstractmethod
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from isles.durable import settle
 
 _KEPT = 2  # rounds
 _NAME = re.compile(r"round-(\d+)-place-(\d+)\.safetensors")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether it is a file of tensors, none of it cut off."""
+    try:
+        with safe_open(str(path), framework="np"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 class KeptStates:
@@ -27,7 +38,27 @@ class KeptStates:
 
     def newest(self) -> list[Path]:
         """By place; [] where there are none."""
-        rounds = {round: files for round, files in self._found().items() if len(files) == self._places}
+        return self._newest(self._whole())
+
+    def looked_at(self, tell: Callable[[str], None]) -> list[Path]:
+        """The newest that are not damaged. tell: called with a line for each that is newer. ValueError where all are:
+        whoever begins anew in their stead would lose what the run has learned.
+        """
+        rounds = self._whole()
+        damaged = {round: [path for path in files.values() if not is_whole(path)] for round, files in rounds.items()}
+        sound = {round: files for round, files in rounds.items() if not damaged[round]}
+        if rounds and not sound:
+            raise ValueError(f"{self._folder}: no state there is whole: restore one, or start a new run")
+        for round in rounds:
+            if round > max(sound):
+                tell(f"{damaged[round][0]}: is damaged, so the run goes on from round {max(sound)}")
+        return self._newest(sound)
+
+    def _whole(self) -> dict[int, dict[int, Path]]:
+        """By round, of which all places are there."""
+        return {round: files for round, files in self._found().items() if len(files) == self._places}
+
+    def _newest(self, rounds: Mapping[int, Mapping[int, Path]]) -> list[Path]:
         return [] if not rounds else [rounds[max(rounds)][place] for place in range(self._places)]
 
     def save(self, take: Callable[[int, Path], int]) -> bool:

@@ -31,7 +31,7 @@ from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
 from isles.training.elastic.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
-from isles.training.elastic.kept import KeptStates
+from isles.training.elastic.kept import KeptStates, is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
 
@@ -51,7 +51,7 @@ class Keeper(RunKeeper):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = KeptStates(self.out / "states", self.charter.world.inner)
-        self._offer_states()
+        self._offer(self._states.looked_at(self.on_notice))
         self.membership = RoundsAssembly(self.charter.rules, journal.entries, until=until)
         return self.membership
 
@@ -104,7 +104,7 @@ class Keeper(RunKeeper):
         for seat in self.members():
             try:
                 if self._states.save(partial(self._fetch, seat)):
-                    self._offer_states()
+                    self._offer(self._states.newest())
                     return True
             except NotGiven:
                 continue
@@ -118,10 +118,13 @@ class Keeper(RunKeeper):
     def _fetch(self, seat: int, place: int, path: Path) -> int:
         giver, patience = giver_of(seat, place), self.charter.world.outer_deadline
         asked = GiftRequest(giver=giver, what=STATE, most=MOST, seconds=patience)
-        return take(self.session, asked, path).get("round", -1)
+        facts = take(self.session, asked, path)
+        if not is_whole(path):
+            raise NotGiven("it is no file of tensors")
+        return facts.get("round", -1)
 
-    def _offer_states(self) -> None:
-        for place, path in enumerate(self._states.newest()):
+    def _offer(self, states: Sequence[Path]) -> None:
+        for place, path in enumerate(states):
             self.giver.offer(kept_as(place), path, {})
 
     def _collect(self, seats: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.gifts import GiftRequest, NotGiven, is_written
+from isles.comm.elastic.gifts import GiftRequest, NotOffered, is_written
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import Done, Finished, Over
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine
@@ -282,7 +282,7 @@ class _Gifts:
         round = self._company.copied if asked.what == self._kind else int(asked.what.rpartition("-")[2])
         key = asked.giver, asked.what, round
         if not self._company.wait(lambda: key in self._store, asked.seconds):
-            raise NotGiven("it is not on record")
+            raise NotOffered("it is not on record")
         content, facts = self._store[key]
         path.write_bytes(content)
         return facts

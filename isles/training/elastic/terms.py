@@ -16,7 +16,7 @@ from isles.training.config.reading import Tables, resolve, to_toml
 from isles.training.config.sections import SILENCE, Config
 from isles.training.config.tokens import ending, tokens_a_step
 from isles.training.elastic.charter import Charter, draw_up
-from isles.training.growing import refuse_kept, refuse_waits
+from isles.training.growing import refuse_full, refuse_kept, refuse_waits
 from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
@@ -136,6 +136,8 @@ def check(config: Config, *, simulated: bool = False) -> None:
         if value != meant:
             raise ValueError(f"{key} = {as_typed(value)} is not there yet where workers come and go: leave it out")
     refuse_kept(config.run)
+    if not simulated:
+        refuse_full(config.world, config.replicas_in_all)
     refuse_waits(config.world, "pipeline_deadline", *(() if config.world.inner > 1 else ("join_deadline",)))
     if config.run.steps % sync_every(config):
         raise ValueError(

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from isles.comm.elastic.gifts import GiftRequest, NotGiven, take
@@ -30,6 +29,7 @@ from isles.network.planner.closed import parallel_bytes
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.elastic.kept import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
 from isles.training.swarmed.given import state_of
@@ -199,11 +199,8 @@ class SwarmKeeper(RunKeeper):
     def _fetch(self, seat: int, what: str, path: Path) -> None:
         """NotGiven where it does not come; ValueError where it is no file of tensors."""
         take(self.session, GiftRequest(giver=str(seat), what=what, most=MOST, seconds=_SLOW), path)
-        try:
-            with safe_open(str(path), framework="np"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"no safetensors file ({error})") from None
+        if not is_whole(path):
+            raise ValueError("no safetensors file")
 
     def _offer_states(self, step: int) -> None:
         """To those who begin with them. What is given lies in a folder of its own, for a giver removes its files."""
@@ -211,4 +208,6 @@ class SwarmKeeper(RunKeeper):
             path = self._states / str(step) / f"stage-{stage}.safetensors"
             if not path.exists():
                 raise ValueError(f"{path}: is missing, and the run goes on from it: restore it, or start a new run")
+            if not is_whole(path):
+                raise ValueError(f"{path}: is damaged, and the run goes on from it: restore it, or start a new run")
             self.giver.offer(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})

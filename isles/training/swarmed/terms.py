@@ -6,7 +6,7 @@ from isles.comm.elastic.orders import Rules
 from isles.errors import as_typed
 from isles.training.config.clustered import refuse_growing
 from isles.training.config.sections import SILENCE, Config
-from isles.training.growing import refuse_kept, refuse_waits
+from isles.training.growing import refuse_full, refuse_kept, refuse_waits
 
 
 def among_peers(config: Config) -> Config:
@@ -38,6 +38,7 @@ def among_peers(config: Config) -> Config:
         if value != meant:
             raise ValueError(f"{key} = {as_typed(value)} is not there yet where peers come and go: leave it out")
     refuse_kept(config.run)
+    refuse_full(world, world.workers)
     refuse_waits(world, "join_deadline")
     return config
 

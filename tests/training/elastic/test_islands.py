@@ -34,9 +34,8 @@ def processes(folder: Path, steps: int, islands: int, *settings: str) -> Iterato
         world.end()
 
 
-@pytest.mark.parametrize(
-    ("inside", "backend"), [("ddp", "virtual"), pytest.param("fsdp", "distributed", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("inside", "backend"), [("ddp", "virtual"), ("fsdp", "distributed")])
 def test_without_churn_they_are_those_of_the_fixed_world(tmp_path: Path, inside: str, backend: Any) -> None:
     """The bits of the one model. Each place is linked directly with its place in the other island; and whoever keeps
     the run needs no torch from its beginning to its end.

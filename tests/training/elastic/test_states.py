@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import isles
-from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven, take
+from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven, NotOffered, take
+from isles.comm.elastic.messages import Load
 from isles.comm.elastic.session import open_session
+from isles.comm.errors import RendezvousFailed
 from isles.comm.mesh import Mesh
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
+from isles.training.elastic.beginning import Beginning
 from isles.training.elastic.given import STATE
+from isles.training.elastic.kept import KeptStates
 from isles.training.elastic.means import Means
 from isles.training.elastic.states import FRESH, States
 from tests.comm.elastic.sessions import router
@@ -184,3 +191,61 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
                 giver.close()
 
     isles.run_virtual(worker, 1)
+
+
+def kept_rounds(folder: Path, damaged: Sequence[int]) -> list[str]:
+    """Which are begun with of rounds 3 and 5, and what is told."""
+    for round in (3, 5):
+        path = folder / f"round-{round}-place-0.safetensors"
+        save_file({"w": torch.zeros(100)}, path)
+        if round in damaged:
+            os.truncate(path, 100)
+    told: list[str] = []
+    return [path.name for path in KeptStates(folder, 1).looked_at(told.append)] + told
+
+
+def test_a_damaged_state_is_not_begun_with(tmp_path: Path) -> None:
+    """But the one before, which is said; where there is none the run does not begin anew in its stead."""
+    assert kept_rounds(tmp_path, []) == ["round-5-place-0.safetensors"]
+    assert kept_rounds(tmp_path, [3]) == ["round-5-place-0.safetensors"]
+    before, told = kept_rounds(tmp_path, [5])
+    assert before == "round-3-place-0.safetensors"
+    assert "round-5-place-0.safetensors: is damaged, so the run goes on from round 3" in told
+    with pytest.raises(ValueError, match="no state there is whole: restore one, or start a new run"):
+        kept_rounds(tmp_path, [3, 5])
+    assert KeptStates(tmp_path / "none", 1).looked_at(print) == []
+
+
+class Told:
+    """A line to the lighthouse that names no donor, and whose kept state does not come."""
+
+    def __init__(self, why: NotGiven) -> None:
+        self.why, self.acts, self.notices, self.reloads, self.has = why, list[str](), list[str](), 0, -1
+        whole: Any = self
+        self.beginning = Beginning(
+            whole, whole, whole, self.act, whole, threading.Event(), self.notices.append, agrees=True
+        )
+
+    def act(self, name: str, **facts: object) -> None:
+        self.acts.append(name)
+        if name == "take":
+            raise self.why
+
+    def reload(self) -> None:
+        self.reloads += 1
+
+    def loaded(self, load: Load, round: int, left_out: object) -> None:
+        self.has = round
+
+
+def test_nobody_begins_anew_where_a_state_is_kept() -> None:
+    """It is asked for again; then the worker ends, and the state stays."""
+    late = Told(NotGiven("nothing came within 60 s"))
+    for _ in range(2):
+        assert not late.beginning._take(Load(1, -1))
+    assert late.acts == ["take"] * late.reloads and late.reloads == 2 and late.has == -1
+    assert late.notices[-1].startswith("the state that the lighthouse keeps did not come (nothing came within 60 s)")
+    with pytest.raises(RendezvousFailed, match="RUN/states"):
+        late.beginning._take(Load(1, -1))
+    first = Told(NotOffered("there is none"))
+    assert first.beginning._take(Load(1, -1)) and first.acts == ["take", "begin_anew"] and first.has == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isles.comm.elastic.gifts import GiftRequest, NotGiven, is_written
+from isles.comm.elastic.gifts import GiftRequest, NotGiven, NotOffered, is_written
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
 from isles.comm.transport import Steps
@@ -74,7 +74,7 @@ class VirtualGifts:
         """See `isles.comm.elastic.gifts.take`."""
         other, own = self._others.get(asked.giver), self._company
         if other is None:
-            raise NotGiven("there is none")
+            raise NotOffered("there is none")
         with own.turn:
             other._sent.pop(own.seat, None)
             other._refused.discard(own.seat)
