@@ -222,7 +222,7 @@ class Company:
         self._reports.settle(seconds)
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Until `over`, looked at whenever something has changed, or `seconds` have passed; what it says then."""
+        """Wait until `over`, asked whenever something has changed, is true, or for `seconds`; what it says then."""
         began = time.monotonic()
         with self._changed:
             is_over = self._changed.wait_for(over, seconds)
@@ -279,7 +279,7 @@ class Company:
             self.left_behind(seat)
 
     def _told(self, query: IncomingQuery) -> None:
-        """In the session's thread: nothing here waits."""
+        """Take in an order of the lighthouse. In the session's thread, so nothing here waits."""
         if not hmac.compare_digest(query.attachment, self._signature):
             self._session.refused.note(-1, "an order that is not the lighthouse's")
             query.refuse(b"never")
@@ -329,7 +329,7 @@ class Company:
         return ack
 
     def say(self, message: Any) -> None:
-        """To the lighthouse, without waiting for its answer; a word on a round is heard."""
+        """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
             try:

@@ -113,7 +113,7 @@ class ElasticTransport(OnHostClock):
         return line
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        """From anyone is not offered. ValueError."""
+        """Receive from one seat. ValueError for `peer` None: from anyone is not offered."""
         if peer is None:
             raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
         work = PostedWork(peer, out, self.now)
@@ -211,7 +211,7 @@ class ElasticTransport(OnHostClock):
             asked.refuse(verdict.encode("ascii"))
 
     def way(self, peer: int) -> Session:
-        """Over which session `peer` is reached now."""
+        """The session over which `peer` is reached now."""
         return next((way for way in self._ways.get(peer, ()) if way is not self._relay), self._relay)
 
     def introduction(self, peer: int) -> bytes | None:

@@ -141,7 +141,7 @@ class RepeatedCompany(VirtualCompany):
         self.member = Member(self.seat, made.views.values())
 
     def begin_life(self, life: RecordedLife) -> None:
-        """From here on it is this one."""
+        """Begin with `life`: what is asked from here on is answered as it was then."""
         self._life, self._done, self.ended = life, 0, None
         self._look()
 
