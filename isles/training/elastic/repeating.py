@@ -96,7 +96,7 @@ class Repeater(Participant):
     company: RepeatedCompany
 
     def run(self) -> Ending:
-        """RecordedLife after life."""
+        """Life after life, as they are on record."""
         waits = replace(self.roster.founders.deadlines, outer=_FOREVER)
         self.roster.founders = replace(self.roster.founders, deadlines=waits)
         self.roster.learns = False

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ import torch
 import isles
 from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
-from isles.comm.elastic.mail import CHUNK, EARLY
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.chunks.incoming import CHUNK, EARLY
+from isles.comm.elastic.session import IncomingQuery, open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed
 from isles.comm.tags import Tag
@@ -66,6 +67,42 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
         assert all(torch.equal(sent, got) for sent, got in checks)
         way = "direct" if direct else "relayed"
         assert all(one.carried == Counter({way: sum(sizes), "relayed": sum(sizes) * (not direct)}) for one in pair)
+
+
+def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:
+    with router(tmp_path) as (mine, address, light):
+        held: list[IncomingQuery] = []
+        light.serve("silent", held.append)
+        light.serve("refuses", lambda asked: asked.refuse(b"later"))
+        session = open_session("client", mine, connect=address)
+        try:
+
+            def answer(key: str) -> tuple[bytes | None, bytes | None]:
+                answers = Queue[tuple[bytes | None, bytes | None]]()
+                session.ask(key, b"", lambda *answer: answers.put(answer), seconds=0.5)
+                return answers.get(timeout=10.0)
+
+            assert within(10.0, lambda: answer("refuses") == (None, b"later"))  # its way is known soon
+            assert answer("silent") == (None, None) and held
+        finally:
+            session.close()
+
+
+@pytest.mark.long
+def test_a_line_that_is_slower_than_the_first_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receipts take 5 s: a chunk is sent again later each time, until one is waited for long enough."""
+    take = ElasticTransport._take
+
+    def slowly(self: ElasticTransport, asked: IncomingQuery) -> None:
+        threading.Timer(5.0, take, (self, asked)).start()
+
+    monkeypatch.setattr(ElasticTransport, "_take", slowly)
+    with workers(tmp_path, 2) as (one, two):
+        assert within(10.0, lambda: all(len(end._ways) == 1 for end in (one, two)))
+        got = torch.zeros(8, dtype=torch.uint8)
+        works = [two.recv(0, got, Tag("outer", 0)), one.send(1, torch.ones(8, dtype=torch.uint8), Tag("outer", 0))]
+        settled(*works, seconds=30.0)
+        assert not any(work.error for work in works) and one.resent == 2
 
 
 def test_who_waits_for_a_round_that_is_over_is_told(tmp_path: Path) -> None:
@@ -222,7 +259,7 @@ STANDING = """
 import sys, time
 from pathlib import Path
 from isles.comm import credentials
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.session import IncomingQuery, open_session
 from isles.comm.elastic.transport import ElasticTransport
 session = open_session("client", credentials.read(Path(sys.argv[1])), connect=sys.argv[2], lease=3.0)
 transport = ElasticTransport(session, 1, 2)
