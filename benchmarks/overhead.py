@@ -26,8 +26,8 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import Weights, byte_model
 from isles.comm.mesh import Mesh
+from isles.replicas.loop.finite import FiniteCheck
 from isles.replicas.loop.fragment import Exchange, Flight
-from isles.replicas.loop.look import Look
 from isles.replicas.loop.sweep import Sweep
 
 BLOCK_STEPS = 20
@@ -135,7 +135,7 @@ class InCompany:
     @torch.no_grad()
     def __call__(self) -> None:
         parts, hashed = self.sync.parts, self.sync.agrees
-        assert Sweep(self.fragment, parts, hashed).snapshot(self.payload, Look()).is_usable
+        assert Sweep(self.fragment, parts, hashed).snapshot(self.payload, FiniteCheck()).is_usable
         answer = Exchange(self.payload, None)
         Sweep(self.fragment, parts, hashed).answered(Flight(self.fragment, 0, answer, None), None)
 

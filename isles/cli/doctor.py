@@ -170,6 +170,8 @@ def _refuse_memory(asked: bool, disk: str | None, write: Path | None) -> None:
         raise ValueError(f"--write {write}: a machine's file ends in .toml; name it so")
     if write is not None and write.exists():
         raise ValueError(f"--write {write}: exists already; name a new file")
+    if write is not None and not os.access(write.parent, os.W_OK):
+        raise ValueError(f"--write {write}: {write.parent} is no folder that can be written to; name another file")
     if disk is not None and not os.path.isdir(disk):
         raise ValueError(f"--disk {disk}: there is no such folder; make it, or name another one")
 

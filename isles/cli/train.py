@@ -93,7 +93,7 @@ def train(
         from isles.training.dry_run import refuse
 
         refuse(resolved)
-    run(resolved, lambda: out or _new_directory(resolved.method), node_spec)
+    run(resolved, lambda: out or new_directory(resolved.method), node_spec)
 
 
 def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:
@@ -106,12 +106,12 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
     out = None
     try:
         if torchrun.size() is not None:
-            return torchrun.run(config, choose, node_spec, resume, _print_summary)
+            return torchrun.run(config, choose, node_spec, resume, print_summary)
         out = choose()
         if node_spec.node == 0:
             with Progress(config.method, config.world.workers, config.run.steps) as progress:
                 summary = launch(config, out, progress.line, progress.notice, resume, node_spec)
-            _print_summary(summary, out)
+            print_summary(summary, out)
         else:
             own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
             title = f"{config.method}, workers of node {node_spec.node}:"  # and of no other
@@ -138,7 +138,7 @@ def _at_once(out: Path | None, node_spec: NodeSpec) -> str:
     return f"ended at once; saved after step {steps[-1]}, go on with: isles resume {out}{node_spec.flags}"
 
 
-def _new_directory(method: str) -> Path:
+def new_directory(method: str) -> Path:
     """runs/METHOD-DATE-TIME, made here, so that no other run can take it."""
     name = f"{method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in count(1):
@@ -153,7 +153,8 @@ def _new_directory(method: str) -> Path:
     raise AssertionError
 
 
-def _print_summary(summary: dict[str, Any], out: Path) -> None:
+def print_summary(summary: dict[str, Any], out: Path) -> None:
+    """Write the report of the run in `out`, and print what the run came to."""
     from rich.console import Console
     from rich.table import Table
 

@@ -36,15 +36,15 @@ class Arrivals:
         self._on_the_way: list[LaneEvent] = []
 
     def expect(self, landing: LaneEvent) -> None:
-        """Something was sent; `landing` happens once `add` was called with it."""
+        """Note that gradients were sent; `landing` happens once `add` was called with them."""
         self._on_the_way.append(landing)
 
     def add(self, landed: Landed) -> None:
-        """It is on the host."""
+        """Take in gradients that are on the host now."""
         self._landed.append(landed)
 
     def deliver(self) -> None:
-        """What has come becomes the gradient of its parameters, on this thread, so that their hooks run."""
+        """Make what has come the gradient of its parameters, on this thread, so that their hooks run here."""
         while self._landed:
             unit, last, parameters, gradients, shown = self._landed.popleft()
             with host_work(), torch.enable_grad():

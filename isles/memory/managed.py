@@ -74,12 +74,14 @@ def manage(
 
 
 class Managed(Wrapping):
-    """The optimizer of a model under a plan. `param_groups` and `state` are those of `inner`; `device` is where the
-    model computes.
+    """The optimizer of a model under a plan; `manage` makes one.
 
-    runner: what happens around the units. rest: the parameters that the device updates. meter: is told what other
-    threads and this object put on the device; `with meter:` around forward and backward passes counts the rest. Use
-    `close`, or `with`, to end its threads.
+    Losses, weights and optimizer states are, bit for bit, those of `inner` without a plan. `param_groups` and `state`
+    are those of `inner`. Its threads end with `close`, or at the end of a `with` block.
+
+    device: where the model computes. runner: what happens around the units. rest: the parameters that the device
+    updates. meter: is told what other threads and this object put on the device; `with meter:` around forward and
+    backward passes counts the rest.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Managed(Wrapping):
     # The step
 
     def gradients(self) -> None:
-        """All gradients of the passes so far are on their parameters."""
+        """Wait until all gradients of the passes so far are on their parameters."""
         self.runner.gradients()
 
     @property
@@ -170,8 +172,8 @@ class Managed(Wrapping):
         self._waits_for_ready = True
 
     def ready(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These have their final gradients: the updates of units on the host that now have all begin. The next forward
-        pass's first blocks go first among those that wait.
+        """`parameters` have their final gradients: begin the updates of units on the host that have all of theirs. Of
+        those that wait, the blocks that the next forward pass needs first go first.
         """
         self._final.update(map(id, parameters))
         for unit, brought in self.runner.brought.items():
@@ -316,7 +318,7 @@ class Managed(Wrapping):
                 parameter.grad.detach_().zero_()
 
     def catch_up(self) -> None:
-        """All updates that `step` began have landed: before anything reads or writes weights or states."""
+        """Wait until all updates that `step` began have landed: before anything reads or writes weights or states."""
         for index in self._parts:
             self.runner.weights_of(index)
             if index in self._written:

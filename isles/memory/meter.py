@@ -80,12 +80,12 @@ class MovedBytes:
         self._lock = threading.Lock()
 
     def add(self, lane: str, nbytes: int) -> None:
-        """These go over the lane."""
+        """Count bytes that go over the lane."""
         with self._lock:
             self._moved[lane] += nbytes
 
     def stay(self, lane: str, nbytes: int) -> None:
-        """These need not."""
+        """Count bytes that need not, for they are there already."""
         with self._lock:
             self._stayed[lane] += nbytes
 

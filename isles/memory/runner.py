@@ -36,10 +36,14 @@ from isles.wrapping import host_work
 
 
 class Runner:
-    """What happens around the units of one model. See the module.
+    """What happens around the units of one model; see the module.
 
-    updated, refreshed: of every unit, the events of its latest update on the host, and of its device copy after that.
-    landing: its gradients. stored: what some have on disk.
+    placements, profile, machine: the plan's. budget: bytes of the device that the passes keep within. device: where the
+    model computes. buffers: of the model, which are never swapped. accumulation: backward passes a step. landing:
+    gradients on their way to the host. stored: by unit, what it has on disk.
+
+    updated, refreshed: by unit, the events of its latest update on the host and of its copy on the device after that.
+    counted: bytes that moved. batches, steps: passes since the last step, and steps.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class Runner:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes by lane."""
+        """Bytes that went over each lane so far."""
         every = self.stored.values()
         return self.counted.moved | {"read": sum(one.read for one in every), "write": sum(one.written for one in every)}
 
@@ -120,7 +124,7 @@ class Runner:
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._judge(index, forward, args, named)
+            return self._without_gradients(index, forward, args, named)
         number = self._begin_pass() if index == 0 else self.passes.begun
         self._begin(PassTask("forward", index), number)
         brought, activations = self.brought.get(index), self.placements[index].activations
@@ -143,8 +147,8 @@ class Runner:
         self._forward_ends(index, number)
         return made
 
-    def _judge(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
-        """A pass without gradients: every unit's weights are brought for the moment, nothing is saved."""
+    def _without_gradients(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
+        """A unit under `torch.no_grad`: its weights are brought for the moment, nothing is saved."""
         brought = self.brought.get(index)
         if brought is None:
             return forward(*args, **named)
@@ -187,7 +191,9 @@ class Runner:
                 self._needs[half.number, task] = self._ask(task, half)
 
     def finish_pass(self, *, whole: bool = False) -> None:
-        """A backward pass is over, and all are with `whole`. RuntimeError where it has not run."""
+        """Make sure that the pass under way is over; with `whole`, that all are. RuntimeError where a backward pass has
+        not run.
+        """
         task = self.passes.open(whole=whole)
         if task is not None:
             raise not_followed(task, self.units[task.unit].name)

@@ -65,18 +65,22 @@ def best(
     disk_budget: float | None = None,
     update: Update = "exact",
     accumulation: int = 1,
-    replica_bytes: int = 0,
     first_come: bool = False,
 ) -> MemoryPlan:
-    """The plan. Budgets in bytes, None for the machine's own; replica_bytes: what the method of `isles.replicas` and
-    others take of the host. InfeasibleBudget names the smallest that works.
+    """The fastest plan found for `profile` on `machine`.
+
+    method: a key of `METHODS`. Budgets in bytes of the device, of the host and of files; None: all that the machine
+    has. update: whether updates on the host wait for all gradients ("exact") or begin as these come ("early").
+    accumulation: batches a step. first_come: lanes serve in the order of what comes, for comparison.
+
+    InfeasibleBudget, with the smallest budgets that work, where no plan fits.
     """
     search = Search(
         profile,
         machine,
         method=method,
         budget=machine.device_bytes if device_budget is None else device_budget,
-        host=(machine.host_bytes if host_budget is None else host_budget) - replica_bytes,
+        host=machine.host_bytes if host_budget is None else host_budget,
         disk=machine.disk_bytes if disk_budget is None else disk_budget,
         update=update,
         accumulation=accumulation,
@@ -86,7 +90,7 @@ def best(
 
 
 class Search(PlanTrials):
-    """The ways to look for it, of which `run` takes those that fit the question."""
+    """The ways to look for a plan, of which `run` takes those that fit the question."""
 
     def run(self) -> MemoryPlan:
         """Search, and make the plan of what was found."""
@@ -149,7 +153,7 @@ class Search(PlanTrials):
         return min([one for one in seconds if math.isfinite(one)], default=None)
 
     def _bound(self) -> float:
-        """Of all plans whatever they take: every unit at its cheapest on each lane; only the device is never idle."""
+        """Seconds that no plan of any size beats: every unit's cheapest choice on the device's lane, never idle."""
         return float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
 
     def _by_counts(self, most: int) -> None:

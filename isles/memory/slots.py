@@ -1,5 +1,5 @@
-"""Weights that come to the device for a use, the forward or the backward pass of a unit, and go after it; those that
-are needed again before they are gone stay.
+"""Room on the device for the weights of units that live elsewhere: they come for a use, the forward or the backward
+pass of a unit, and go after it, unless the next use is granted before they are gone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from isles.memory.passes import Half
 
 
 class SlotUse(NamedTuple):
-    """Of a unit's weights on the device."""
+    """One use of a unit's weights on the device: the unit's part of a forward or backward pass."""
 
     half: Half
     unit: int
 
 
 class Submit(Protocol):
-    """See `Runner.submit`."""
+    """Puts work on a lane: `Runner.submit`."""
 
     def __call__(
         self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
@@ -32,8 +32,10 @@ class Submit(Protocol):
 
 
 class Slots:
-    """Of the units in `brought` whose cost has a slot. seconds: to fill each unit's. updated: of every unit, the event
-    of its latest update on the host. counted: bytes that move, and that need not.
+    """The slots of all units in `brought` whose cost has one.
+
+    arena: grants the bytes. costs, seconds, updated: by unit, its cost, the seconds to fill its slot, and the event of
+    its latest update on the host. counted: is told of bytes that move, and of those that need not.
     """
 
     def __init__(
@@ -53,14 +55,14 @@ class Slots:
         self._last: dict[int, SlotUse] = {}  # use of each unit's weights as they are
 
     def ask(self, use: SlotUse, urgency: Urgency) -> LaneEvent:
-        """For the bytes, and then the weights: the event of their being there."""
+        """Ask for room, and then for the weights; the event of their being there."""
         there = self._engine.event()
         before, self._last[use.unit] = self._last.get(use.unit), use
         self._arena.want(self._costs[use.unit].slot, partial(self._granted, use, before, urgency, there))
         return there
 
     def used(self, use: SlotUse) -> None:
-        """It has ended."""
+        """`use` has ended: its room is empty, or stays for the next use."""
         with self._engine.changed:  # emptied before the next use can be granted, and so before it is filled again
             stays = self._uses.pop(use)
             if stays is None:
@@ -69,7 +71,7 @@ class Slots:
             stays.fire()
 
     def discard(self) -> None:
-        """Weights change: no use is of those before."""
+        """Weights have changed: no later use may keep those of an earlier one."""
         self._last.clear()
 
     def _granted(self, use: SlotUse, before: SlotUse | None, urgency: Urgency, there: LaneEvent) -> None:

@@ -1,4 +1,4 @@
-"""What the disk holds of one unit while the optimizer does not need it, and how it is updated."""
+"""What the disk holds of one unit while its optimizer does not need it, and how the unit is updated from there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from isles.memory.updates import PartialOptimizer, Settings
 
 
 class Staging:
-    """The memory of all units' traffic: `fetched` for weights that come for a pass, `sent` for gradients that go; one
-    at a time each. Those of updates are `SLOTS` more. meter: of the device, where that is the same memory.
+    """The buffers through which all units' bytes go to the disk and back.
+
+    fetched: for weights that come for a pass; sent: for gradients that go; each is used by one unit at a time. Updates
+    have `SLOTS` more. meter: is told of the buffers, where the RAM is the device.
     """
 
     def __init__(self, meter: MemoryMeter | None = None) -> None:
@@ -39,8 +41,10 @@ class Staging:
 
 
 class StoredUnit:
-    """One unit's part of the file. parameters: of the host, updated by `part` of `optimizer`. states: bytes that its
-    states will have. whole: weights and gradients are there too, and `parameters` become views of the file.
+    """One unit's part of the file.
+
+    parameters: the unit's on the host, updated by `part` of `optimizer`. states: bytes that its states will have.
+    whole: weights and gradients are in the file too, and `parameters` become views of it.
 
     read, written: bytes so far.
     """
@@ -83,7 +87,7 @@ class StoredUnit:
         self.read += self.weights.nbytes
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write them."""
+        """Write the gradients of the parameters, None where one has none."""
         assert self.gradients is not None
         buffer = self.staging.sent.take(self.gradients.room)
         for view, made in zip(self.gradients.views(buffer), gradients, strict=True):
@@ -112,14 +116,14 @@ class StoredUnit:
             self._show(self.optimizer.state)
 
     def section(self, states: Sequence[Tensor]) -> Section:
-        """One for such states."""
+        """The section of the file for `states`: the one before, where they fit into it."""
         if self.states is None or not self.states.fits(states):
             self.states = Section(self.file, states)
         return self.states
 
     @property
     def room(self) -> int:
-        """Bytes that an update of it takes."""
+        """Bytes of memory that an update of this unit takes."""
         sections = (self.weights, self.gradients, self.states)
         return sum(one.room for one in sections if one is not None) + (0 if self.states else self._expected)
 
@@ -150,7 +154,7 @@ class StoredUnit:
                 }
 
     def update(self) -> StoredUpdate:
-        """The next one."""
+        """The next update of this unit."""
         return StoredUpdate(self)
 
 
@@ -188,7 +192,7 @@ class StoredUpdate:
                     self.state[parameter][key] = views.get((parameter, key), value)
 
     def step(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
-        """Update by the gradients."""
+        """Update by `gradients`, None where a parameter has none."""
         stored = self.stored
         if not stored.whole:
             for parameter, gradient in zip(stored.parameters, gradients, strict=True):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from isles.report.panels import Chart, Panel, Polyline
 from isles.report.rundir import Run
-from isles.report.series import Point, average, latest_of, mean_over, quantile, thin
+from isles.report.series import Point, average, latest_of, mean_over, quantile, rising, thin
 from isles.report.units import compare, format_bytes, format_number, time_unit
 
 # All worker lines together hold about this many points, so 64 workers make no larger a page than one.
@@ -87,7 +87,7 @@ class CostAxis:
 
 def by_bytes(run: Run) -> CostAxis:
     """Bytes sent."""
-    points = mean_over([_points(log.bytes_sent) for log in run.workers.values()])
+    points = rising(mean_over([_points(log.bytes_sent) for log in run.workers.values()]))
     return CostAxis("bytes", "sent per worker", points, lambda count: format_bytes(count, trim=True))
 
 
@@ -123,10 +123,11 @@ def bytes_panel(run: Run) -> Panel | None:
     if sent == 0:
         return Panel(heading=heading, picture=None, notes=["Nothing was sent."])
     several = len(series) > 1
+    shape = _stairs if run.number("stages") is None else list  # stages send all the time
     lines = [
-        *_worker_lines(series, format_bytes, _stairs),
+        *_worker_lines(series, format_bytes, shape),
         Polyline(
-            points=_stairs(thin(mean, MEAN_POINTS)),
+            points=shape(thin(mean, MEAN_POINTS)),
             css="mean",
             name="mean of the workers",
             label=f"this run\n{format_bytes(sent)}",

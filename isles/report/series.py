@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 Point = tuple[float, float]
 
@@ -51,6 +52,12 @@ def latest_of(series: Iterable[Sequence[Point]]) -> list[Point]:
         for x, y in points:
             found[x] = max(y, found.get(x, y))
     return sorted(found.items())
+
+
+def rising(points: Sequence[Point]) -> list[Point]:
+    """Each y the largest until there: of a mean of meters, which falls only where somebody joins or leaves."""
+    tops = accumulate((y for _, y in points), max)
+    return [(x, top) for (x, _), top in zip(points, tops, strict=True)]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from isles.errors import as_typed
-from isles.training.config.sections import Config, RunConfig, WorldConfig
+from isles.training.config.sections import SILENCE, Config, RunConfig, WorldConfig
 
 _WAITS = {
     "join_deadline": "the first round waits for its workers however long it takes",
     "pipeline_deadline": "there are no stages that wait for each other",
 }
+
+
+def refuse_unsupported(settings: Mapping[str, tuple[object, object]], who: str) -> None:
+    """ValueError, with the key, for the first setting that is not its default. settings: by key, (value, default). who:
+    comes and goes, such as "workers".
+    """
+    for key, (value, default) in settings.items():
+        if value != default:
+            raise ValueError(f"{key} = {as_typed(value)} is not there yet where {who} come and go: leave it out")
+
+
+def refuse_silence(world: WorldConfig, who: str) -> None:
+    """ValueError where `world.silence` is set, which says nothing there. who: as above."""
+    if world.silence != SILENCE:
+        raise ValueError(
+            f"world.silence = {world.silence:g}: where {who} come and go it is world.lease that says when one "
+            "counts as gone; set that, and leave silence out"
+        )
 
 
 def refuse_kept(run: RunConfig) -> None:

@@ -55,6 +55,7 @@ def test_this_machine(tmp_path: Path) -> None:
         (["--write", "my.toml"], "--write: goes with --memory"),
         (["--memory", "--disk", "none"], "--disk none: there is no such folder"),
         (["--memory", "--write", "my.json"], "a machine's file ends in .toml"),
+        (["--memory", "--write", "nowhere/my.toml"], "--write nowhere/my.toml: nowhere is no folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

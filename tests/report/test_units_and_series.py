@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isles.report.draw.axes import ChartAxis, linear, logarithmic
-from isles.report.series import average, mean_over, quantile, thin
+from isles.report.series import average, mean_over, quantile, rising, thin
 from isles.report.units import (
     compare,
     format_bytes,
@@ -101,6 +101,10 @@ def test_averaging_keeps_the_mean() -> None:
 def test_mean_over_workers_that_have_the_step() -> None:
     assert mean_over([[(1.0, 2.0), (2.0, 4.0)], [(2.0, 8.0), (3.0, 1.0)]]) == [(1.0, 2.0), (2.0, 6.0), (3.0, 1.0)]
     assert mean_over([]) == []
+
+
+def test_a_meter_never_goes_back() -> None:
+    assert rising([(1.0, 4.0), (2.0, 8.0), (3.0, 5.0), (4.0, 9.0)]) == [(1.0, 4.0), (2.0, 8.0), (3.0, 8.0), (4.0, 9.0)]
 
 
 def test_quantile() -> None:

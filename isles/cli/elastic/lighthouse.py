@@ -41,7 +41,7 @@ def lighthouse(
     """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
     with.
     """
-    from isles.cli.train import _new_directory
+    from isles.cli.train import new_directory
     from isles.comm.elastic.session import refuse_number, zenoh
     from isles.launch.addresses import refuse_unknown, written
     from isles.launch.room import refuse_too_many
@@ -58,7 +58,7 @@ def lighthouse(
     refuse_number(written(host, port))
     ours = {"world.workers": founders, "world.max_members": max_members}
     charter, there = _drawn_up(config, ours, set_ or [], out)
-    _keep(charter, there or _new_directory(charter.method), Stand(host=host, port=port, workers=workers))
+    _keep(charter, there or new_directory(charter.method), Stand(host=host, port=port, workers=workers))
 
 
 def light_again(run: Path, workers: int | None) -> None:
@@ -73,9 +73,9 @@ def light_again(run: Path, workers: int | None) -> None:
 
 
 def _keep(charter: Charter, run: Path, stand: Stand) -> None:
-    """Until it ends, or is stopped."""
+    """Keep the run until it ends, or is stopped."""
     from isles.cli.elastic.progress import ComingAndGoing
-    from isles.cli.train import _print_summary
+    from isles.cli.train import print_summary
     from isles.launch.addresses import written
     from isles.training.running.interrupts import first_interrupt
 
@@ -107,11 +107,11 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
             file=sys.stderr,
         )
         raise typer.Exit(130)
-    _print_summary(summary, run)
+    print_summary(summary, run)
 
 
 def _kind(charter: Charter) -> type[RunKeeper]:
-    """Who keeps such a run."""
+    """The class that keeps a run of this kind."""
     if charter.pipeline.routing == "swarm":
         from isles.training.swarmed.keeping import SwarmKeeper
 

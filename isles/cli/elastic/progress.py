@@ -11,7 +11,7 @@ from isles.cli.progress import Progress
 
 
 class ComingAndGoing(Progress):
-    """Of those who are there: one that is lost holds nobody's step up. members: their seats now."""
+    """Progress of the workers that are there: one that is lost does not hold the bar up. members: their seats now."""
 
     def __init__(self, method: str, steps: int) -> None:
         super().__init__(method, 0, steps)

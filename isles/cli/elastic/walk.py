@@ -18,7 +18,7 @@ from isles.cli.checks import Check
 from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, PIECE, REACH
-from isles.comm.elastic.links.direct import OpenDoor
+from isles.comm.elastic.links.direct import DirectListener
 from isles.comm.elastic.links.echo import ask, echo_line
 from isles.comm.elastic.messages import About, Listening, Reached, decode, encode
 from isles.comm.elastic.session import Session, address, open_session
@@ -36,7 +36,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-        found = _to_the_door(host, port, token, folder)
+        found = _to_the_lighthouse(host, port, token, folder)
         for check in found:
             yield check
             if not check.good:
@@ -63,8 +63,8 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             yield _direct(session, token, listen, announced, folder)
 
 
-def _to_the_door(host: str, port: int, token: Token, folder: Path) -> Iterator[Check]:
-    """Without saying the secret to anybody."""
+def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iterator[Check]:
+    """The checks up to the certificate, which tell nobody the run's secret."""
     try:
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except OSError as error:
@@ -123,17 +123,17 @@ def _direct(session: Session, token: Token, listen: tuple[str, int] | None, anno
     if listen is None:
         return Check("direct", True, "not asked for: all goes over the lighthouse (--listen PORT tries the other way)")
     try:
-        door = OpenDoor(token.secret, folder / "own", *listen, lease=_LEASE, refused=session.refused)
+        listener = DirectListener(token.secret, folder / "own", *listen, lease=_LEASE, refused=session.refused)
     except ValueError as error:
         return Check("direct", False, str(error))
     try:
-        certificate = base64.b64encode(door.certificate).decode("ascii")
-        said = Listening(announced, door.port, session.name(), certificate)
+        certificate = base64.b64encode(listener.certificate).decode("ascii")
+        said = Listening(announced, listener.port, session.name(), certificate)
         answer = decode(ask(session, REACH, encode(said), _TRIED) or b"")
     except ValueError:
         answer = None
     finally:
-        door.close()
+        listener.close()
     if isinstance(answer, Reached) and not answer.refusal:
         return Check("direct", True, f"yes: others reach this machine at {address(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""

@@ -51,6 +51,6 @@ def _row(seat: SwarmSeat) -> list[str]:
         f"{seat.blocks[0]} to {seat.blocks[1] - 1}",
         format_count(seat.parameters),
         format_bytes(seat.memory),
-        "as it is fast" if seat.counted is None else f"{seat.counted:.1f}",
-        "as it is fast" if seat.bytes_sent is None else format_bytes(seat.bytes_sent),
+        "by its speed" if seat.counted is None else f"{seat.counted:.1f}",
+        "by its speed" if seat.bytes_sent is None else format_bytes(seat.bytes_sent),
     ]

@@ -1,21 +1,39 @@
 """Worlds that change: workers join, leave, die and come back while the others train.
 
+A `Lighthouse` process decides who takes part in which round; each worker follows through its `Company`. What they
+decide by are state machines without a clock or a socket, so that tests and the virtual clock drive the same code.
+
+State machines, in the order in which they are best read:
+
+`membership`  the lighthouse's: who is in which round; calls in, orders (`orders`) out. `calls`: which call a message is
+`member`      a worker's side of it
 `cells`       which data a worker reads in a round of a view; `account`: what of it is owed after a loss
-`ballot`      when a round of an all-reduce method may land, and what a worker does until then
-`membership`  who is in which round: calls in, orders out; no clock and no sockets. `member`: a worker's side of it
-`messages`    what they say to each other, and its form as JSON
-`lasting`     what must survive the lighthouse; `journal`: its memory on disk
+`ballot`      when a round of an all-reduce method may land, and what a worker does until then; `ballots`: all open ones
+`quorum`      rounds whose mean does not wait for the slowest
+`swarm`       worlds whose workers serve stages of a pipeline, in place of `membership`
+`lasting`     what must survive a restart of the lighthouse; `journal`: its memory on disk
+
+What runs them, and carries data:
+
+`messages`    what lighthouse and workers say to each other, and its form as JSON; `keys`: addresses and signatures
+`session`     the encrypted overlay network (zenoh) behind a few verbs; `links`: who is reached directly, who relayed
+`lighthouse`  the lighthouse's process; `guards`: what it and the workers do not take from others
+`company`     a worker's line to the lighthouse; `line`: what its training thread asks of it; `ruling`: about a round
+`transport`   tensors between workers over sessions, in `chunks`
+`roster`      who takes part in an exchange, for the outer loop; `island`: the same where a member is several workers
+`gifts`       files that one member hands to another
+`record`      what a run leaves on disk about its rounds
 
 Words:
 
 seat        a worker's number in a run, never used twice: a process that joins again gets another one
-round       `sync_every` inner steps and the exchange at their end; one clock for all
-view        the seats of the rounds from one on, and how many inner steps each takes in a round
-cell        what one seat reads in one round of a view; `owed`: cells of the lost that others read instead
+round       `sync_every` inner steps and the exchange at their end; all workers count them alike
+view        the seats that take part from some round on, and how many inner steps each takes in a round
+cell        what one seat reads in one round of a view; `owed`: cells of lost workers that others read instead
 proposal    a view that its members have still to promise
-attempt     of an exchange that all land together; it is repeated among those who are left
-word        the lighthouse's, on an attempt: land, or again among these
-grace       seconds in which a round waits for more than its quorum
-gift        a file that one seat hands to another: a state to begin with, the one model
+attempt     one try at an exchange that all members land together; it is repeated among those who are left
+word        the lighthouse's decision on an attempt: land, or try again among these seats
+grace       seconds that a round waits for more members once a quorum has delivered
+gift        a file that one seat hands to another: a state to begin with, the final model
 company     the lighthouse and the other seats, as one worker knows them
 """

@@ -14,7 +14,11 @@ _KEPT = 64  # rounds for which a member that slept still hears what became of th
 
 
 class Ballots:
-    """By round. What `apply` was given survives the lighthouse; answers and accusations do not: they are told again."""
+    """The ballots of all rounds.
+
+    What `apply` was given survives a restart of the lighthouse. Answers and accusations do not: members tell them
+    again.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, Ballot] = {}
@@ -38,7 +42,9 @@ class Ballots:
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
-        """`seat` accuses another one. Refused once, or late for most of the others, and the next attempt is without."""
+        """`seat` accuses another member. The next attempt leaves out who was refused by anybody, or was late for more
+        than half of the others.
+        """
         ballot = self._of(accusation.round, members)
         if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or seat not in ballot.attempts[-1]:
             return

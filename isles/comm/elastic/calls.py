@@ -1,4 +1,4 @@
-"""Which call of `Membership` a worker's word is, and what no worker says."""
+"""Which method of `Membership` handles a worker's message, and which messages are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isles.comm.elastic.orders import Order
 
 
 class RoundsAssembly(Membership):
-    """`Membership` as an `Assembly`."""
+    """`Membership` behind the `Assembly` interface that a lighthouse drives."""
 
     def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
         """What a worker says; None where no worker says that. ValueError for what cannot be."""

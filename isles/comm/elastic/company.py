@@ -1,10 +1,11 @@
-"""A worker's line to the lighthouse: it beats, promises, hears of views, and lets the training thread ask.
+"""A worker's line to the lighthouse.
 
-    beats       a thread of its own, each second and at every begin of a round; one at a time
-    told        what the lighthouse pushes, in the session's thread
-    reports     lines of metrics, in their order, kept while the lighthouse is away
+    beats       from a thread of its own, every second and at the start of each round, one at a time
+    told        what the lighthouse pushes (proposals, views, words on rounds), in the session's thread
+    reports     lines of metrics, in order; kept while the lighthouse is away
 
-The training thread calls the rest. One lock is around the `Member`.
+Everything else is called by the training thread, and never waits for the lighthouse longer than it says. One lock
+guards the `Member`, the state machine that all three threads share.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from isles.comm.elastic.line import Words
 from isles.comm.elastic.links.reports import Reports
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
+    Ack,
     BeatReply,
     Entry,
     Examine,
@@ -47,7 +49,11 @@ _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 
 
 class Company:
-    """This worker, in the seat of `entry`. ended: what the lighthouse said last, where the run ends for this worker."""
+    """The line of the worker in the seat of `entry`; implements `LighthouseLine`.
+
+    ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
+    words: the newest word on each round. waited: seconds for which the training thread has waited here.
+    """
 
     def __init__(self, session: Session, entry: Entry) -> None:
         self.seat = entry.seat
@@ -161,14 +167,14 @@ class Company:
         return self._load is not None and self._load.call > self.member.ready
 
     def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
-        """That state, after `round`, is here."""
+        """The state that `load` named, of after `round`, is here."""
         with self._changed:
             self.member.loaded(load, round, left_out)
             self._load = None
             self._poke()
 
     def reload(self) -> None:
-        """It did not come."""
+        """The state did not come: ask for another donor."""
         with self._changed:
             self._load = None
         self.ask(Reload())
@@ -189,17 +195,17 @@ class Company:
             return self.member.until()
 
     def left_out(self) -> dict[int, int]:
-        """For whoever takes this worker's state."""
+        """Whom this worker knows to be left out, see `Member.left_out`; goes with its state to whoever takes that."""
         with self._changed:
             return dict(self.member.left_out)
 
     def leaves_out(self, others: Mapping[int, int]) -> None:
-        """Those have, as whoever gave this worker its state says, by seat with the newest view then."""
+        """Add whom the donor of this worker's state knows to be left out: by seat, the newest view at that time."""
         with self._changed:
             self.member.left_out |= others
 
     def pace(self, seconds: float) -> None:
-        """An inner step takes so long here."""
+        """Tell how many seconds an inner step takes here."""
         with self._changed:
             self.member.seconds = seconds
 
@@ -208,7 +214,7 @@ class Company:
         return self.ask(Leave()) is not None
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Have the lighthouse note a line of metrics or a word."""
+        """Have the lighthouse note a line of metrics or another event. Returns at once."""
         self._reports.add(event)
 
     def reported(self, seconds: float) -> None:
@@ -216,7 +222,7 @@ class Company:
         self._reports.settle(seconds)
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Until `over`, looked at whenever something has changed, or `seconds` have passed; what it says then."""
+        """Wait until `over`, asked whenever something has changed, is true, or for `seconds`; what it says then."""
         began = time.monotonic()
         with self._changed:
             is_over = self._changed.wait_for(over, seconds)
@@ -265,7 +271,7 @@ class Company:
                 self._changed.wait_for(lambda: self._poked or self._closed, max(pause, 0.01))
 
     def _give_up(self) -> None:
-        """Tell of those with whom nothing is exchanged any more."""
+        """Call `left_behind` for each seat that a view on its way goes on without."""
         with self._changed:
             before, self._given_up = self._given_up, self.member.given_up()
             new = self._given_up - before
@@ -273,7 +279,7 @@ class Company:
             self.left_behind(seat)
 
     def _told(self, query: IncomingQuery) -> None:
-        """In the session's thread: nothing here waits."""
+        """Take in an order of the lighthouse. In the session's thread, so nothing here waits."""
         if not hmac.compare_digest(query.attachment, self._signature):
             self._session.refused.note(-1, "an order that is not the lighthouse's")
             query.refuse(b"never")
@@ -285,14 +291,26 @@ class Company:
             _LOG.warning("the lighthouse: %s", error)
             return
         if isinstance(message, Silent):
-            now = time.monotonic()
-            self._silent = {seat: end for seat, end in self._silent.items() if end > now} | {message.seat: now + _QUIET}
-            self.fell_silent(message.seat)
+            self._note_silent(message.seat)
             return
+        ack = self._take_in(message)
+        self._give_up()
+        if isinstance(message, Word):
+            self.begun_again(message)
+        if ack is not None:
+            self.say(ack)
+
+    def _note_silent(self, seat: int) -> None:
+        now = time.monotonic()
+        self._silent = {other: end for other, end in self._silent.items() if end > now} | {seat: now + _QUIET}
+        self.fell_silent(seat)
+
+    def _take_in(self, message: Any) -> Ack | None:
+        """Note an order of the lighthouse; the answer where it is a proposal."""
         ack = None
         with self._changed:
             if message == self._load:  # said again: another beat would only have it said once more
-                return
+                return None
             match message:
                 case Proposal():
                     ack = self.member.proposed(message)
@@ -308,14 +326,10 @@ class Company:
                 case Refusal(reason=reason):
                     self.ended = Over(reason)
             self._poke()
-        self._give_up()
-        if isinstance(message, Word):
-            self.begun_again(message)
-        if ack is not None:
-            self.say(ack)
+        return ack
 
     def say(self, message: Any) -> None:
-        """To the lighthouse, without waiting for its answer; a word on a round is heard."""
+        """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
             try:
@@ -344,20 +358,14 @@ class Company:
 def ask(session: Session, word: bytes, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
     """What the lighthouse answers to `message` of the seat whose `signature` is `word`; see `Company.ask`."""
     said = message if isinstance(message, bytes) else encode(message)
-    done, answers = threading.Event(), list[bytes | None]()
-
-    def answered(reply: bytes | None, refusal: bytes | None) -> None:
-        answers.append(reply)
-        done.set()
-
     try:
-        session.ask(key, said, answered, attachment=word, seconds=seconds, urgent=True)
+        reply, _ = session.answer(key, said, attachment=word, seconds=seconds, urgent=True)
     except OSError:
         return None
-    if not done.wait(seconds + 1.0) or answers[0] is None:
-        return None
+    if not reply:
+        return None if reply is None else True
     try:
-        return decode(answers[0], limit=_LONGEST_ANSWER) if answers[0] else True
+        return decode(reply, limit=_LONGEST_ANSWER)
     except ValueError as error:
         _LOG.warning("the lighthouse: %s", error)
         return None

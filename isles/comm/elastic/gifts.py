@@ -43,8 +43,10 @@ class NotOffered(NotGiven):
 
 @dataclass(frozen=True, kw_only=True)
 class GiftRequest:
-    """giver: whose gift; what: under which name. most: bytes that are taken. seconds: without a piece, after which it
-    counts as lost; wait: until it is offered, by default as long. after: none of this round or an earlier one.
+    """A request for the file that `giver` offers under the name `what`.
+
+    most: bytes that are accepted. seconds: without a piece until the gift counts as lost. wait: seconds until it must
+    be offered; None: as long as `seconds`. after: only a gift of a later round than this one will do.
     """
 
     giver: str
@@ -61,7 +63,7 @@ class GiftRequest:
 
 
 def is_written(path: Path) -> None:
-    """What is offered lies there already."""
+    """For a file that is there already: nothing to write."""
 
 
 class Gifts(Protocol):
@@ -102,9 +104,10 @@ class _Offer:
 
 @dataclass
 class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`). notice: called with a line for a person where
-    something could not be offered. lost: whether the giver of that name is gone, who is asked for nothing any more.
-    comes: see `expect`.
+    """What this process offers as `name` (a seat, or `LIGHTHOUSE`).
+
+    notice: called with a line for a person where a file could not be written. lost: whether the giver of that name is
+    gone, so that nothing is asked of it any more. comes: see `expect`.
     """
 
     session: Session
@@ -146,7 +149,7 @@ class Giver:
         self.session.later(self._answer)
 
     def withdraw(self, what: str) -> None:
-        """It is of no use any more: its files go, and who waits for it asks elsewhere."""
+        """Stop offering `what`, and remove its files; who waits for it asks elsewhere."""
         self.shut(what)
         for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
             self._coming.pop(number, None)
@@ -155,20 +158,20 @@ class Giver:
         self.session.later(lambda: self._refuse(what))
 
     def shut(self, what: str) -> None:
-        """It is too old for new takers; those who have begun to take it go on."""
+        """Offer `what` to nobody new, for it is too old; those who are taking it go on."""
         self._open.pop(what, None)
 
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
-        """What another one offers; see `take`."""
+        """Fetch what another member offers; see `take`."""
         return take(self.session, asked, path, lost=partial(self.lost, asked.giver))
 
     def close(self) -> None:
-        """What is being written ends first."""
+        """Wait until files that are being written are whole."""
         for _, thread in [*self._coming.values()]:
             thread.join(_CLOSING)
 
     def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """In a thread of its own: the file, its length and checksum."""
+        """Write the file, and find its length and checksum; in a thread of its own."""
         made: _Offer | OSError
         try:
             write(path)
@@ -182,7 +185,7 @@ class Giver:
         self.session.later(lambda: self._take_in(number, what, made))
 
     def _take_in(self, number: int, what: str, made: _Offer | OSError) -> None:
-        """In the session's thread: it is there, or cannot be had."""
+        """Offer a file that was written, or refuse whoever waits for one that could not be. In the session's thread."""
         is_needed = self._coming.pop(number, None) is not None
         if isinstance(made, OSError):
             self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
@@ -240,7 +243,7 @@ class Giver:
         return any(coming == what for coming, _ in [*self._coming.values()])
 
     def _refuse(self, what: str) -> None:
-        """Whoever waits for it asks elsewhere."""
+        """Turn away all who wait for `what`: they ask somebody else."""
         for *_, query in [one for one in self._waiting if one[0] == what]:
             query.refuse(b"never")
         self._waiting = [one for one in self._waiting if one[0] != what]

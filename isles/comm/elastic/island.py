@@ -76,7 +76,7 @@ class IslandGroup:
         return [own.tolist() for own in self._group.all_gather(torch.tensor(numbers))]
 
     def gather_text(self, text: bytes) -> list[bytes]:
-        """Everybody's, of any length; all call it together."""
+        """Everybody's text, of any length, by place; all call it together."""
         if self._group is None:
             return [text]
         lengths = [length for (length,) in self.gather(len(text))]

@@ -63,12 +63,18 @@ T = TypeVar("T")
 
 
 class Lighthouse:
-    """assembly: made of the entries of `journal`, which it goes on from. config: the run's, as text. version: of isles,
-    which all must have. heard(seat, event): what a worker reports, parsed from JSON but unchecked; ValueError refuses
-    it.
+    """Drives the state machine of a run, `assembly`, by what workers say, and carries out its orders.
 
-    port: of the session. refused: what was not taken, counted by (seat or -1, reason). relayed: bytes that workers
-    have sent to each other over this lighthouse.
+    An entry is on the disk (`journal`) before anybody is told what follows from it, so a lighthouse that is killed and
+    started again on that journal contradicts nothing that it said before.
+
+    assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
+    have. port: that the session listens at. heard(seat, event): called with what a worker reports, parsed from JSON but
+    unchecked; its ValueError refuses the report.
+
+    finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). relayed: bytes
+    that workers have sent to each other over this lighthouse. corpus: SHA-256 of the text of the first worker; None
+    until it came.
     """
 
     def __init__(
@@ -119,7 +125,7 @@ class Lighthouse:
         self._session.later(lambda: self._carry_out(self._call(lambda _, now: call(now))))
 
     def look(self, at: Callable[[float], T]) -> T:
-        """What something of the assembly says now."""
+        """The answer of `at`, called with the time while nothing of the assembly changes."""
         with self._lock:
             return at(time.monotonic())
 
@@ -134,7 +140,7 @@ class Lighthouse:
             return said
 
     def tell(self, seats: Sequence[int], message: Any) -> None:
-        """A word to seats."""
+        """Send `message` to each of `seats`; nobody says whether it came."""
         for seat in seats:
             self._tell(seat, encode(message))
 
@@ -200,24 +206,26 @@ class Lighthouse:
             return
         if self._present.spoke(seat):
             self._carry_out(self._call(lambda m, now: m.back(now, seat)))
+        match message:
+            case Find():
+                query.reply(encode(self._whereabouts.find(seat, message)))
+            case Silent():
+                query.reply()
+                self.tell(self._present.others_of(message.seat), message)
+            case Listening():
+                self._listening(seat, message, query)
+            case Finished():
+                with self._lock:
+                    self.finished.add(seat)
+                    self._lock.notify_all()
+                query.reply()
+            case _:
+                self._consult(seat, message, query)
+
+    def _consult(self, seat: int, message: Any, query: IncomingQuery) -> None:
+        """Answer as the assembly decides."""
         if isinstance(message, Accusation) and message.charge == "refused":
             self.refused.note(message.seat, "a share that another worker refuses")
-        if isinstance(message, Find):
-            query.reply(encode(self._whereabouts.find(seat, message)))
-            return
-        if isinstance(message, Silent):
-            query.reply()
-            self.tell(self._present.others_of(message.seat), message)
-            return
-        if isinstance(message, Listening):
-            self._listening(seat, message, query)
-            return
-        if isinstance(message, Finished):
-            with self._lock:
-                self.finished.add(seat)
-                self._lock.notify_all()
-            query.reply()
-            return
         try:
             orders = self._call(lambda m, now: m.hear(now, seat, message))
         except ValueError as error:
@@ -290,7 +298,7 @@ class Lighthouse:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """The disk takes no more."""
+        """Have `wait` raise: the disk takes no more, so nothing may be told from here on."""
         with self._lock:
             self._failed = self._failed or error
             self._lock.notify_all()

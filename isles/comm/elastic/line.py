@@ -1,5 +1,6 @@
-"""What a worker's training thread asks of its line to the lighthouse: `company.Company` between processes, and one on
-the virtual clock. And what it heard on it.
+"""A worker's line to the lighthouse as its training thread sees it: what it may ask, and what was heard.
+
+`company.Company` is such a line between processes, `comm.virtual.churn.company.VirtualCompany` on the virtual clock.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from isles.comm.view import View
 
 
 class Words:
-    """The newest word on each round. Fed by whoever hears the lighthouse, under its lock."""
+    """The newest `Word` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
 
     def __init__(self) -> None:
         self._words: dict[int, Word] = {}
 
     def hear(self, word: Word) -> None:
-        """One that comes late, or twice, changes nothing."""
+        """Note a word; one that comes late, or twice, changes nothing."""
         old = self._words.get(word.round)
         if old is None or (old.verdict != "land" and (word.verdict == "land" or word.attempt > old.attempt)):
             self._words[word.round] = word
 
     def newer(self, round: int, attempt: int) -> Word | None:
-        """What was said of a round since that attempt of it."""
+        """The word on `round` where it is one to land, or of a later attempt than `attempt`; else None."""
         word = self._words.get(round)
         return word if word is not None and (word.verdict == "land" or word.attempt > attempt) else None
 
     def of(self, round: int) -> Word | None:
-        """The newest on a round."""
+        """The newest word on `round`."""
         return self._words.get(round)
 
     def forget_before(self, round: int) -> None:
-        """Earlier rounds are over here."""
+        """Drop the words on rounds before `round`."""
         self._words = {key: word for key, word in self._words.items() if key >= round}
 
 
 class LighthouseLine(Protocol):
-    """See `isles.comm.elastic.company.Company` for each."""
+    """What the training thread may call; each is documented at `isles.comm.elastic.company.Company`."""
 
     seat: int
     member: Member

@@ -67,7 +67,7 @@ class Membership(Journalled):
 
     @property
     def newest_round(self) -> int:
-        """That a member has begun."""
+        """The newest round that a member has begun."""
         return self._register.newest_round
 
     @property

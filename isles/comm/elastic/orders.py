@@ -1,4 +1,4 @@
-"""What goes into and comes out of `membership`: the rules of a run, its orders, and what is known of a worker."""
+"""What `membership` takes and returns: the rules of a run, its orders, and what it knows of each worker."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from isles.comm.elastic.messages import Load, Message
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """founders: workers that the first view waits for. sync_every: inner steps a round. agrees: an all-reduce method,
-    whose rounds land on the lighthouse's word. most: workers at once. last: the run's last round; None for a run
-    without an end, or for one that ends with the round in which `batches` (of one worker and inner step) are taken.
-    quorum: share of the members whose work is enough for the mean of a round that is not the last; 0: that of all.
+    """The rules of one run.
+
+    founders: workers that the first view waits for. sync_every: inner steps a round. agrees: whether all members land
+    the same mean (an all-reduce method), on the lighthouse's word. most: workers at once. last: the run's last round;
+    None for a run without an end, or for one that ends with the round in which `batches` (one a worker and inner step)
+    have been read. quorum: share of the members that is enough for the mean of any round but the last; 0: all of them.
     """
 
     founders: int
@@ -35,7 +37,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Reply:
-    """BeatReply whoever called."""
+    """Answer whoever called."""
 
     message: Message
 
@@ -99,7 +101,7 @@ class Worker:
     tried: set[int] = field(default_factory=set)  # donors whose state did not come
 
     def enter(self, since: int) -> None:
-        """A view that begins with that round has it."""
+        """A view that begins with round `since` includes this worker."""
         if self.state != "in":
             self.state, self.entered = "in", since
         self.load, self.tried = None, set()
@@ -111,7 +113,7 @@ class Worker:
 
 
 class SeatTable(dict[int, Worker]):
-    """By seat, all that there ever were: after a day many more than are here."""
+    """All workers that there ever were, by seat: after a day many more than are in the run."""
 
     _here: list[Worker] | None = None
 
@@ -123,9 +125,9 @@ class SeatTable(dict[int, Worker]):
         return self._here
 
     def waiting(self, seats: Collection[int]) -> list[Worker]:
-        """Those beside `seats` that were to begin with a state, connected or not."""
+        """Workers outside `seats` that have still to begin with a state, connected or not."""
         return [one for one in self.values() if one.state in ("outside", "ready") and one.seat not in seats]
 
     def changed(self) -> None:
-        """One of them came, or may be here no more."""
+        """Forget the cached `here`: somebody came, or may have gone."""
         self._here = None

@@ -9,7 +9,10 @@ _ALIKE = 0.8  # of the usual pace, from which on a worker takes as many steps as
 
 
 def steps_by_pace(seconds: Sequence[float], most: int) -> tuple[int, ...]:
-    """seconds: of an inner step of each, 0 where unknown. At least an eighth of the `most`."""
+    """Inner steps a round of each worker, `most` for whoever is about as fast as the median or faster.
+
+    seconds: of one inner step of each worker, 0 where unknown. Nobody gets less than an eighth of `most`.
+    """
     known = [one for one in seconds if one > 0]
     usual = median(known) if known else 0.0
     paces = (usual / one if one > 0 else 1.0 for one in seconds)

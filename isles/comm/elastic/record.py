@@ -57,7 +57,7 @@ def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
 
 
 def from_line(value: Any) -> RoundLine | StartLine:
-    """Of `as_line`. ValueError where it is none."""
+    """The line that `as_line` was given. ValueError where it is none."""
     if isinstance(value, dict):
         for kind in (RoundLine, StartLine):
             hints = get_type_hints(kind)
@@ -143,7 +143,7 @@ class RoundAccount:
 
 
 def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:
-    """Of all lines of a run."""
+    """Count the rounds and gifts in all lines of a run."""
     rounds = [line for line in lines if isinstance(line, RoundLine)]
     gifts = [line for line in lines if isinstance(line, StartLine) and line.donor >= 0]
     return RoundAccount(

@@ -1,4 +1,4 @@
-"""The roster of a world that changes: views as this worker knows them."""
+"""Who takes part in each exchange of a world that changes, by the views that this worker knows of."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SPREADS = 5.0
 
 
 class ElasticRoster:
-    """See `isles.comm.roster.Roster`. alone: the group of this worker by itself, which starts alone: its weights are
-    drawn as everybody's are, or taken from a member.
+    """An `isles.comm.roster.Roster`. alone: the group of this worker by itself. A worker starts alone, because its
+    weights are drawn as everybody's are, or taken from a member.
 
-    A partner is waited for as long as exchanges usually take, and some more, at most `world.outer_deadline`: one that
-    does not know yet that it has this partner does its round alone, and says nothing.
+    A partner is waited for a little longer than exchanges usually take (median and spread of the last `_SAMPLES`), and
+    at most `world.outer_deadline`: a partner that has not heard of the new view does its round alone, without a word.
     """
 
     grows = True
@@ -59,7 +59,9 @@ class ElasticRoster:
         return self.company.lost(seat) or self.company.is_silent(seat)
 
     def miss(self, seat: int, error: CommError) -> None:
-        """Who is gone the network tells; who is only late is met again. Whose share cannot be one is told of."""
+        """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
+        be one is reported to the lighthouse.
+        """
         newest = max(self._answers, default=0)
         if isinstance(error, (Malformed, Refused)) and self.company.has_answers:
             accuse(self.company, newest, 0, error)

@@ -1,18 +1,24 @@
-"""The engine of elastic worlds behind a few verbs: zenoh, an encrypted overlay that relays whoever cannot be reached.
+"""The overlay network of elastic worlds behind a few verbs: zenoh, encrypted, relaying for whoever cannot be reached.
 
     open_session(mode, credentials, ...)     "router": the lighthouse, and a worker that others reach directly.
                                              "client": whoever goes to one of them; what it says to other clients goes
                                              over that one
-    ask / serve                              a question with its answer; a chunk of data is one, and so is its receipt
+    ask / answer / serve                     a question and its answer (`answer` waits for it); a chunk of data is a
+                                             question, and its receipt the answer
     tell / listen                            to everybody, without an answer
     present / watch                          who is there: told when a process ends, stands still or is cut off
 
-What was learned of the engine, each met in a trial: replies must not be consolidated (or they wait for routes that are
-dead); a question that nobody takes ends without a word; shared memory must be off (it crosses network namespaces);
-whatever a callback holds must not be dropped there, so callbacks only queue and a thread of ours does the rest; a
-session that is not closed keeps the process from ending; a process may not fork after zenoh was imported; a link whose
-other end is silent is given up only once what is being written to it has gone, which takes TCP a quarter of an hour, so
-the kernel is told to give up after a lease, and whoever waits for room to write to it, too.
+What was learned of zenoh ("the engine" below), each in a trial:
+
+- Replies must not be consolidated, or they wait for routes that are dead.
+- A question that nobody serves ends without an answer and without an error.
+- Shared memory must be off: it crosses network namespaces.
+- What a callback of the engine was given must not be freed in that callback. So callbacks only queue, and a thread of
+  ours does the rest.
+- A session that is not closed keeps the process from ending.
+- A process may not fork after zenoh was imported.
+- A link whose other end is silent is given up only once what is being written to it has gone, which takes TCP a quarter
+  of an hour. So the kernel is told to give up after a lease, and the engine not to wait for room to write for longer.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from isles.comm.tcp import endpoint, give_up_after
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE = 4 << 20
 _QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
+_LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 _TIME_IS_OVER = b"Timeout"  # an error in which a question ends that nobody has answered: the engine's, no refusal
 USER = "isles"
 Mode = Literal["router", "client"]
@@ -61,19 +68,21 @@ class IncomingQuery:
         return b"" if self._query.attachment is None else self._query.attachment.to_bytes()
 
     def reply(self, data: bytes = b"") -> None:
-        """Answer it."""
+        """Answer with `data`."""
         self._query.reply(self._query.key_expr, data)
 
     def refuse(self, why: bytes) -> None:
-        """Say no."""
+        """Answer with a refusal, which the asker gets apart from replies."""
         self._query.reply_err(why)
 
 
 class Session:
-    """An open connection to a run. What it is given to call runs in its own thread, one after the other. Where more
-    questions come than that thread can answer they are turned away, so that they fill no memory.
+    """An open connection to a run.
 
-    refused: what was not taken here, by whoever serves on this session.
+    All callbacks run in one thread of the session's own, one after the other, in the order of what came. Questions that
+    come faster than that thread answers them are turned away, so that they cannot fill the memory.
+
+    refused: counts what those who serve on this session did not take. taken: bytes that were said to this session.
     """
 
     def __init__(self, session: Any, engine: Any, refused: Refusals, lease: float) -> None:
@@ -171,8 +180,29 @@ class Session:
         except engine.ZError as error:
             raise OSError(f"the session is closed ({error})") from None
 
+    def answer(
+        self,
+        key: str,
+        payload: bytes,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> tuple[bytes | None, bytes | None]:
+        """`ask`, and wait for what it would call `answered` with. Not for the session's own thread, which would wait
+        for itself.
+        """
+        done, answers = threading.Event(), list[tuple[bytes | None, bytes | None]]()
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            answers.append((reply, refusal))
+            done.set()
+
+        self.ask(key, payload, answered, attachment=attachment, seconds=seconds, urgent=urgent)
+        return answers[0] if done.wait(seconds + _LATE) else (None, None)
+
     def tell(self, key: str, payload: bytes) -> None:
-        """To all who listen; nobody says whether it came."""
+        """Send `payload` to all who listen to `key`; nobody says whether it came."""
         engine = self._engine
         self._session.put(
             key, payload, congestion_control=engine.CongestionControl.BLOCK, priority=engine.Priority.REAL_TIME
@@ -187,11 +217,13 @@ class Session:
         self._declared.append(self._session.declare_subscriber(key, lambda sample: self._todo.put((taken, sample))))
 
     def present(self, key: str) -> None:
-        """Be there under `key`, until the process ends or this is closed."""
+        """Be seen under `key` by those who `watch` it, until the process ends or this session is closed."""
         self._declared.append(self._session.liveliness().declare_token(key))
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
-        """changed(key, whether it is there now), for all keys that match; those that are there already first."""
+        """Have `changed(key, whether it is present)` called for every key that matches `keys`, first for those that are
+        present already, then at each change.
+        """
         put = self._engine.SampleKind.PUT
 
         def seen(sample: Any) -> None:
@@ -207,7 +239,7 @@ class Session:
         self._todo.put((lambda _: call(), None))
 
     def name(self) -> str:
-        """The engine's, which others see."""
+        """The engine's name of this session, which others see."""
         return str(self._session.info.zid())
 
     def seen(self, name: str) -> str:
@@ -231,7 +263,7 @@ class Session:
                 thread.join(5.0)
 
     def _turn_away(self) -> None:
-        """What is too much is given back at once, unread, and in no callback of the engine's."""
+        """Refuse questions for which there was no room, unread, and outside the engine's callbacks."""
         while (query := self._crowded.get()) is not None:
             self.refused.note(-1, "more at once than can be looked at")
             with suppress(self._engine.ZError):

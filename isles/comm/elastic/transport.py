@@ -1,10 +1,12 @@
 """The transport of elastic worlds: messages between seats over a `Session`, direct or relayed, in chunks with receipts.
 
-A rank is a seat. A chunk is a question and its receipt the answer, so a sender knows what has arrived; one without an
-answer is sent again, and the receiver knows what it has. To each peer at most `WINDOW` chunks are under way, sent by a
-thread of that peer's own: a slow one keeps nobody else waiting. Who ends, stands still or is cut off fails the works
-with it, and no others. Who is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where
-it breaks; it is gone once both are.
+A rank is a seat. A chunk is a question and its receipt the answer, so the sender knows what has arrived; a chunk
+without an answer is sent again, and the receiver recognizes one that it has. At most `WINDOW` chunks are under way to
+each peer, sent by that peer's own thread, so that a slow peer delays nobody else. A peer that ends, stands still or is
+cut off fails the works with it, and no others.
+
+A peer that is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where it breaks; it is
+gone once both are.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import hmac
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
@@ -21,33 +23,31 @@ from itertools import count
 import numpy as np
 from torch import Tensor
 
+from isles.comm.elastic.chunks.incoming import ANOTHER, Chunk, Inbox, before
+from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Answered, Outgoing, OutgoingMessage, lost_peer
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.comm.elastic.links.relayed import WAYS
-from isles.comm.elastic.mail import ANOTHER, CHUNK, Chunk, Inbox, before, offsets
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import CHANNELS, Channel, Tag
 
-WINDOW = 4
-_SHORTEST, _LONGEST = 2.0, 60.0  # seconds until a chunk without an answer is sent again
-_AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
 _SEATS = 1 << 20
-_OVER = -1  # in place of a chunk's offset: its round, and those before, are over at the sender
-_HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")  # tag, number, offset, total, sender, introduction
-Answered = Callable[[bytes | None, bytes | None], None]
 _MAIL, _SEAT = "mail", "seat"
 
 
 class ElasticTransport(OnHostClock):
-    """One worker's end. `session`: to the lighthouse; `seat`: its number; `size`: of the world that it begins in.
+    """One worker's end of the transport.
 
-    resent: chunks sent again. carried: bytes of the chunks that went out, "direct" and "relayed". gone, back: called
-    with a seat, in a session's thread, when its last connection breaks and when there is one. doubt: called with a seat
-    that is waited for in vain. place: this worker's in an island, of which workers at that place in others are reached.
+    session: to the lighthouse. seat: this worker's, its rank. size: number of workers of the world that it begins in.
+    gone, back: called with a seat, in a session's thread, when its last connection breaks and when it has one again.
+    doubt: called with a seat that is waited for in vain. place: this worker's in its island; it reaches the workers at
+    the same place of other islands.
+
+    resent: chunks sent again. carried: bytes of the chunks that went out, by "direct" and "relayed".
     """
 
     native = False
@@ -75,7 +75,7 @@ class ElasticTransport(OnHostClock):
         self._inbox = Inbox(session.refused)
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
-        self._outgoing: dict[int, _Outgoing] = {}
+        self._outgoing: dict[int, Outgoing] = {}
         self._numbers = count()
         self.link(session, None)
 
@@ -102,24 +102,24 @@ class ElasticTransport(OnHostClock):
         if line is None:
             work.finished(PeerLost(peer, "its connection is gone"))
         else:
-            line.add(_Message(work, data.numpy(), tag, next(self._numbers)))
+            line.add(OutgoingMessage(work, data.numpy(), tag, next(self._numbers)))
         return work
 
-    def _line(self, peer: int) -> _Outgoing:
+    def _line(self, peer: int) -> Outgoing:
         """To that peer; under the lock."""
         line = self._outgoing.get(peer)
         if line is None:
-            line = self._outgoing[peer] = _Outgoing(self, peer)
+            line = self._outgoing[peer] = Outgoing(self, peer)
         return line
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        """From anyone is not offered. ValueError."""
+        """Receive from one seat. ValueError for `peer` None: from anyone is not offered."""
         if peer is None:
             raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
         work = PostedWork(peer, out, self.now)
 
         def ended(why: str | PeerLost | None) -> None:
-            work.finished(None if why is None else _lost(peer, why))
+            work.finished(None if why is None else lost_peer(peer, why))
 
         if peer in self._lost:
             ended("its connection is gone")
@@ -153,7 +153,9 @@ class ElasticTransport(OnHostClock):
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(_Message(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), _OVER)
+                line.add(
+                    OutgoingMessage(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), OVER
+                )
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
@@ -184,7 +186,7 @@ class ElasticTransport(OnHostClock):
     def _take(self, asked: IncomingQuery) -> None:
         """A chunk has come."""
         try:
-            *fields, number, offset, total, sender, word = _HEAD.unpack(asked.attachment)
+            *fields, number, offset, total, sender, word = HEAD.unpack(asked.attachment)
             chunk = Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
         except (struct.error, IndexError):
             self.refused.note(-1, "no message of this library")
@@ -198,7 +200,7 @@ class ElasticTransport(OnHostClock):
             self.refused.note(-1, "a message in another's name")
             asked.refuse(b"never")
             return
-        if (chunk.offset, chunk.total) == (_OVER, 0):
+        if (chunk.offset, chunk.total) == (OVER, 0):
             asked.reply()
             self.passed(sender, chunk.tag)
             return
@@ -209,7 +211,7 @@ class ElasticTransport(OnHostClock):
             asked.refuse(verdict.encode("ascii"))
 
     def way(self, peer: int) -> Session:
-        """Over which session `peer` is reached now."""
+        """The session over which `peer` is reached now."""
         return next((way for way in self._ways.get(peer, ()) if way is not self._relay), self._relay)
 
     def introduction(self, peer: int) -> bytes | None:
@@ -245,131 +247,3 @@ class ElasticTransport(OnHostClock):
                 self.give_up(seat, "its connection is gone")
                 self._gone(seat)
         self._guide.met(seat, there=bool(ways), direct=self.way(seat) is not self._relay)
-
-
-def _lost(peer: int, why: str | PeerLost) -> PeerLost:
-    return PeerLost(peer, why) if isinstance(why, str) else why
-
-
-class _Message:
-    """One message on its way out. number: its own among all of this worker; left: chunks that have no receipt yet."""
-
-    def __init__(self, work: PostedWork, data: np.ndarray, tag: Tag, number: int) -> None:
-        self.work, self.data, self.tag, self.number = work, data, tag, number
-        self.left = len(offsets(len(data)))
-
-
-class _Outgoing:
-    """All messages to one peer, in their order."""
-
-    def __init__(self, transport: ElasticTransport, peer: int) -> None:
-        self._transport, self._peer = transport, peer
-        self._word: bytes | None = None
-        self._waiting: deque[tuple[_Message, int]] = deque()  # chunks: (message, offset)
-        self._messages: set[_Message] = set()
-        self._flying = 0
-        self._pause = 0.0  # since nobody takes it; one chunk at a time tries
-        self._not_before = 0.0
-        self._seconds = _SHORTEST  # until a chunk counts as lost: twice as long each time, or as answers take
-        self._over: str | PeerLost | None = None
-        self._changed = threading.Condition()
-        threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True).start()
-
-    def add(self, message: _Message, *chunks: int) -> None:
-        """Send it behind the others; chunks: offsets, if not those of its bytes."""
-        with self._changed:
-            over = self._over
-            if over is None:
-                self._messages.add(message)
-                self._waiting += [(message, offset) for offset in chunks or offsets(len(message.data))]
-                self._changed.notify()
-        if over is not None:
-            message.work.finished(_lost(self._peer, over))
-
-    def drop(self, has_passed: Callable[[Tag], bool], *why: str) -> None:
-        """Send nothing any more of such an address."""
-        with self._changed:
-            ended = [message for message in self._messages if has_passed(message.tag)]
-            self._messages.difference_update(ended)
-            self._pause = self._not_before = 0.0
-            self._changed.notify()
-        for message in ended:
-            message.work.finished(RoundPassed(self._peer, *why))
-
-    def end(self, why: str | PeerLost) -> None:
-        """Send nothing any more."""
-        with self._changed:
-            self._over = why
-            messages, self._messages = self._messages, set()
-            self._waiting.clear()
-            self._changed.notify()
-        for message in messages:
-            message.work.finished(_lost(self._peer, why))
-
-    def _serve(self) -> None:
-        while (job := self._next()) is not None:
-            self._ship(*job)
-
-    def _next(self) -> tuple[_Message, int] | None:
-        """The next chunk, once it may go; None at the end."""
-        with self._changed:
-            while self._over is None:
-                wait = None
-                if self._waiting and self._flying < (1 if self._pause else WINDOW):
-                    wait = self._not_before - time.monotonic()
-                    if wait <= 0:
-                        message, offset = self._waiting.popleft()
-                        if message in self._messages:
-                            self._flying += 1
-                            return message, offset
-                        continue
-                self._changed.wait(wait)
-            return None
-
-    def _ship(self, message: _Message, offset: int) -> None:
-        began, allowed = time.monotonic(), self._seconds
-
-        def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            took = time.monotonic() - began
-            if reply is None and refusal is None and took >= allowed:
-                self._seconds = max(self._seconds, min(2 * allowed, _LONGEST))
-            self._answered(message, offset, took, reply is not None, refusal)
-
-        self._word = self._word or self._transport.introduction(self._peer)
-        if self._word is None:
-            answered(None, b"later")
-            return
-        tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
-        head = _HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank, self._word)
-        chunk = message.data[max(offset, 0) : offset + CHUNK].tobytes()
-        try:
-            self._transport.ship(self._peer, chunk, head, answered, allowed)
-        except OSError as error:
-            self.end(str(error))
-
-    def _answered(self, message: _Message, offset: int, seconds: float, arrived: bool, refusal: bytes | None) -> None:
-        """A chunk has its receipt, was refused, or is to be sent again."""
-        error = None
-        with self._changed:
-            self._flying -= 1
-            if arrived:
-                self._seconds = min(max(_SHORTEST, 4 * seconds, 0.9 * self._seconds), _LONGEST)
-                self._pause = self._not_before = 0.0
-                message.left -= 1
-            elif refusal == b"over":
-                pass
-            elif refusal == b"never":
-                error = PeerLost(self._peer, "it refused what was sent to it")
-            elif message in self._messages:
-                self._transport.resent += 1
-                self._pause = min(max(_AGAIN, 2 * self._pause), _SELDOM)
-                self._not_before = time.monotonic() + self._pause
-                self._waiting.appendleft((message, offset))
-            ended = message in self._messages and (message.left == 0 or error is not None)
-            if ended:
-                self._messages.discard(message)
-            self._changed.notify()
-        if ended:
-            message.work.finished(error)
-        if refusal == b"over":
-            self._transport.passed(self._peer, message.tag)

@@ -1,1 +1,5 @@
-"""What a profile is made with: what fake tensors do otherwise, and the methods that have the weights themselves."""
+"""Corrections that `isles.memory.profile` needs.
+
+`like_real`       where fake tensors take other bytes than real ones
+`fully_sharded`   what FSDP, which holds the weights itself, has on the device
+"""

@@ -1,3 +1,11 @@
 """Ravnest (Menon et al. 2024, arXiv 2401.01728): clusters that each hold a copy of the model in asynchronous stages,
 and average with each other from time to time, though they are cut at different blocks.
+
+`stage`        one node of a cluster: its loop over microbatches, whose updates do not wait for each other
+`versions`     the weights that forward passes under way began with; `mailbox`: what a neighbour sends
+`refinement`   who averages which parameters with whom, where clusters are cut at different blocks
+`averaging`    those averages, segment by segment at the same time
+`seats`        who serves which stage of which cluster, where nodes are lost, come and leave
+`quorum`       which clusters are whole, agreed on by all who are left; `words`: what they say for that
+`entering`     how a node comes to clusters that are at work
 """

@@ -34,20 +34,20 @@ _LONGEST = 1 << 20  # bytes of a welcome
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterWelcome:
-    """swaps: so far. facts: of the run, integers by name."""
+    """What a node needs to take part in clusters at work. swaps: of words so far. facts: of the run, by name."""
 
     swaps: int
     seats: ClusterSeats
     facts: Mapping[str, int]
 
     def packed(self) -> Tensor:
-        """Uint8 (n,)."""
+        """As bytes (n,) uint8."""
         told = {"swaps": self.swaps, "seats": self.seats.to_plain(), "facts": dict(self.facts)}
         return torch.frombuffer(bytearray(json.dumps(told).encode("ascii")), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
-        """ValueError for what is none, in a world of so many positions."""
+        """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
         told: Any = parse_json(body.numpy().tobytes())
         if not isinstance(told, dict) or told.keys() != {"swaps", "seats", "facts"}:
             raise ValueError("no welcome")
@@ -59,9 +59,11 @@ class ClusterWelcome:
         return cls(swaps=swaps, seats=ClusterSeats.of_plain(told["seats"], size), facts=facts)
 
 
-class ClusterDoor:
-    """One node's. world: all positions, of those too who are not here yet. run: a number that all nodes of this run
-    share and others do not. met: whom it listens to from the start; None: all others.
+class ClusterEntrance:
+    """Where one node meets those who come later, or asks to come itself.
+
+    world: all positions, also of nodes that are not here yet. run: a number that all nodes of this run share and others
+    do not. met: positions that it listens to from the start; None: all others.
     """
 
     def __init__(self, world: Group, run: int, met: Sequence[int] | None = None) -> None:
@@ -69,7 +71,7 @@ class ClusterDoor:
         self.mail = Mail(group, run=run, lengths={HELLO: range(8, 9), WELCOME: range(2, _LONGEST)}, met=met)
 
     def hear(self, quorum: Quorum, *, leaving: bool) -> None:
-        """Before all are together: who has said hello by now is known from then on, and whether this node leaves."""
+        """Right before an agreement: bring into it who has said hello by now, and whether this node leaves."""
         self.mail.wait(0.0)
         for letter in self._letters(HELLO):
             told = int(letter.body.view(torch.int64))
@@ -81,7 +83,7 @@ class ClusterDoor:
             quorum.leave()
 
     def let_in(self, quorum: Quorum, facts: Mapping[str, int]) -> list[int]:
-        """Right after all were together: welcome who has come, as they have agreed; who that is."""
+        """Right after an agreement: welcome those who have come, as all have agreed; their positions."""
         comers = quorum.admit()
         body = ClusterWelcome(swaps=quorum.swaps, seats=quorum.seats, facts=facts).packed()
         for position in comers:
@@ -91,8 +93,10 @@ class ClusterDoor:
     def ask(
         self, others: Sequence[int], told: int, gives_up: Callable[[], bool] = lambda: False
     ) -> ClusterWelcome | None:
-        """Say hello to `others`, some of whom are there, and wait until told, or until it `gives_up`: None then.
-        PeerLost where all are lost first; DeadlinePassed where nobody answers.
+        """Say hello to `others`, some of whom are there, and wait for a welcome; None once this node `gives_up`.
+
+        told: what it offers, see `isles.network.clusters.telling`. PeerLost where all of them are lost first;
+        DeadlinePassed where nobody answers.
         """
         mail, group = self.mail, self.mail.group
         for other in others:

@@ -24,7 +24,9 @@ MORE, LAST, BROKEN = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """number: of the microbatch in the run. body: as `StageForm.pack` and `pack_back` make it."""
+    """One message. number: of its microbatch in the run. is_last: nothing follows until the cluster has drained. body:
+    as `StageForm.pack` and `pack_back` make it.
+    """
 
     number: int
     is_last: bool
@@ -32,7 +34,7 @@ class Letter:
 
 
 def letter(number: int, flag: int, body: Tensor) -> Tensor:
-    """Its bytes."""
+    """The bytes of a message, (16 + n,) uint8. flag: `MORE`, `LAST` or `BROKEN`."""
     wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8)
     wire[:HEADER] = torch.tensor([number, flag], dtype=torch.int64).view(torch.uint8)
     wire[HEADER:] = body
@@ -40,7 +42,9 @@ def letter(number: int, flag: int, body: Tensor) -> Tensor:
 
 
 class Mailbox:
-    """From position `source` of a cluster. kind, hop: of the tasks that begin with its messages; nbytes: of a body."""
+    """Messages from position `source` of a cluster, one awaited at a time. task: of the kind and hop that begins with
+    such a message. nbytes: of a body.
+    """
 
     def __init__(self, group: Group, source: int, task: Task, nbytes: int) -> None:
         self._group, self._source, self._task = group, source, task
@@ -49,12 +53,12 @@ class Mailbox:
 
     @property
     def work(self) -> Work | None:
-        """What is waited for; None where nothing is posted."""
+        """The receive that is posted; None where there is none."""
         return None if self._posted is None else self._posted[1]
 
     @property
     def nbytes(self) -> int:
-        """Of a message."""
+        """Bytes of a whole message."""
         return self._length
 
     def post(self, number: int) -> None:

@@ -108,7 +108,7 @@ class DelayedSwarm(Swarm):
 
     def _awaited(self, step: _OpenStep) -> Tensor | None:
         """Its mean gradient; None where a share of it is lost."""
-        return self._mean(step.sum.result(self._wait), step.counted) if step.is_whole else None
+        return self._mean(self._awaited_sum(step.sum), step.counted) if step.is_whole else None
 
     def _made_again(self, step: _OpenStep) -> Tensor:
         """The mean gradient of a step that has lost a share, from those who are left."""

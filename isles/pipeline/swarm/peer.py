@@ -351,6 +351,8 @@ class SwarmPeer:
 
     def _wait(self) -> None:
         """For news, or until somebody is late. DeadlinePassed where nothing comes at all."""
+        if self.agreement.is_due:
+            return  # by a letter that was sorted since that was asked last: it would wake nobody any more
         seconds = self.ways.patience
         if self.ways.chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]

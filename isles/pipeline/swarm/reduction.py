@@ -68,15 +68,15 @@ class StageSum:
         """Positions from which something is still to come."""
         return set(self.peers) - self._done - {self._me} | set(self.peers) - self._parts.keys()
 
-    def result(self, wait: Callable[[set[int]], None]) -> Tensor | None:
-        """The sum; None where it is not complete and one of the peers is lost: what is missing may be missing elsewhere
-        too, and nobody would send it. wait: for news from some of them.
+    def result(self, wait: Callable[[set[int]], None], is_due: Callable[[], bool]) -> Tensor | None:
+        """The sum; None where it is not complete and one of the peers is lost, here or, as `is_due` says, to another
+        one: what is missing may be missing elsewhere too, and nobody would send it. wait: for news from some of them.
         """
         while True:
             self.post.sort()
             if not self.missing:
                 return self.total
-            if self.post.mail.lost.keys() & set(self.peers):
+            if self.post.mail.lost.keys() & set(self.peers) or is_due():
                 return None
             wait(self.missing)
 

@@ -33,7 +33,7 @@ from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, Sta
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.post import ASK, as_bits, as_number
-from isles.pipeline.swarm.reduction import StageSums
+from isles.pipeline.swarm.reduction import StageSum, StageSums
 from isles.pipeline.swarm.told import PeerWord, SwarmStep
 
 _NO_SQUARE = -1.0
@@ -276,8 +276,11 @@ class Swarm:
         """The mean gradient that this peer steps on (n,), of no entries where it is of nothing; None where somebody was
         lost before its share came. counted: microbatches, by the peers of this stage.
         """
-        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own()).result(self._wait)
-        return self._mean(total, counted)
+        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own())
+        return self._mean(self._awaited_sum(total), counted)
+
+    def _awaited_sum(self, total: StageSum) -> Tensor | None:
+        return total.result(self._wait, lambda: self.agreement.is_due)
 
     def _mean(self, total: Tensor | None, counted: int) -> Tensor | None:
         if total is None or counted == self.microbatches:

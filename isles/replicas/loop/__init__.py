@@ -1,1 +1,10 @@
-"""The outer loop: snapshot, receive, encode and send, land. It knows no method."""
+"""The outer loop: snapshot, receive, encode and send, land. It knows no method.
+
+`outer`        `OuterSync`: the loop that every method of parameter exchanges shares; `config`: settings they share
+`fragment`     the part of the model that travels together; `fragments`: the cut; `sweep`: its work in cached blocks
+`courier`      starts and ends exchanges, and survives losses; `couriers`: which one a method has
+`agreed`       rounds that all members land together or none; `quorum`: without waiting for the slowest
+`joining`      taking part in rounds that others have begun; `recut`: states for other stages
+`weights`      how much each worker counts; `finite`: whether a payload is finite
+`foretold`     what a method says of a run before it runs
+"""

@@ -30,9 +30,9 @@ from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.couriers import courier_of
+from isles.replicas.loop.finite import FiniteCheck, NoCheck
 from isles.replicas.loop.foretold import OuterForetold
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
-from isles.replicas.loop.look import Look, NoLook
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
@@ -219,7 +219,7 @@ class OuterSync(OuterForetold):
             self._heal()
             for fragment, payload, usable in leaving:
                 if not usable:
-                    Sweep(fragment, self.parts, self.agrees).snapshot(payload, NoLook())  # of no progress
+                    Sweep(fragment, self.parts, self.agrees).snapshot(payload, NoCheck())  # of no progress
         for flight in landing:
             self.courier.receive(flight, self._snapshot)
         if sending:
@@ -242,9 +242,9 @@ class OuterSync(OuterForetold):
                 self._alone(fragment)
             else:
                 payload = fragment.staging()
-                look = NoLook() if self.courier.is_only_one else Look()
-                Sweep(fragment, self.parts, self.agrees).snapshot(payload, look)
-                leaving.append((fragment, payload, look.is_usable and self.replica.is_sound()))
+                check = NoCheck() if self.courier.is_only_one else FiniteCheck()
+                Sweep(fragment, self.parts, self.agrees).snapshot(payload, check)
+                leaving.append((fragment, payload, check.is_usable and self.replica.is_sound()))
         return leaving
 
     def _alone(self, fragment: Fragment) -> None:
@@ -252,7 +252,7 @@ class OuterSync(OuterForetold):
         resting = self._resting(fragment)
         fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
         sweep = Sweep(fragment, self.parts, self.agrees)
-        if not self.courier.is_only_one and not sweep.look().is_usable:
+        if not self.courier.is_only_one and not sweep.check().is_usable:
             self._heal()
             self._skipped(fragment, [self.group.transport.rank])
             return
@@ -295,9 +295,9 @@ class OuterSync(OuterForetold):
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
         """What this worker has to say of a fragment now."""
         sweep = Sweep(fragment, self.parts, self.agrees)
-        if not sweep.snapshot(out, Look()).is_usable:
+        if not sweep.snapshot(out, FiniteCheck()).is_usable:
             self._heal()
-            sweep.snapshot(out, NoLook())
+            sweep.snapshot(out, NoCheck())
         return out
 
     def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> Flight:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from isles.replicas.flat import digest
+from isles.replicas.loop.finite import FiniteCheck
 from isles.replicas.loop.fragment import Flight, Fragment
-from isles.replicas.loop.look import Look
 from isles.replicas.parts.interfaces import Answer, Composition
 
 
@@ -35,12 +35,12 @@ class Sweep:
         self.words = self.flat.words(fragment.anchor) if hashed else ()
         self.sums: list[Tensor] = []
 
-    def snapshot(self, out: Tensor, look: Look) -> Look:
-        """Write what travels into `out` (numel,), and take the look at it."""
+    def snapshot(self, out: Tensor, check: FiniteCheck) -> FiniteCheck:
+        """Write what travels into `out` (numel,), and show it to `check`."""
         for i, part in enumerate(self.flat.parts(out)):
             self._form(i, part)
-            look.take(part)
-        return look
+            check.take(part)
+        return check
 
     def answered(self, flight: Flight, fresh: Tensor | None) -> int:
         """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
@@ -56,14 +56,14 @@ class Sweep:
             self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
         return digest(self.sums)
 
-    def look(self) -> Look:
-        """At what would travel."""
-        look, room = Look(), self.flat.scratch()
+    def check(self) -> FiniteCheck:
+        """Whether what would travel is finite, without keeping it."""
+        check, room = FiniteCheck(), self.flat.scratch()
         for i, anchor in enumerate(self.anchors):
             part = room[: anchor.numel()]
             self._form(i, part)
-            look.take(part)
-        return look
+            check.take(part)
+        return check
 
     def alone(self) -> int:
         """Snapshot and landing of a round that has one member and loses nothing; the anchor's hash, or 0."""

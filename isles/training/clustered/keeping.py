@@ -1,5 +1,5 @@
-"""The lighthouse of a run in clusters: that of a swarm, whose members are of one kind, and whose states come in as many
-parts as the cluster has nodes that gave them.
+"""The lighthouse of a run in clusters: that of a swarm, except that its members serve no stage by number, and that a
+state comes in as many parts as the cluster that gave it has nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from isles.training.swarmed.keeping import SwarmKeeper
 
 
 class ClusterKeeper(SwarmKeeper):
-    """Nodes of clusters, which agree among themselves about who is in which."""
+    """A `SwarmKeeper` for nodes of clusters, which agree among themselves about who is in which cluster."""
+
+    def __init__(self, *of: Any) -> None:
+        """As `SwarmKeeper`."""
+        super().__init__(*of)
+        self._parts: dict[int, int] = {}  # by step, of how many parts its state is, as those who offer it have told
 
     @override
     def muster_rules(self) -> MusterRules:
@@ -30,11 +35,6 @@ class ClusterKeeper(SwarmKeeper):
         there = len(list(kept.glob("stage-*.safetensors"))) if kept.exists() else 0
         return self._parts.get(step, there)
 
-    @property
-    def _parts(self) -> dict[int, int]:
-        """By step, as those who offer have told."""
-        return self.__dict__.setdefault("_told_parts", {})
-
     @override
     def hear(self, seat: int, kind: str, value: Any) -> bool:
         if kind != "offered":
@@ -47,7 +47,7 @@ class ClusterKeeper(SwarmKeeper):
         return True
 
     def _note_offer(self, seat: int, step: int, part: int, parts: int) -> None:
-        """Those of one cluster alone fit together: another one's begins anew."""
+        """Note who offers a part. Only parts of one cluster fit together: those of another one start the step anew."""
         with self._offering:
             if step <= self.muster.kept or seat not in self.muster.members:
                 return

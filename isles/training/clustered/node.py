@@ -26,7 +26,7 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.models import choose_device
 from isles.network.clusters.growing import ClusterGrowth
-from isles.pipeline.ravnest.entering import ClusterDoor, ClusterWelcome
+from isles.pipeline.ravnest.entering import ClusterEntrance, ClusterWelcome
 from isles.pipeline.ravnest.quorum import Quorum
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices
@@ -44,7 +44,7 @@ from isles.training.step import Left
 
 class ClusterWorker:
     """One worker. corpus: that of `config.data`, where it was loaded already. seats: who serves what; None: as the run
-    begins. door: where others may come and leave. growth: how new clusters are made then.
+    begins. entrance: where others may come and leave. growth: how new clusters are made then.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ClusterWorker:
         corpus: Corpus | None = None,
         seats: ClusterSeats | None = None,
         *,
-        door: ClusterDoor | None = None,
+        entrance: ClusterEntrance | None = None,
         growth: ClusterGrowth | None = None,
     ) -> None:
-        self.config, self.world, self._door = config, world, door
+        self.config, self.world, self._entrance = config, world, entrance
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
         seats = seats or ClusterSeats.of([first_blocks(cut) for cut in cuts], range(world.size))
@@ -171,7 +171,7 @@ class ClusterWorker:
     @property
     def _is_open(self) -> bool:
         """Whether workers come and leave."""
-        return self._door is not None
+        return self._entrance is not None
 
     @property
     def _stretches(self) -> Stretches:
@@ -186,8 +186,8 @@ class ClusterWorker:
         self._train(updates)
         self.steps = until
         if self._stretches.averages(until):
-            if self._door is not None:
-                self._door.hear(self.quorum, leaving=self.leaving)
+            if self._entrance is not None:
+                self._entrance.hear(self.quorum, leaving=self.leaving)
             self.average.average(until, (until - self.averaged) * self._holding.samples)
             self.averaged = until
             self._admit()
@@ -239,11 +239,11 @@ class ClusterWorker:
 
     def _admit(self) -> None:
         """Those who came, unless all is done."""
-        if self._door is None or self.steps == self.config.run.steps:
+        if self._entrance is None or self.steps == self.config.run.steps:
             return
         facts = {"step": self.steps, "judges": int(self.judges), "most": self.quorum.most}
         facts |= {"since": self.reading.since, "before": self.reading.before}
-        for comer in self._door.let_in(self.quorum, facts):
+        for comer in self._entrance.let_in(self.quorum, facts):
             if self.world.rank == self.quorum.seats.living[0]:  # who says what all know
                 self._holding.note(f"worker {comer} has come, and stands by from step {self.steps} on")
 

@@ -9,7 +9,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.network.clusters.growing import ClusterGrowth
-from isles.pipeline.ravnest.entering import ClusterDoor
+from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.training.clustered.cuts import cluster_cuts, first_blocks, model_load
 from isles.training.clustered.node import ClusterWorker
@@ -23,14 +23,14 @@ def found(
     world: Mesh,
     corpus: Corpus,
     founders: Sequence[int],
-    door: ClusterDoor | None = None,
+    entrance: ClusterEntrance | None = None,
 ) -> ClusterWorker:
     """One of the first, `founders` of `world`, which has positions for all who may come. ValueError where they fill no
     cluster.
     """
     cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
-    own, seats = door or ClusterDoor(world.world, run_number(config)), ClusterSeats.of(cuts, founders)
-    worker = ClusterWorker(config, world, corpus, seats, door=own, growth=growth_of(config))
+    own, seats = entrance or ClusterEntrance(world.world, run_number(config)), ClusterSeats.of(cuts, founders)
+    worker = ClusterWorker(config, world, corpus, seats, entrance=own, growth=growth_of(config))
     worker.meet(founders)
     worker.average.begin()
     return worker
@@ -42,20 +42,20 @@ def enter(
     corpus: Corpus,
     others: Sequence[int],
     told: int,
-    door: ClusterDoor | None = None,
+    entrance: ClusterEntrance | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
     """One that comes later, once the `others` who are left have let it in. told: see
     `isles.network.clusters.telling`. Left where it has come too late, or gives up before.
     """
-    door = door or ClusterDoor(world.world, run_number(config))
+    entrance = entrance or ClusterEntrance(world.world, run_number(config))
     try:
-        welcome = door.ask(others, told, gives_up)
+        welcome = entrance.ask(others, told, gives_up)
     except PeerLost:
         raise Left from None
     if welcome is None:
         raise Left
-    worker = ClusterWorker(config, world, corpus, welcome.seats, door=door, growth=growth_of(config))
+    worker = ClusterWorker(config, world, corpus, welcome.seats, entrance=entrance, growth=growth_of(config))
     worker.come(welcome)
     return worker
 

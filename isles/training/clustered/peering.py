@@ -1,5 +1,6 @@
-"""Taking part in clusters over a lighthouse, as one node: as `isles.training.swarmed.peering`, with what this machine
-tells of itself.
+"""Taking part in clusters over a lighthouse, as one node: `isles.training.swarmed.peering` for clusters.
+
+A node that comes later tells what its machine has, by which a new cluster is cut.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _AGAIN = 0.2  # seconds
 
 
 class SeatedClusterPeer(SeatedPeer):
-    """This node in a seat. node: what it offers; None: measured."""
+    """One node in one seat. node: what its machine has; None: it is measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
         self._node: SeatedNode | None = None
@@ -47,13 +48,16 @@ class SeatedClusterPeer(SeatedPeer):
 
     @override
     def made(self, part: Begin | Enter) -> Any:
-        is_new = isinstance(part, Enter)
+        if isinstance(part, Enter):
+            seats, members, machine = (), part.members, told(self._told or self._measured())
+        else:
+            seats, members, machine = part.seats, (), SILENT
         self._node = SeatedNode(
             self.seat(),
             epoch=part.epoch,
-            seats=() if isinstance(part, Enter) else part.seats,
-            members=part.members if isinstance(part, Enter) else (),
-            told=told(self._told or self._measured()) if is_new else SILENT,
+            seats=seats,
+            members=members,
+            told=machine,
             members_now=self._members_now,
             await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
         )

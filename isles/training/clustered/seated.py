@@ -1,4 +1,4 @@
-"""A node of clusters in a seat that a lighthouse gave: positions are seats, so its world has as many as a run can give.
+"""A node of clusters in a seat that a lighthouse gave. Ranks are seats, as in `isles.training.swarmed.seat`.
 
 At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
 first whole cluster offer what they hold, each a part, by names in the whole model:
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isles.comm.elastic.swarm.words import SwarmBeat
 from isles.comm.errors import Malformed
-from isles.pipeline.ravnest.entering import ClusterDoor
+from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.opening import enter, found, run_number
 from isles.training.draws import seed_draws
@@ -33,10 +33,12 @@ _FACTS = "facts"
 
 
 class SeatedNode:
-    """seats: who is there from the start; none where clusters are at work, of which `members` are. told: what this
-    machine tells of itself. members_now: who is at work
-    now, by the lighthouse; None where it does not answer. await_kept: until the lighthouse keeps all parts of after a
-    step, or there is no time left.
+    """What trains in one seat of a run in clusters.
+
+    epoch: which beginning of the run this is, counted by the lighthouse. seats: all who begin together; (): clusters
+    are at work already, of which `members` are asked to let this node in. told: what this machine tells of itself
+    (`isles.network.clusters.telling`). members_now: who is at work by the lighthouse's knowledge; None where it does
+    not answer. await_kept: waits until the lighthouse keeps all parts of the state after a step, or time is up.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class SeatedNode:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, epoch, told
         self._seats, self._members = sorted(seats), members
         self.world = seat.mesh({})
-        self._door = ClusterDoor(self.world.world, run_number(self.config), met=(*self._seats, *members))
+        self._entrance = ClusterEntrance(self.world.world, run_number(self.config), met=(*self._seats, *members))
         self._worker: ClusterWorker | None = None
         self._leaving, self.has_left = False, False
         self._members_now, self._await_kept = members_now, await_kept
@@ -63,15 +65,15 @@ class SeatedNode:
 
     @property
     def step(self) -> int:
-        """The newest that it has done."""
+        """The newest step that this node has done."""
         return 0 if self._worker is None else self._worker.steps
 
     def meet(self, seat: int) -> None:
-        """Listen to it. May be called in any thread."""
-        self._door.mail.meet(seat)
+        """Listen to `seat` from now on. May be called in any thread."""
+        self._entrance.mail.meet(seat)
 
     def leave(self) -> None:
-        """After the next average. May be called in any thread."""
+        """Leave after the next average. May be called in any thread."""
         self._leaving = True
         if self._worker is not None:
             self._worker.leaving = True
@@ -98,8 +100,8 @@ class SeatedNode:
     def _begun(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._seat.corpus
         if self._seats:
-            return found(config, world, corpus, self._seats, self._door)
-        return enter(config, world, corpus, self._members, self._told, self._door, self._gives_up)
+            return found(config, world, corpus, self._seats, self._entrance)
+        return enter(config, world, corpus, self._members, self._told, self._entrance, self._gives_up)
 
     def _gives_up(self) -> bool:
         """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
@@ -121,7 +123,7 @@ class SeatedNode:
         return self._leaving
 
     def conclude(self, out: Path) -> dict[str, Any]:
-        """Again, with who is left."""
+        """Put the model together again, with the nodes that are left: who was to do it is lost."""
         assert self._worker is not None
         self._worker.quorum.miss(self.first)
         self._worker.quorum.settle()
@@ -129,25 +131,25 @@ class SeatedNode:
 
     @property
     def first(self) -> int:
-        """Whose is to put the model together: the root of the first whole cluster."""
+        """The seat that puts the model together at the end: the root of the first whole cluster."""
         assert self._worker is not None
         seats = self._worker.quorum.seats
         return seats.clusters[seats.whole[0]][0]
 
     def lost(self, seat: int) -> bool:
-        """Whether nothing of it comes any more."""
-        return seat in self._door.mail.lost
+        """Whether `seat` is lost: nothing comes from it any more."""
+        return seat in self._entrance.mail.lost
 
     def refusals(self) -> dict[int, str]:
         """By seat, why nothing of it is read any more, where it sent what cannot be."""
-        lost = self._door.mail.lost
+        lost = self._entrance.mail.lost
         why = {seat: error.detail for seat, error in [*lost.items()] if isinstance(error, Malformed)}
         words = {} if self._worker is None else self._worker.quorum.refused
         return {**dict.fromkeys(words, "a word that is none of this agreement"), **why}
 
     def settle(self) -> None:
         """Wait until what was sent is gone."""
-        self._door.mail.settle()
+        self._entrance.mail.settle()
 
     def beat(self) -> SwarmBeat | None:
         """How this node is at work now; None before it is. May be called in any thread."""
@@ -185,7 +187,7 @@ class SeatedNode:
 
 
 def _seconds(worker: ClusterWorker) -> float:
-    """That a microbatch takes it, by the stretch under way or the last one; 0 before the first."""
+    """Seconds that a microbatch takes this node, in the stretch under way or the last one; 0 before the first."""
     serving = worker.serving
     played = [] if serving is None else [*serving.node.played]
     spent = [span.end - span.start for span in played]
@@ -198,7 +200,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def _restore(worker: ClusterWorker, kept: dict[str, Tensor]) -> None:
-    """Have what `kept` says of this worker's stage. ValueError where that is of another model."""
+    """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
     step, read = kept[_FACTS].tolist()
     worker.begin_after(step, read)
     if worker.serving is None:

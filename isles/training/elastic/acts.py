@@ -48,8 +48,10 @@ _TOGETHER |= {"refused"}
 
 
 class Acts:
-    """This worker's part. alone: its seat, by itself, over what goes between seats; places: its island's workers.
-    folder: for files on their way. last: the run's last round, as far as it is known.
+    """One worker's part in what its seat does.
+
+    alone: the group of this seat by itself, on the transport between seats. places: the workers of its island. folder:
+    for files on their way. report: called with the trainer's events. last: the run's last round, as far as it is known.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Acts:
         raise NotGiven("the workers of this island got states of different rounds")
 
     def begin_anew(self) -> None:
-        """As drawn, the same everywhere: nobody has a state of the run, and what this worker has is nobody's."""
+        """Go back to the weights as drawn, the same everywhere, for nobody has a state of the run."""
         if not self.states.are_drawn:
             trainer = Trainer(self._config, self._world, self._corpus, self._roster)
             assert isinstance(trainer.optimizer, OuterSync)
@@ -141,7 +143,7 @@ class Acts:
         self.means.forget()
 
     def schedule_at(self, steps: int) -> None:
-        """The rates of the step after so many."""
+        """Set the learning rates of the inner step that follows `steps` of them."""
         schedule = self.trainer.schedule
         schedule.last_epoch = steps
         warmth = 1.0
@@ -174,7 +176,7 @@ class Acts:
         return self.trainer.validate()
 
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
-        """Right after `round`: its mean and copies for whoever has asked, see `Means` and `States`."""
+        """Right after `round`: keep its mean, and copy the state for whoever has asked; see `Means` and `States`."""
         if lands_together(self._config):
             self.means.landed(round, left_out)
         self.copy(round, left_out)

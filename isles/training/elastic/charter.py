@@ -42,12 +42,12 @@ class Charter:
 
     @property
     def replicas_in_all(self) -> int:
-        """Those that the run begins with."""
+        """Replicas that the run begins with."""
         return self.rules.founders
 
 
 def draw_up(text: str, rules: Rules) -> Charter:
-    """Of the run whose whole configuration is `text`."""
+    """The charter of the run whose whole configuration is `text`."""
     tables = tomllib.loads(text)
     parts = {name: part for name, part in sections(tables).items() if name in ("world", "run", "pipeline")}
     return Charter(text=text, method=tables["replicas"]["method"], rules=rules, **parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +41,7 @@ from isles.version import __version__
 _PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
 _MOMENT = 10.0  # seconds of them until a person is told
 _ANSWER = 10.0  # seconds
+_TRIES, _AGAIN = 6, 0.5  # for an answer, and the seconds between them
 _CROWDED = 600.0  # seconds to be given a seat where too many come
 _SELDOM = 60.0  # seconds between lines for a person
 _LONGEST = 1 << 20  # bytes of a configuration
@@ -49,9 +49,11 @@ _LONGEST = 1 << 20  # bytes of a configuration
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """What is this machine's own. data, device: where they differ from the run's. listen: (host, port) of this machine
-    at which other workers reach this one, port 0: any; announced: the address that they are told, "" for that under
-    which the lighthouse sees this machine. apart: ports from one worker of an island to the next.
+    """What this machine sets for itself.
+
+    data, device: in place of the run's `data.path` and `model.device`; None: as the run has them. listen: (host, port)
+    of this machine at which other workers reach this one; port 0: any. announced: the address that they are told; "":
+    the one under which the lighthouse sees this machine. apart: ports between one worker of an island and the next.
     """
 
     data: str | None = None
@@ -62,7 +64,7 @@ class Here:
 
 
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
-    """Until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
+    """Train until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
     tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
     ending, ended = worker.run(), worker.company.ended
     if ending == "left":
@@ -85,7 +87,7 @@ def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None
 
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
-    """A session with the lighthouse, and what it was asked first."""
+    """A worker that was let in: its session with the lighthouse, and the run's configuration as it holds here."""
 
     session: Session
     token: Token
@@ -160,18 +162,21 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         def over(round: int) -> None:
             transport.over("outer", round)
 
-        def lit(_: str, there: bool) -> None:
-            if company.ended is None and there == dark.is_set():
-                tell(
-                    "the lighthouse is back" if there else "the lighthouse does not answer: on without it until it does"
-                )
-                dark.clear() if there else dark.set()
-
-        dark = threading.Event()
-        shown = _Progress(config.run.steps, tell)
-        worker = Participant(config, company, transport, gifts, corpus, folder, tell, tells, places, over, shown)
+        worker = Participant(
+            config,
+            company,
+            transport,
+            gifts,
+            corpus,
+            folder,
+            tell,
+            tells=tells,
+            places=places,
+            over=over,
+            shown=_Progress(config.run.steps, tell),
+        )
         worker.counts(session.refused)
-        session.watch(LIT, lit)
+        session.watch(LIT, _LighthouseWatch(company, tell))
         stack.callback(worker.close)
         yield worker
 
@@ -252,8 +257,21 @@ def _fetched(host: str, port: int, token: Token, folder: Path, tell: Callable[[s
     return mine
 
 
+class _LighthouseWatch:
+    """Tells a person when the lighthouse goes out and when it is back; called by `Session.watch`, in its thread."""
+
+    def __init__(self, company: Company, tell: Callable[[str], None]) -> None:
+        self._company, self._tell, self._is_dark = company, tell, False
+
+    def __call__(self, _: str, there: bool) -> None:
+        if self._company.ended is None and there == self._is_dark:
+            gone = "the lighthouse does not answer: on without it until it does"
+            self._tell("the lighthouse is back" if there else gone)
+            self._is_dark = not there
+
+
 class _Progress:
-    """How this worker comes on, in a line for a person now and then."""
+    """Prints how this worker comes on, a line now and then."""
 
     def __init__(self, steps: int, tell: Callable[[str], None]) -> None:
         self._steps, self._tell, self._next = steps, tell, 0.0
@@ -265,26 +283,19 @@ class _Progress:
 
 
 def _asked(session: Session, key: str, said: bytes) -> bytes:
-    """The lighthouse's answer. OSError where there is none."""
-    done, answers = threading.Event(), list[bytes | None]()
-    until = 6  # a fresh session does not know at once who serves what
-    for _ in range(until):
-        done.clear()
-        answers.clear()
-
-        def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            answers.append(reply)
-            done.set()
-
-        session.ask(key, said, answered, seconds=_ANSWER)
-        if done.wait(_ANSWER + 1.0) and answers and answers[0] is not None:
-            return answers[0]
-        done.wait(0.5) if not done.is_set() else threading.Event().wait(0.5)
+    """The lighthouse's answer. RendezvousFailed where there is none."""
+    for _ in range(_TRIES):  # a fresh session does not know at once who serves what
+        reply, _refusal = session.answer(key, said, seconds=_ANSWER)
+        if reply is not None:
+            return reply
+        time.sleep(_AGAIN)
     raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
 
 
 def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> Config:
-    """The run's, for this machine. What another machine says is data: names of code are not imported."""
+    """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: what another
+    machine says is data, and nothing of it is imported.
+    """
     if len(text) > _LONGEST:
         raise ValueError("the lighthouse's configuration is too long to be one")
     try:
@@ -306,7 +317,10 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
 
 
 def seat_of(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:
-    """A seat. ValueError where this worker is refused. Waits where too many come."""
+    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text.
+
+    ValueError, in one line, where this worker is refused; OSError where it has waited too long.
+    """
     hello, until = encode(Hello(__version__, corpus, session.name())), time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:

@@ -9,7 +9,7 @@ MODEL = "model"
 
 
 def giver_of(seat: int, place: int) -> str:
-    """Who gives what the worker at a place of that seat's island has."""
+    """The giver's name of the worker at `place` in the island of `seat`."""
     return f"{seat}/{place}" if place else str(seat)
 
 

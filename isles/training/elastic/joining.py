@@ -1,10 +1,10 @@
 """A worker of a run whose workers come and go.
 
     until the last round:
-        told whose state to begin with       take it (nobody's: as drawn, the same everywhere), say that it is here
+        told whose state to begin with       take it (where nobody has one: as drawn, the same everywhere)
         told of a view with this seat        train round after round: read the round's cell, exchange at its end
-        told to take another's state         what it has is nobody's any more: from the top
-    then: finish, offer what it came to, and wait for the end of the run
+        told to take another's state         give up its own, and start from the top
+    then: finish, offer its model, and wait for the end of the run
 
 A worker that is asked for its state copies it right after a landing, when nothing is under way.
 """
@@ -12,14 +12,14 @@ A worker that is asked for its state copies it right after a landing, when nothi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.cells import batches
+from isles.comm.elastic.cells import Batch, batches
 from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
 from isles.comm.elastic.guards.refusals import RefusalRow, Refusals
 from isles.comm.elastic.island import IslandGroup, LeadingRoster
@@ -47,10 +47,15 @@ Ending = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
-    """This worker. folder: for files on their way. leaving: set it, and the worker leaves after the round under way.
-    transport, gifts: between seats; they are whoever's who made them. tells: what is told beside the metrics, by name.
-    places: the workers of the island that this worker leads. over: called in pairs and groups with a round that is over
-    here, and all before, so that nobody waits for this worker's part in them. shown: gets its lines of metrics too.
+    """One worker, or the leader of an island, from its first state to the end of the run.
+
+    company: its line to the lighthouse. transport, gifts: between seats; the caller closes them. folder: for files on
+    their way. notice: called with a line for a person. tells: what is reported beside the metrics, by name. places: the
+    workers of the island that this worker leads; None: it is one by itself. over: where exchanges are of pairs or
+    groups, called with a round once that and all before are over here, so that nobody waits for this worker's part in
+    them. shown: called with each line of metrics.
+
+    leaving: set it, and the worker leaves after the round under way.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Participant:
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
+        *,
         tells: Callable[[], Mapping[str, Any]] = dict,
         places: IslandGroup | None = None,
         over: Callable[[int], None] = lambda round: None,
@@ -131,7 +137,7 @@ class Participant:
         return self._do("refused")
 
     def counts(self, refusals: Refusals) -> None:
-        """What the session of this worker does not take is counted there."""
+        """Have `Acts.refused` tell of what `refusals` counts, those of this worker's session."""
         self._acts.refusals = refusals
 
     def close(self) -> None:
@@ -183,26 +189,21 @@ class Participant:
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare
         self._tried = round
-        began, waited = self.transport.now(), self._waited()
-        done = round * every - steps  # one that takes fewer steps a round counts as far as the others
         read = [] if cell is None else batches(company.member.views, cell, round, cast(int, place))
-        self._do("train", done=done, batches=read, spare=spare)
+        seconds = self._train_cell(round * every - steps, read, spare)  # whoever takes fewer steps counts as the others
         if cell is None:
             self._spare += every
-        took = self.transport.now() - began
         if steps == 1:
-            company.pace(max(took - (self._waited() - waited), 0.0))
-        is_put_off, late = self._is_put_off(round), self.roster.deliveries.late
-        seats, outcome = ((company.seat,), ALONE) if is_put_off else self.roster.outcome(round)
-        if self._is_quorum and not is_put_off:
-            outcome, self._late = WHOLE if late == self._late else LATE, late
+            company.pace(seconds)
+        is_put_off = self._is_put_off(round)
+        seats, outcome = self._outcome(round, is_put_off=is_put_off)
         line = RoundLine(
             seat=company.seat,
             round=round,
             view=-1 if cell is None else cell.number,
             spare=spare,
             steps=steps,
-            seconds=max(took - (self._waited() - waited), 0.0),
+            seconds=seconds,
             seats=seats,
             outcome=outcome,
             at=self.transport.now(),
@@ -210,22 +211,45 @@ class Participant:
         company.report({"round": as_line(line)})
         if is_put_off:
             return 0
-        loss = self._judged(round, first=place == 0)
-        if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
-            self.trainer.report(loss)
-            self._tell()
+        self._report_metrics(round, is_first=place == 0)
         if self._is_quorum:
             return self._skipped(round)
         self._do("landed", round=round, left_out=company.left_out())
         self._pass(round)
         return 1
 
+    def _train_cell(self, done: int, read: Sequence[Batch], spare: int) -> float:
+        """The inner steps of a round, see `Acts.train`; seconds of computing that they took."""
+        began, waited = self.transport.now(), self._waited()
+        self._do("train", done=done, batches=read, spare=spare)
+        took = self.transport.now() - began
+        return max(took - (self._waited() - waited), 0.0)
+
+    def _outcome(self, round: int, *, is_put_off: bool) -> tuple[tuple[int, ...], str]:
+        """(who took part in the exchange of `round`, what became of it), as a `RoundLine` has them."""
+        if is_put_off:
+            return (self.company.seat,), ALONE
+        seats, outcome = self.roster.outcome(round)
+        if self._is_quorum:
+            late = self.roster.deliveries.late
+            outcome, self._late = WHOLE if late == self._late else LATE, late
+        return seats, outcome
+
+    def _report_metrics(self, round: int, *, is_first: bool) -> None:
+        """A line of metrics, where one is due. is_first: this worker is the first of its view, which validates."""
+        loss = self._validated(round) if is_first else None
+        if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
+            self.trainer.report(loss)
+            self._tell()
+
     def _pass(self, round: int) -> None:
         if not self._agrees:
             self._over(round)
 
     def _skipped(self, round: int) -> int:
-        """How many rounds are over: those too into which was delivered what came too late for the one before."""
+        """How many rounds are over. More than one where this worker was late: what it had was delivered into a later
+        round, so those up to there are over too.
+        """
         over = self.optimizer.fragments[0].rounds - round + 1
         for other in range(round + 1, round + over):
             self.company.skip(other)
@@ -239,13 +263,13 @@ class Participant:
             self._acts.copy(round, self.company.left_out())
 
     def _missed(self, word: Word) -> Missed | None:
-        """The mean of a round for which this worker was late."""
+        """Fetch the mean of a round for which this worker was late."""
         path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.company.member.seconds
         return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
 
     def _is_put_off(self, round: int) -> bool:
-        """Whether nobody could say whether a round that all land together is to land. RendezvousFailed where that has
-        been so for too long.
+        """Whether `round`, which all are to land together, did not land because the lighthouse could not be asked.
+        RendezvousFailed where nothing has landed for too long.
         """
         if not self._agrees or self.optimizer.fragments[0].rounds >= round:
             self._put_off, self._landed_at = 0, self.transport.now()
@@ -260,7 +284,7 @@ class Participant:
         return True
 
     def _waited(self) -> float:
-        """Seconds so far in which computing stood still."""
+        """Seconds so far in which this worker waited for others, or was stopped."""
         blocked = self.transport.traffic.total("blocked_seconds", "outer")
         return blocked + self.company.waited + self.transport.away_seconds
 
@@ -268,13 +292,13 @@ class Participant:
         for name, told in self._tells().items():
             self.company.report({name: told})
 
-    def _judged(self, round: int, *, first: bool) -> float | None:
-        """The first of the view looks at the text kept for validation, where that is due."""
-        due = first and round < self._last and self._passes(round, self.config.run.validate_every)
+    def _validated(self, round: int) -> float | None:
+        """The validation loss, where it is due after `round`; the last round's is that of the whole run's model."""
+        due = round < self._last and self._passes(round, self.config.run.validate_every)
         return self._do("look") if due else None
 
     def _passes(self, round: int, number: int) -> bool:
-        """Whether a multiple of so many inner steps is among those of `round`; 0: never."""
+        """Whether one of the inner steps of `round` is a multiple of `number`; 0: never."""
         every = sync_every(self.config)
         return number > 0 and (round * every) // number > ((round - 1) * every) // number
 
@@ -299,7 +323,7 @@ class Participant:
     # The end
 
     def _conclude(self) -> None:
-        """Offer what this worker came to; judge the one model where it is asked to."""
+        """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
         result = self._do("conclude")
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
         self._tell()

@@ -31,7 +31,7 @@ def is_whole(path: Path) -> bool:
 
 
 class KeptStates:
-    """In `folder`. places: workers of a member, 1 or those of an island."""
+    """The states in `folder`. places: workers of a member, 1 or those of an island."""
 
     def __init__(self, folder: Path, places: int) -> None:
         self._folder, self._places = folder, places

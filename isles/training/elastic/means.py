@@ -30,7 +30,7 @@ _SPARE = 1 << 16  # bytes of a file beside its tensor
 
 
 class Means:
-    """At a donor. folder: for the files."""
+    """The means that a donor keeps for joiners. folder: for their files."""
 
     def __init__(self, optimizer: OuterSync, gifts: Gifts, folder: Path) -> None:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder

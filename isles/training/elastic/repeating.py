@@ -96,7 +96,7 @@ class Repeater(Participant):
     company: RepeatedCompany
 
     def run(self) -> Ending:
-        """RecordedLife after life."""
+        """Life after life, as they are on record."""
         waits = replace(self.roster.founders.deadlines, outer=_FOREVER)
         self.roster.founders = replace(self.roster.founders, deadlines=waits)
         self.roster.learns = False
@@ -141,7 +141,7 @@ class RepeatedCompany(VirtualCompany):
         self.member = Member(self.seat, made.views.values())
 
     def begin_life(self, life: RecordedLife) -> None:
-        """From here on it is this one."""
+        """Begin with `life`: what is asked from here on is answered as it was then."""
         self._life, self._done, self.ended = life, 0, None
         self._look()
 

@@ -26,7 +26,7 @@ class Stand:
 
 
 def read_stand(out: Path) -> Stand:
-    """Of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
+    """Read the stand of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
     mend = f"light it with: isles lighthouse {out} --host HOST --port PORT"
     try:
         told = parse_json((out / NAME).read_bytes())

@@ -1,4 +1,4 @@
-"""States of workers as files: what a joiner begins with.
+"""The states that joiners begin with, as files that their donors give.
 
     full       weights, anchors, momenta, the inner optimizer's state: the joiner trains on as its donor does
     anchors    anchors and outer momenta alone, a third or less of that: its inner optimizer begins anew, and its rate
@@ -39,10 +39,13 @@ _SPARE = 1 << 20  # bytes of a state beside its tensors
 
 
 class States:
-    """Those that this worker gives and takes. folder: for files on their way. last: the last round of the run.
+    """The states that this worker gives and takes.
 
-    place: this worker's in its island. taken, of: bytes of the newest one that was taken, and its round. lacks_moments:
-    whether it came without the inner optimizer's. are_drawn: this worker's own is as it was made.
+    folder: for files on their way. kind: what this worker asks for (`world.join_state`). last: the last round of the
+    run. place: this worker's in its island, which takes states of that place.
+
+    taken, of: bytes of the newest state that was taken, and its round. lacks_moments: whether that came without the
+    inner optimizer's state. are_drawn: whether this worker's own state is still as drawn.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class States:
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
     def wanted(self) -> list[bool]:
-        """Of `STATE` and `ANCHORS`, which somebody has asked this worker for."""
+        """Whether somebody has asked this worker for `STATE`, and for `ANCHORS`."""
         return [self._gifts.is_wanted(what) for what in (STATE, ANCHORS)]
 
     def landed(self, round: int, left_out: dict[int, int], wanted: Sequence[bool]) -> bool:
@@ -102,9 +105,10 @@ class States:
     def fetch(
         self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None
     ) -> tuple[int, dict[int, int]]:
-        """Take on the state of `donor`, -1: the one that the lighthouse keeps. The round that it is of, and whom the
-        donor was told by then to be left out. seconds: without a piece, until it counts as lost. wait: until it is
-        offered, by default as long. after: it is to be of a round behind that one. NotGiven.
+        """Take on the state of `donor` (-1: the one that the lighthouse keeps).
+
+        seconds, wait, after: as in `GiftRequest`. Returns the round that it is of, and whom the donor knew by then to
+        be left out. NotGiven where none came, or none that fits.
         """
         giver, what = giver_of(donor, self._place), self._joins_with
         if donor < 0:
@@ -154,7 +158,7 @@ class States:
 
 
 def left_out_of(told: Any) -> dict[int, int]:
-    """Of what a peer says of that; nothing where it makes no sense."""
+    """Whom a peer says to be left out: by seat, the newest view then. Empty where it makes no sense."""
     if not isinstance(told, dict) or len(told) > 1 << 16:
         return {}
     return {int(seat): number for seat, number in told.items() if seat.isdecimal() and isinstance(number, int)}

@@ -1,4 +1,4 @@
-"""What a run must be so that workers may come and go in it."""
+"""Which configurations workers may come and go in, and what the lighthouse needs to know of one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, cast
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
-from isles.errors import as_typed
 from isles.replicas import method
 from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve, to_toml
-from isles.training.config.sections import SILENCE, Config
+from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
 from isles.training.elastic.charter import Charter, draw_up
-from isles.training.growing import refuse_full, refuse_kept, refuse_waits
+from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
@@ -67,74 +66,25 @@ def in_rounds(config: Config, *, simulated: bool = False) -> Config:
 
 
 def check(config: Config, *, simulated: bool = False) -> None:
-    """ValueError where workers of `config` cannot come and go."""
-    name, kind = config.method, method(config.method)
+    """ValueError, with the key and the mend, where workers of `config` cannot come and go."""
     if config.pipeline.routing in PEERS and not simulated:
         routing = config.pipeline.routing
         raise ValueError(f'pipeline.routing = "{routing}": its workers serve stages: join it with isles swarm peer')
-    if not kind.follows_roster:
-        raise ValueError(
-            f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
-            f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} some)"
-        )
-    for key, value in _AT_ONCE.items():
-        given = getattr(config.replicas, key, value)
-        if given not in (value, None):
-            raise ValueError(
-                f"replicas.{key} = {given!r}: a joiner takes a state right after a landing, when nothing is under way, "
-                f"and here something always is; choose {value!r}, or use isles train --nodes"
-            )
-    if getattr(config.replicas, "every_step_until", 0):
-        raise ValueError(
-            "replicas.every_step_until: where workers come and go all rounds are of sync_every steps; set it to 0"
-        )
-    mixing = getattr(config.replicas, "mixing", "all")
-    if mixing != "all":
-        raise ValueError(
-            f"replicas.mixing = {mixing!r}: such a round cannot be done without a lost worker; choose "
-            '"all", or the method noloco'
-        )
-    if getattr(config.replicas, "on_peer_failure", "solo") != "solo":
-        raise ValueError(
-            'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
-            "it out"
-        )
-    if config.pipeline.stages > 1:
-        raise ValueError(
-            "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
-            "--nodes"
-        )
-    if config.world.inner > 1 and (simulated or is_quorum(config) or not lands_together(config)):
-        raise ValueError(
-            f"world.inner = {config.world.inner}: islands come and go with methods of one mean for all, such as "
-            'diloco, with on_late = "wait", and not on the virtual clock: take it out'
-        )
-    if is_quorum(config) and config.world.inner > 1:
-        raise ValueError(
-            'replicas.on_late = "quorum": workers of an island would have to land amid a round together; choose '
-            '"wait", or world.inner = 1'
-        )
-    if config.world.silence != SILENCE:
-        raise ValueError(
-            f"world.silence = {config.world.silence:g}: where workers come and go it is world.lease that says when one "
-            "counts as gone; set that, and leave silence out"
-        )
-    if config.world.is_simulated and not simulated:
-        raise ValueError(
-            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
-        )
+    _check_method(config)
+    _check_world(config, simulated=simulated)
     if config.model.autocast == "fp16":
         raise ValueError('model.autocast = "fp16" is not there yet where workers come and go: choose "bf16" or "none"')
-    for key, value, meant in (
-        ("memory.method", config.memory.method, "none"),
-        ("memory.vectors", config.memory.vectors, "memory"),
-        ("run.loggers", config.run.loggers, ()),
-        ("run.start", config.run.start, ""),
-        ("data.split", config.data.split, "iid"),
-        ("data.batch_mode", config.data.batch_mode, "per_worker"),
-    ):
-        if value != meant:
-            raise ValueError(f"{key} = {as_typed(value)} is not there yet where workers come and go: leave it out")
+    refuse_unsupported(
+        {
+            "memory.method": (config.memory.method, "none"),
+            "memory.vectors": (config.memory.vectors, "memory"),
+            "run.loggers": (config.run.loggers, ()),
+            "run.start": (config.run.start, ""),
+            "data.split": (config.data.split, "iid"),
+            "data.batch_mode": (config.data.batch_mode, "per_worker"),
+        },
+        "workers",
+    )
     refuse_kept(config.run)
     if not simulated:
         refuse_full(config.world, config.replicas_in_all)
@@ -146,13 +96,65 @@ def check(config: Config, *, simulated: bool = False) -> None:
         )
 
 
+def _check_method(config: Config) -> None:
+    """The method, and its settings: rounds that can be done without whoever is lost, and end with nothing in flight."""
+    name, replicas = config.method, config.replicas
+    if not method(name).follows_roster:
+        raise ValueError(
+            f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
+            f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} some)"
+        )
+    for key, value in _AT_ONCE.items():
+        given = getattr(replicas, key, value)
+        if given not in (value, None):
+            raise ValueError(
+                f"replicas.{key} = {given!r}: a joiner takes a state right after a landing, when nothing is under way, "
+                f"and here something always is; choose {value!r}, or use isles train --nodes"
+            )
+    if getattr(replicas, "every_step_until", 0):
+        raise ValueError(
+            "replicas.every_step_until: where workers come and go all rounds are of sync_every steps; set it to 0"
+        )
+    mixing = getattr(replicas, "mixing", "all")
+    if mixing != "all":
+        raise ValueError(
+            f"replicas.mixing = {mixing!r}: such a round cannot be done without a lost worker; choose "
+            '"all", or the method noloco'
+        )
+    if getattr(replicas, "on_peer_failure", "solo") != "solo":
+        raise ValueError(
+            'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
+            "it out"
+        )
+
+
+def _check_world(config: Config, *, simulated: bool) -> None:
+    """What a worker is, and where it runs."""
+    world = config.world
+    if config.pipeline.stages > 1:
+        raise ValueError(
+            "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
+            "--nodes"
+        )
+    if world.inner > 1 and (simulated or is_quorum(config) or not lands_together(config)):
+        raise ValueError(
+            f"world.inner = {world.inner}: islands come and go with methods of one mean for all, such as "
+            'diloco, with on_late = "wait", and not on the virtual clock: take it out'
+        )
+    refuse_silence(world, "workers")
+    if world.is_simulated and not simulated:
+        raise ValueError(
+            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
+        )
+
+
 def lands_together(config: Config) -> bool:
-    """Whether the answer of an exchange is one for all workers. A method of pairs or groups says so by its settings."""
+    """Whether all workers land the same mean, as in DiLoCo; not so with methods of pairs or groups, as NoLoCo."""
     return hasattr(config.replicas, "mixing") or not hasattr(config.replicas, "group_size")
 
 
 def is_quorum(config: Config) -> bool:
-    """Whether a mean is that of those who have delivered in time."""
+    """Whether a mean is taken of those who have delivered in time (`replicas.on_late = "quorum"`)."""
     return isinstance(config.replicas, WeightedConfig) and config.replicas.on_late == "quorum"
 
 
@@ -174,7 +176,7 @@ def batches_in_all(config: Config) -> int:
 
 
 def rules(config: Config) -> Rules:
-    """Of the lighthouse."""
+    """The rules that the lighthouse of `config` decides by."""
     if config.pipeline.routing in PEERS:
         return peer_rules(config)
     return Rules(
@@ -189,5 +191,5 @@ def rules(config: Config) -> Rules:
 
 
 def charter_of(config: Config) -> Charter:
-    """What the lighthouse of `config` must know."""
+    """All that the lighthouse of `config` is started with."""
     return draw_up(to_toml(config), rules(config))

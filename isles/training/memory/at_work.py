@@ -1,4 +1,4 @@
-"""The memory of one worker while it trains: nothing special, or a plan at work."""
+"""What a trainer asks of its memory: nothing special without a plan, else the plan at work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def _trust(device: torch.device) -> None:
 
 
 class PlannedMemory:
-    """The memory of one worker of a run: nothing special, or a plan at work. device: where the worker computes."""
+    """The memory of one worker of a run: without a plan it leaves everything as it is.
+
+    device: where the worker computes. stage: which one it holds, where the model is cut. managed: the plan at work,
+    once `manage` was called; None: there is none.
+    """
 
     def __init__(self, config: Config, device: torch.device, stage: int = 0) -> None:
         self.config, self.stage, self.computes = config, stage, device

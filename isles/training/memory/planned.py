@@ -100,9 +100,7 @@ def _peer_rate(config: Config) -> float:
     return between.way_rate(0, 1) / 8
 
 
-def planned(
-    config: Config, made: Profile, here: Machine, *, replica_bytes: int = 0, free: float = math.inf
-) -> MemoryPlan:
+def planned(config: Config, made: Profile, here: Machine, *, free: float = math.inf) -> MemoryPlan:
     """The plan of `config.memory`: that of its file, or the fastest. free: bytes of the device that nobody has taken.
     ValueError, with the key, for what cannot be.
     """
@@ -134,7 +132,6 @@ def planned(
         disk_budget=_disk(memory.disk, here),
         update=memory.update,
         accumulation=batches,
-        replica_bytes=replica_bytes,
     )
     return replace(found, shared=sharing)
 

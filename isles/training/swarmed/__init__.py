@@ -1,1 +1,13 @@
-"""Runs whose stages are served by a swarm of peers."""
+"""Runs whose stages are served by a swarm of peers (`pipeline.routing = "swarm"`, `isles.pipeline.swarm`).
+
+`trainer`      `SwarmTrainer`: the trainer of one peer; `step`: its `Step`, from microbatches to gradients
+`dry`          the plan of such a run
+`churned`      a run whose peers come and go on the virtual clock
+
+Over a lighthouse, also for runs in clusters (`isles.training.clustered`):
+
+`terms`        which configurations peers may come and go in
+`peering`      takes part in a run from its start to its end; `isles swarm peer` calls it
+`seat`         what a peer has in its seat, whatever it serves; `seated`: `SeatedTrainer`, a swarm's trainer there
+`keeping`      the lighthouse; `given`: the names under which it and the peers exchange states
+"""

@@ -57,13 +57,13 @@ class SwarmKeeper(RunKeeper):
         return self.muster
 
     def muster_rules(self) -> MusterRules:
-        """Who is waited for."""
+        """The rules by which the first swarm, and later ones, begin."""
         rules = self.charter.rules
         peers = tuple(len(ranks) for ranks in stages_of(self.charter.pipeline, rules.founders))
         return MusterRules(peers=peers, most=rules.most, last=self.charter.run.steps)
 
     def parts(self, step: int) -> int:
-        """Of how many the state after `step` is made."""
+        """Of how many files the state after `step` is made."""
         return self.charter.pipeline.stages
 
     @override

@@ -2,10 +2,11 @@
 
     seat -> "what am I to do?" -> begin with the others, or ask those at work to be let in -> train -> the end
       ^                                                                                         |
-      +----------- again, as somebody else: the others have lost this peer, or all is lost -----+
+      +--------- again, in another seat: the others have lost this peer, or a stage its last ---+
 
-Seats are never used twice, so whoever is counted out by the others, stood still for too long, or loses a stage's last
-peer gives its seat back and comes again. Nothing is lost with that: its state was the others', or is at the lighthouse.
+Seats are never used twice. So a peer that the others have counted out, that stood still for too long, or whose swarm
+has lost a whole stage gives its seat back and comes again. Nothing is lost with that: its state is that of the others,
+or is kept by the lighthouse.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def take_part(
 
 
 class SeatedPeer:
-    """This peer in a seat, until `stack` ends. Errors as `take_part`."""
+    """One peer in one seat, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
+    to leave.
+    """
 
     def __init__(
         self, stack: ExitStack, entrance: Entrance, wish: int, leaving: threading.Event, tell: Callable[[str], None]
@@ -114,21 +117,21 @@ class SeatedPeer:
         stack.callback(self._gifts.close)
 
     def number(self) -> int:
-        """That all of one configuration and of the same cut points share."""
+        """A number that all peers of one configuration and the same cut points share."""
         return number_of(identity(self.config, planned_cut(self.config)))
 
     @property
     def step(self) -> int:
-        """The newest that it has done."""
+        """The newest step that this peer has done."""
         return 0 if self._trainer is None else self._trainer.optimizer.steps
 
     def leave(self) -> None:
-        """As soon as the others can do without it."""
+        """Leave, as soon as the others can do without this peer."""
         if self._trainer is not None:
             self._trainer.leave()
 
     def run(self) -> SeatEnding:
-        """Until it has nothing more to do in this seat."""
+        """Train until there is nothing more to do in this seat; "again": come back in another one."""
         part = self._part()
         if not isinstance(part, Begin | Enter):
             return part
@@ -144,7 +147,7 @@ class SeatedPeer:
             return "again"
 
     def _part(self) -> Begin | Enter | SeatEnding:
-        """What to do, once there is something."""
+        """Ask the lighthouse what to do until it says so, or how this seat has ended."""
         told, heard = "", time.monotonic()
         while not self.leaving.is_set():
             part = self.line.part(self.wish, self._run)
@@ -194,7 +197,7 @@ class SeatedPeer:
         return self._over(self.line.ended) if isinstance(self.line.ended, Over) else "again"
 
     def made(self, part: Begin | Enter) -> SeatedTrainer:
-        """What this peer trains with."""
+        """The trainer for `part`."""
         stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
         return SeatedTrainer(
             self.seat(),
@@ -206,7 +209,7 @@ class SeatedPeer:
         )
 
     def seat(self) -> OwnSeat:
-        """What whoever serves something here has."""
+        """What a trainer in this seat is made with."""
         return OwnSeat(
             self.config,
             self._transport,
@@ -232,7 +235,9 @@ class SeatedPeer:
         path.unlink()
 
     def kept(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
-        """What the lighthouse keeps of a stage, and tells of it. CommError where it does not come."""
+        """Fetch the state of `stage` after `step` that the lighthouse keeps: (its file, the facts told beside it).
+        CommError where it does not come.
+        """
         path = self.folder / f"kept-{stage}.safetensors"
         try:
             asked = GiftRequest(giver=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
@@ -241,7 +246,7 @@ class SeatedPeer:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
     def _conclude(self, trainer: SeatedTrainer, result: dict[str, Any]) -> None:
-        """Hand in the model, or be there for whoever does: is it lost, the others put it together again."""
+        """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:
                 self._gifts.offer(MODEL, self.folder / "model.safetensors", {})

@@ -1,5 +1,6 @@
-"""A peer's seat in a lighthouse's run: what it has there, whatever it serves. Positions are seats, so its world has as
-many as a run can give.
+"""What a peer has in its seat of a lighthouse's run, whichever stage it serves.
+
+Ranks are seats, so its world has as many ranks as a run can give seats.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _KEPT = 2  # steps of which a peer goes on to offer its state
 
 
 class OwnSeat:
-    """transport: between seats. gifts: what this peer gives. folder: for files on their way. report: tells the
-    lighthouse. stop_here: whether this peer ends after a step.
+    """What a seated trainer is made with.
+
+    transport: between seats. gifts: through which this peer gives its states. folder: for files on their way. report:
+    called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class OwnSeat:
         return Mesh(world=world, layout=Layout(tuple(places)), report=self._report, stop_here=self._stop_here)
 
     def offer(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """The state of a step, and no longer those of steps long before. write: puts it into a file."""
+        """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
+        the state into a file.
+        """
         self._gifts.offer(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
         for old in self._offered[:-_KEPT]:

@@ -1,5 +1,6 @@
-"""A peer of a swarm in a seat that a lighthouse gave: its trainer, and what it gives to the lighthouse. Who is in the
-other seats the peers know from each other.
+"""The trainer of a swarm's peer in a seat that a lighthouse gave, and the states that it offers to the lighthouse.
+
+Who serves in the other seats the peers agree on among themselves.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ class AwaitKept(Protocol):
 
 
 class SeatedTrainer(SwarmTrainer):
-    """stages: who is there from the start, by seat; none where a swarm is at work, of which `members` are. wish: the
-    stage that it wants to serve. await_kept: see `SwarmLine.await_kept`.
+    """A `SwarmTrainer` whose ranks are seats.
+
+    epoch: which of the run's swarms this is, counted by the lighthouse. stages: by seat, the stage of all who begin
+    together; {}: a swarm is at work already, of which `members` are asked to let this peer in. wish: the stage that it
+    wants to serve. await_kept: see `SwarmLine.await_kept`.
 
     No step begins that would take the run further than `run.checkpoint_every` steps from the newest states that the
     lighthouse keeps, so no more is lost with all peers. States are offered twice in so many steps: those of before are
@@ -64,7 +68,7 @@ class SeatedTrainer(SwarmTrainer):
         self.model_step.enter(self._asked, self._wish)
 
     def meet(self, seat: int) -> None:
-        """Listen to it. May be called in any thread."""
+        """Listen to `seat` from now on. May be called in any thread."""
         self.model_step.swarm.agreement.post.mail.meet(seat)
 
     @override
@@ -78,7 +82,7 @@ class SeatedTrainer(SwarmTrainer):
         self.model_step.swarm.leaving = True
 
     def go_on_from(self, step: int, state: Path) -> None:
-        """Take on what `state` is of this stage after `step`."""
+        """Begin after `step`, with the state of this stage that is in the file `state`."""
         given = torch.frombuffer(bytearray(state.read_bytes()), dtype=torch.uint8)
         stepped = self.model_step
         stepped.serve(*self._become(stepped.cut, self.world.place.stage, given))
@@ -86,7 +90,7 @@ class SeatedTrainer(SwarmTrainer):
 
     @property
     def has_left(self) -> bool:
-        """Whether it has, as it was asked to."""
+        """Whether this peer has left the swarm, as it was asked to."""
         swarm = self.model_step.swarm
         return swarm.leaving and self.model_step.last is not None and swarm.is_gone
 
@@ -97,11 +101,11 @@ class SeatedTrainer(SwarmTrainer):
 
     @property
     def first(self) -> int:
-        """Whose is to put the model together: the first of stage 0."""
+        """The seat that puts the model together at the end: the first of stage 0."""
         return self.model_step.swarm.peers(0)[0]
 
     def lost(self, seat: int) -> bool:
-        """Whether nothing of it comes any more."""
+        """Whether `seat` is lost: nothing comes from it any more."""
         return seat in self.model_step.swarm.agreement.post.mail.lost
 
     def refusals(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""A peer of a swarm as a `Step`: text by number, a swarm's step, and the model put together by who is left."""
+"""A peer of a swarm as a trainer's `Step`: microbatches by number, the swarm's step, and the model put together."""
 
 from __future__ import annotations
 
@@ -58,10 +58,16 @@ NewStage = tuple[Stage, Scheme, Text | None]
 
 
 class Swarmed:
-    """One peer. present: who is there from the start; others come when they do. text: of an origin. become: makes this
-    worker a peer of another stage, of a state that `state` made at another one, and gives that stage and its text.
-    revive: the same of a stage that nobody serves any more, of such states of its neighbours. met: to whom it
-    listens from the start; None: all. `last` is what all know of the newest step.
+    """One peer of a swarm.
+
+    stage, scheme, text: what it serves at the start; text: None where its stage is not the first. present: ranks that
+    are there from the start. met: ranks that it listens to from the start; None: all. state: this peer's state between
+    two steps, for peers that come to its stage. become(stage, state): makes this worker a peer of another stage from
+    such a state. revive(stage, states): the same for a stage that has no peer left, from states of its neighbours.
+
+    last: what all peers know of the newest step. step: its number. moves, rebuilt: stages that this peer came to, and
+    those of them that it made anew. tokens: that this peer has read for microbatches it has counted. block_norm: of the
+    newest gradient of this stage's blocks.
     """
 
     reads = False
@@ -89,47 +95,56 @@ class Swarmed:
         self.rebuilds = config.pipeline.stage_lost == "rebuild"
         if self.rebuilds:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.stage_lost = "rebuild"')
-        pipeline, self.rows = config.pipeline, config.data.batch_size_per_worker(1)
-        form = self._form()
-        stages = [coordinate.stage for coordinate in world.layout.coordinates]
-        run = number_of(identity(config, cut))
-        largest = max(state_bytes(self._sketch(), piece) for piece in cut.pieces)
+        self.rows = config.data.batch_size_per_worker(1)
+        post = self._post(met)
+        self._gifts = StateGifts(post, state)
+        self.swarm = self._swarm(post, present, autocast)
+        self._judge = SwarmJudge(self.swarm)
+        self.step = self.tokens = self.moves = self.rebuilt = 0
+        self.block_norm = 0.0
+        self.last: SwarmStep | None = None
+        self._is_arranged = self._has_declined = False
+
+    def _post(self, met: Sequence[int] | None) -> Post:
+        """The letters between all who may ever be in the run."""
+        config, world = self.config, self.world
+        largest = max(state_bytes(self._sketch(), piece) for piece in self.cut.pieces)
         lengths = letter_lengths(
-            form,
+            self._form(),
             gradient=largest,
             state=largest,
             peers=min(world.size, config.world.max_members),
-            microbatches=pipeline.microbatches,
+            microbatches=config.pipeline.microbatches,
             ever=world.size,
         )
-        group = world.world.among(range(world.size), "pipeline")
-        post = Post(Mail(group, run=run, lengths=lengths, channels=ASIDE, met=met))
-        self._gifts = StateGifts(post, state)
-        work = StageWork(stage, group, form, pipeline.microbatches, shares=self._shares(), autocast=autocast)
+        group, run = world.world.among(range(world.size), "pipeline"), number_of(identity(config, self.cut))
+        return Post(Mail(group, run=run, lengths=lengths, channels=ASIDE, met=met))
+
+    def _swarm(self, post: Post, present: Sequence[int], autocast: Context) -> Swarm:
+        """The swarm as it begins, with this worker in it where it is `present`."""
+        config, world, pipeline, group = self.config, self.world, self.config.pipeline, post.mail.group
+        work = StageWork(
+            self.stage, group, self._form(), pipeline.microbatches, shares=self._shares(), autocast=autocast
+        )
         work.text = self._microbatch
-        stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(stages)]
-        is_here = world.rank in present
-        agreement = Agreement(post, group.deadlines.pipeline, present if is_here else ())
+        placed = [coordinate.stage for coordinate in world.layout.coordinates]
+        stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
+        agreement = Agreement(post, group.deadlines.pipeline, present if world.rank in present else ())
         ways = ways_of(pipeline, stages, agreement.patience)
         peer = SwarmPeer(work, post, agreement, ways, seed=config.run.seed * world.size + world.rank)
-        costs = stage_costs(cut)
+        costs = stage_costs(self.cut)
         policy, period, margin = pipeline.rebalance, pipeline.rebalance_every, pipeline.hysteresis
         balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
-        arrangement = Arrangement(stages, costs, balance)
         late = DelayedSwarm if pipeline.delay_updates else Swarm
         kind = late if config.method == "none" else OwnSwarm
-        self.swarm = kind(
-            peer, agreement, self._trained(), arrangement, pipeline.microbatches, consistency=pipeline.consistency
+        return kind(
+            peer,
+            agreement,
+            self._trained(),
+            Arrangement(stages, costs, balance),
+            pipeline.microbatches,
+            consistency=pipeline.consistency,
         )
-        self._judge = SwarmJudge(self.swarm)
-        self.step = self.tokens = self.moves = self.rebuilt = 0
-        """Steps of the run; tokens read by this peer for what it has counted; stages that it came to; those of them
-        that it made anew.
-        """
-        self.block_norm = 0.0
-        """Of the newest gradient of this stage's blocks."""
-        self.last: SwarmStep | None = None
-        self._is_arranged = self._has_declined = False
 
     def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
         """Come to a swarm that is at work, of which `others` are; the step that this peer begins with. wish: the stage
@@ -181,7 +196,7 @@ class Swarmed:
         return True
 
     def _decline(self) -> None:
-        """Nobody can go on without this peer: all stop, resumably, where somebody sees to that."""
+        """Tell that this peer cannot leave, for nobody could go on without it; who started the run may stop it then."""
         self._has_declined = True
         stage = self.swarm.stages[self.swarm.me]
         told = (
@@ -257,7 +272,7 @@ class Swarmed:
         self.moves += 1
 
     def serve(self, stage: Stage, scheme: Scheme, text: Text | None) -> None:
-        """This stage from now on."""
+        """Serve `stage` from now on."""
         self.stage, self.scheme, self.text = stage, scheme, text
         self.swarm.peer.work.serve(self.stage, self._form(), self._shares())
         self.swarm.parameters = self._trained()
@@ -303,13 +318,13 @@ class Swarmed:
 
 
 def identity(config: Config, cut: Cut) -> str:
-    """What all peers of a run have in common: all but where things lie on a machine, and what it trains on."""
+    """What all peers of a run must agree on, as text: all of the configuration but paths and device, and the cut."""
     data, model = replace(config.data, path="", cache=""), replace(config.model, device="auto")
     return to_toml(replace(config, data=data, model=model)) + repr([piece.blocks.start for piece in cut.pieces])
 
 
 def number_of(identity: str) -> int:
-    """56 bits of its hash."""
+    """56 bits of the hash of `identity`, for the heads of letters."""
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
 
 
@@ -328,13 +343,13 @@ def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Se
 
 
 def stage_costs(cut: Cut) -> list[float]:
-    """What a sample costs at each stage."""
+    """What a sample costs at each stage, in the unit of `cut.costs`."""
     blocks = [sum(cut.costs.blocks[number] for number in piece.blocks) for piece in cut.pieces]
     return [own + (cut.costs.head if piece.leaves else 0.0) for own, piece in zip(blocks, cut.pieces, strict=True)]
 
 
 def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmWays:
-    """How microbatches travel. stages: by peer."""
+    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds, see `SwarmWays`."""
     given, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}

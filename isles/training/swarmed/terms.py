@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from isles.comm.elastic.orders import Rules
-from isles.errors import as_typed
 from isles.training.config.clustered import refuse_growing
-from isles.training.config.sections import SILENCE, Config
-from isles.training.growing import refuse_full, refuse_kept, refuse_waits
+from isles.training.config.sections import Config
+from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 
 
 def among_peers(config: Config) -> Config:
@@ -22,21 +21,18 @@ def among_peers(config: Config) -> Config:
         raise ValueError(
             'world.backend = "virtual": real peers join a lighthouse; take it out, or use isles simulate --churn'
         )
-    if world.silence != SILENCE:
-        raise ValueError(
-            f"world.silence = {world.silence:g}: where peers come and go it is world.lease that says when one counts "
-            "as gone; set that, and leave silence out"
-        )
+    refuse_silence(world, "peers")
     if config.model.autocast == "fp16":
         raise ValueError('model.autocast = "fp16" is not there yet where peers come and go: choose "bf16" or "none"')
-    for key, value, meant in (
-        ("run.loggers", config.run.loggers, ()),
-        ("run.tokens", config.run.tokens, 0),
-        ("world.join_state", world.join_state, "full"),
-        ("memory.vectors", config.memory.vectors, "memory"),
-    ):
-        if value != meant:
-            raise ValueError(f"{key} = {as_typed(value)} is not there yet where peers come and go: leave it out")
+    refuse_unsupported(
+        {
+            "run.loggers": (config.run.loggers, ()),
+            "run.tokens": (config.run.tokens, 0),
+            "world.join_state": (world.join_state, "full"),
+            "memory.vectors": (config.memory.vectors, "memory"),
+        },
+        "peers",
+    )
     refuse_kept(config.run)
     refuse_full(world, world.workers)
     refuse_waits(world, "join_deadline")

@@ -43,9 +43,14 @@ _FAREWELL = 2.0
 
 
 class SwarmTrainer(Trainer):
-    """Without an outer method the weights of a stage's peers are equal after every step, for all have the same
-    gradient: nothing is left to compare or to average. With one they are as it leaves them after its exchanges, which
-    go by letters, among those whom the swarm has agreed on.
+    """A `Trainer` whose steps are those of a swarm.
+
+    Without an outer method all peers of a stage have the same gradient, so their weights are equal after every step,
+    and there is nothing to compare or to average. With one, their weights differ between its exchanges, which go by
+    letters among the peers that the swarm has agreed on.
+
+    present: ranks that are there from the start; None: all. met: ranks that this worker listens to from the start;
+    None: all.
     """
 
     model_step: Swarmed
@@ -59,9 +64,6 @@ class SwarmTrainer(Trainer):
         present: Sequence[int] | None = None,
         met: Sequence[int] | None = None,
     ) -> None:
-        """present: who is there from the start; None: all. met: to whom this worker listens from the start; None: to
-        all.
-        """
         self._corpus, self._present, self._met = corpus, range(world.size) if present is None else present, met
         alone = world.world.among([world.rank])  # what it knows of others the swarm tells it
         self._peers = alone if config.method == "none" else SwarmRoster(alone)
@@ -82,14 +84,14 @@ class SwarmTrainer(Trainer):
             return None
 
     def _enter(self) -> None:
-        """Where workers are numbered as they come."""
+        """Come to a swarm that is at work; here ranks are numbered in the order in which workers come."""
         self.model_step.enter(range(self.world.rank))
 
     def _ask_to_leave(self) -> None:
         self.model_step.swarm.leaving = True
 
     def _depart(self) -> None:
-        """As all know: nothing that this peer had begun is left undone."""
+        """Leave for good; the others know, and nothing that this peer has begun is left undone."""
         self.model_step.swarm.agreement.post.mail.settle(_FAREWELL)
         self.world.leaving.has_left = True
         if self.model_step.last is not None:
@@ -148,7 +150,7 @@ class SwarmTrainer(Trainer):
         return step
 
     def _state(self) -> bytes:
-        """What a peer of this stage has between two steps, as safetensors."""
+        """This peer's state between two steps, as the bytes of a safetensors file; what another one `_become`s from."""
         optimizer = self.optimizer
         held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
         held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from isles.comm.elastic.mail import CHUNK, EARLY, EARLY_OF_ALL, Chunk, Inbox, Verdict, offsets
+from isles.comm.elastic.chunks.incoming import CHUNK, EARLY, EARLY_OF_ALL, Chunk, Inbox, Verdict, offsets
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
 

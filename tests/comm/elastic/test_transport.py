@@ -19,7 +19,7 @@ import torch
 import isles
 from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
-from isles.comm.elastic.mail import CHUNK, EARLY
+from isles.comm.elastic.chunks.incoming import CHUNK, EARLY
 from isles.comm.elastic.session import IncomingQuery, open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed

@@ -17,7 +17,7 @@ from isles.network.clusters.growing import ClusterGrowth
 from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.splitting import ModelLoad
 from isles.network.clusters.telling import SILENT, heard, is_told, told
-from isles.pipeline.ravnest.entering import HELLO, ClusterDoor, ClusterWelcome
+from isles.pipeline.ravnest.entering import HELLO, ClusterEntrance, ClusterWelcome
 from isles.pipeline.ravnest.quorum import WORDS, Quorum
 from isles.pipeline.ravnest.seats import ClusterSeats
 
@@ -149,26 +149,26 @@ def test_a_word_that_cannot_be_costs_its_sender_its_seat_and_nothing_else(how: s
 
 def knock(world: Mesh, how: str) -> Any:
     """Two are at work; others come, of whom the first says what cannot be."""
-    door = ClusterDoor(world.world, 5 if world.rank != 2 or how != "run" else 6)
+    entrance = ClusterEntrance(world.world, 5 if world.rank != 2 or how != "run" else 6)
     if world.rank >= 2:
         world.transport.compute(1.0)
     if world.rank == 2:
         body = {"long": torch.ones(9, dtype=torch.uint8), "numbers": torch.tensor([2]).view(torch.uint8)}
         sent = body.get(how, torch.tensor([SILENT]).view(torch.uint8))
         for other in (0, 1):
-            door.mail.send(other, MailNote(HELLO, 0), sent)
+            entrance.mail.send(other, MailNote(HELLO, 0), sent)
         world.transport.compute(9.0)
         return None
     if world.rank == 3:
-        welcome = door.ask(range(2), SILENT)
+        welcome = entrance.ask(range(2), SILENT)
         return welcome.swaps, welcome.seats.waiting, dict(welcome.facts)
     quorum = Quorum(world.world, ClusterSeats.of([[1]], range(2)), GROWTH)
     world.transport.compute(2.0)
-    door.hear(quorum, leaving=False)
+    entrance.hear(quorum, leaving=False)
     quorum.settle()
-    comers = door.let_in(quorum, {"step": 4})
+    comers = entrance.let_in(quorum, {"step": 4})
     world.transport.compute(3.0)
-    return comers, dict(door.mail.refused)
+    return comers, dict(entrance.mail.refused)
 
 
 @pytest.mark.parametrize("how", ["run", "long", "numbers"])

@@ -51,6 +51,14 @@ def spoil(swarm: Swarm, what: str) -> None:
         everybody(WORD, 24)
     elif what == "sums":
         swarm._own = lambda: torch.full_like(torch.cat([p.reshape(-1) for p in work.stage.parameters()]), torch.nan)  # type: ignore[method-assign]
+    elif what == "one share":
+        honest_send = mail.send
+
+        def send(position: int, note: MailNote, body: Any = None) -> None:
+            is_shard = note.kind == SHARD and position == min(mail.group.others, key=lambda other: abs(other - LIAR))
+            honest_send(position, note, torch.full_like(body, 0xFF) if is_shard else body)
+
+        mail.send = send  # type: ignore[method-assign]
     elif what == "share":
         everybody(SHARD, 8)
         everybody(MEAN, 8)
@@ -69,11 +77,11 @@ def spoil(swarm: Swarm, what: str) -> None:
         everybody(BACKWARD, form.gradient_bytes + form.loss_dtype.itemsize)
 
 
-def train(world: Mesh, what: str) -> Any:
+def train(world: Mesh, what: str, setting: Setting = SETTING, liar: int = LIAR) -> Any:
     torch.set_num_threads(1)
-    swarm = swarm_of(world, SETTING)
+    swarm = swarm_of(world, setting)
     swarm.peer.work.text = lambda microbatch: text(microbatch, 1)
-    if world.rank == LIAR:
+    if world.rank == liar:
         spoil(swarm, what)
     try:
         result = swarm.step()
@@ -82,12 +90,13 @@ def train(world: Mesh, what: str) -> Any:
     mail = swarm.agreement.post.mail
     mail.settle()
     gradients = {name: parameter.grad for name, parameter in swarm.peer.work.stage.named_parameters()}
-    told = [(gradients, result.loss)], dict(mail.refused), str(mail.lost.get(LIAR)), swarm.agreement.members
+    told = [(gradients, result.loss)], dict(mail.refused), str(mail.lost.get(liar)), swarm.agreement.members
     return *told, world.transport.now()
 
 
 @pytest.mark.parametrize(
-    "what", ["activations", "gradients", "word", "length", "long", "another run", "share", "unasked", "sums"]
+    "what",
+    ["activations", "gradients", "word", "length", "long", "another run", "share", "one share", "unasked", "sums"],
 )
 def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
     done = isles.run_virtual(train, 9, links=LINKS, args=(what,), step_seconds=0.3)
@@ -100,3 +109,13 @@ def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
     assert all(each[3] == (0, 1, 2, 3, 5, 6, 7, 8) for each in honest)
     assert max(each[4] for each in honest) < min(SETTING.deadlines), "nobody waits for what was refused elsewhere"
     assert isinstance(done[LIAR], str)  # it has ended, by whatever it saw of that first
+
+
+@pytest.mark.parametrize("liar", [1, 2])
+def test_who_is_told_of_a_liar_by_the_last_letter_does_not_sleep_over_it(liar: int) -> None:
+    """Of the one microbatch, which goes to either of stage 1: nothing else comes that would wake anybody."""
+    setting = Setting(peers=(1, 2, 1), microbatches=1, charged=True, patience=100.0)
+    done = isles.run_virtual(train, 4, links=LINKS, args=("gradients", setting, liar), step_seconds=0.3)
+    told = [each for each in done if not isinstance(each, str)]
+    assert furthest(setting, [each[0] for each in told]) < 1e-12
+    assert all(each[-1] < setting.patience / 2 for each in told)

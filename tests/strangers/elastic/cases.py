@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import pytest
 
 from isles.comm import credentials
+from isles.comm.elastic.chunks.incoming import CHUNK
 from isles.comm.elastic.keys import ASKED, HELLO, REPORTED, signature
 from isles.comm.elastic.lighthouse import JOINS
-from isles.comm.elastic.mail import CHUNK
 from isles.comm.elastic.messages import (
     Accusation,
     Ack,

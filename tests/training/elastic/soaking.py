@@ -28,6 +28,7 @@ from tests.training.elastic.warm import Worker
 
 FROZEN = 5.0  # seconds
 CALM = ["kill", "kill", "kill", "leave", "join", "join", "join", "join"]
+_BEHIND = 3  # rounds
 _LEFT = (0, 143, -15)  # 143, -15: it was not in yet
 
 
@@ -54,7 +55,7 @@ class Soak:
         self._wait(self.draw.uniform(*self.waits))
         what = self.draw.choice(kinds)
         free = [worker for worker in self.living if worker not in self.frozen]
-        trained = [worker for worker in free if worker.has_begun()]
+        trained = self._in_step(free)
         if len(trained) <= 2:  # whose state the run would end with
             free = [worker for worker in free if worker not in trained]
         if len(self.living) < self.most and (what == "join" or len(self.living) <= self.least or not free):
@@ -74,6 +75,11 @@ class Soak:
         victim.send_signal(signal.SIGTERM if what == "leave" else signal.SIGKILL)
         if what == "leave":
             self.leaving.append(victim)
+
+    def _in_step(self, free: Sequence[Worker]) -> list[Worker]:
+        """Those that have the run's state: they are in its newest rounds."""
+        last = {worker: max((one["round"] for one in worker.rounds()[-1:]), default=0) for worker in self.living}
+        return [worker for worker in free if last[worker] > max(last.values(), default=0) - _BEHIND]
 
     def _note(self, what: str, worker: Worker) -> None:
         self.done[what] += 1

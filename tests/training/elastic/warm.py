@@ -54,11 +54,6 @@ class Worker:
         """The hash of its anchor after each landing of a mean for which a quorum was enough, by round."""
         return {line["round"]: line["digest"] for line in self._lines(LANDINGS)}
 
-    def has_begun(self) -> bool:
-        """Whether it has done a round."""
-        written = self._folder / FOLDER / f"{self.name}.jsonl"
-        return written.exists() and written.stat().st_size > 0
-
     def starts(self) -> list[dict[str, Any]]:
         """A `StartLine` for each state that it began with."""
         return self._lines(STARTS)

@@ -150,7 +150,7 @@ def test_the_sum_of_gradients_hides_behind_microbatches(tmp_path: Path) -> None:
     ("more", "words"),
     [
         (["replicas.method=diloco"], "pipeline.delay_updates = 1"),
-        (["pipeline.stage_lost=rebuild"], "pipeline.stage_lost = 'rebuild'"),
+        (["pipeline.stage_lost=rebuild"], 'pipeline.stage_lost = "rebuild"'),
         (["pipeline.delay_updates=2"], "pipeline.delay_updates = 2: choose 0, or 1 step"),
         (
             ["pipeline.routing=fixed", "pipeline.peers=[]", "pipeline.stages=7"],

@@ -72,4 +72,4 @@ def test_it_is_printed_and_told_as_json(capsys: pytest.CaptureFixture[str]) -> N
     told = json.loads(capsys.readouterr().out)
     assert told["seconds"] is None and len(told["seats"]) == 7 and min(told["peak_bytes"]) > 0
     show(config("world.backend=distributed"), probe=False, as_json=False)
-    assert "as it is fast" in capsys.readouterr().out
+    assert "by its speed" in capsys.readouterr().out

@@ -178,10 +178,10 @@ def test_noloco_goes_on_whenever_a_peer_is_lost(victim: int) -> None:
     ("more", "words"),
     [
         (["replicas.method=localsgd"], 'choose "none", or diloco or noloco'),
-        (["replicas.prefetch_phi=true"], "replicas.prefetch_phi = True"),
-        (["replicas.on_peer_failure=raise"], "replicas.on_peer_failure = 'raise'"),
-        (["replicas.method=diloco", "replicas.on_late=quorum"], "replicas.on_late = 'quorum'"),
-        (["pipeline.stage_lost=rebuild"], "pipeline.stage_lost = 'rebuild'"),
+        (["replicas.prefetch_phi=true"], "replicas.prefetch_phi = true"),
+        (["replicas.on_peer_failure=raise"], 'replicas.on_peer_failure = "raise"'),
+        (["replicas.method=diloco", "replicas.on_late=quorum"], 'replicas.on_late = "quorum"'),
+        (["pipeline.stage_lost=rebuild"], 'pipeline.stage_lost = "rebuild"'),
     ],
 )
 def test_what_does_not_go_with_a_swarm_is_refused_in_a_line(more: list[str], words: str) -> None:

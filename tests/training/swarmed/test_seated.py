@@ -303,7 +303,7 @@ def test_each_command_joins_its_own_kind_of_run(tmp_path: Path) -> None:
     run.stop()
     plain = Run(small(tmp_path, 60, 2), tmp_path / "plain")
     with pytest.raises(ValueError, match="join it with isles join"):
-        take_part(plain.address, parse_token(plain._token), Here(), -1, tell=plain.notices.append)
+        take_part(plain.address, parse_token(plain.token), Here(), -1, tell=plain.notices.append)
     plain.stop()
 
 

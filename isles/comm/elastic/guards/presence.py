@@ -18,7 +18,7 @@ _LOOK = 0.5  # seconds from one look to the next that count, at most
 
 
 class Presence:
-    """As the lighthouse sees it, which looks several times a second."""
+    """Who is there and speaks, for a lighthouse that looks several times a second."""
 
     def __init__(self) -> None:
         self._looked_at: float | None = None

@@ -35,7 +35,7 @@ class Refusals(Counter[tuple[int, str]]):
 
 
 def together(told: Iterable[Sequence[RefusalRow]]) -> list[RefusalRow]:
-    """Of several, as if one had refused all of it."""
+    """The rows of several workers put together, as if one had refused all of it."""
     every = Refusals()
     for seat, why, times in chain.from_iterable(told):
         key = (seat, why) if (seat, why) in every or len(every) < _MOST else (-1, OTHERS)

@@ -32,16 +32,16 @@ _DIAL = 3.0  # seconds that a worker is dialled for
 _MOST = 64  # direct links that are dialled; all others go over the lighthouse
 
 
-class Postman(Protocol):
-    """What carries messages: `ElasticTransport`."""
+class LinkedTransport(Protocol):
+    """What sends over direct links: `ElasticTransport`."""
 
     def link(self, session: Session, peer: int | None) -> None:
         """Reach `peer`, or whoever is there, over `session` too."""
         ...
 
 
-class OpenDoor:
-    """This worker's own session for others, at host:port; port 0: any. refused: see `Session`."""
+class DirectListener:
+    """A session of this worker's own that others connect to, at host:port; port 0: any. refused: see `Session`."""
 
     def __init__(self, secret: str, folder: Path, host: str, port: int, *, lease: float, refused: Refusals) -> None:
         """ValueError where the address cannot be had."""
@@ -56,9 +56,11 @@ class OpenDoor:
 
 
 class DirectLinks:
-    """The direct links of the worker in the seat of `entry`. ask: the lighthouse, as in `Company`. secret: the run's;
-    folder: for what is trusted. listener: where this worker is reached, if the lighthouse reaches it there. notice:
-    called with a line for a person. place: this worker's in its island; it is linked to those at that place in others.
+    """The direct links of the worker in the seat of `entry`; the `Guide` of its transport.
+
+    ask: asks the lighthouse, as `Company.ask`. secret: the run's. folder: for the certificates of others. lease:
+    seconds of silence after which a link counts as broken. notice: called with a line for a person. place: this
+    worker's in its island; it is linked to the workers at the same place of other islands.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class DirectLinks:
     ) -> None:
         self._session, self._entry, self._ask, self._place = session, entry, ask, place
         self._secret, self._folder, self._lease, self._notice = secret, folder, lease, notice
-        self._postman: Postman | None = None
-        self._listener: OpenDoor | None = None
+        self._transport: LinkedTransport | None = None
+        self._listener: DirectListener | None = None
         self._listens = False
         self._found: dict[int, Found] = {}
         self._dialled: dict[int, Session] = {}
@@ -93,7 +95,7 @@ class DirectLinks:
         lighthouse sees this machine. Says whether the lighthouse reaches it. ValueError where the address cannot be
         had.
         """
-        self._listener = OpenDoor(
+        self._listener = DirectListener(
             self._secret, self._folder / "own", host, port, lease=self._lease, refused=self._session.refused
         )
         self._announced = announced
@@ -116,15 +118,15 @@ class DirectLinks:
             )
         self._listens = self._listens or reached
 
-    def start(self, postman: Postman) -> None:
-        """Link `postman` from now on."""
-        self._postman = postman
+    def start(self, transport: LinkedTransport) -> None:
+        """Add direct links to `transport` from now on."""
+        self._transport = transport
         if self._listener is not None:
-            postman.link(self._listener.session, None)
+            transport.link(self._listener.session, None)
             self._session.watch(LIT, self._light)
         self._thread.start()
 
-    # What the postman asks
+    # What the transport asks (`Guide`)
 
     def introduction(self, peer: int) -> bytes | None:
         """What a message to `peer` bears; None while the lighthouse does not say. Waits for its answer."""
@@ -212,8 +214,8 @@ class DirectLinks:
                 refused=self._session.refused,
             )
             self._dialled[seat] = session
-            assert self._postman is not None
-            self._postman.link(session, seat)
+            assert self._transport is not None
+            self._transport.link(session, seat)
             return True
         return False
 

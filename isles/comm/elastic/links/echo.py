@@ -1,18 +1,17 @@
-"""How fast the line of a session to its lighthouse is, which answers at once, with as much as it is asked for."""
+"""How fast the line between a session and its lighthouse is: an `ECHO` answers at once with as many bytes as asked."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from isles.comm.elastic.keys import ECHO, PIECE
 from isles.comm.elastic.session import Session
 
 _PATIENCE = 5.0  # seconds in which a fresh session gets to know who serves what
 _ANSWER = 10.0  # seconds
+_AGAIN = 0.05  # seconds between tries
 _ENOUGH = 1.0  # seconds, and the rate is known
 _SIZES = (1 << 16, 1 << 18, PIECE)  # bytes
 _PINGS = 5
@@ -38,21 +37,16 @@ def echo_line(session: Session) -> EchoLine | None:
 
 
 def ask(session: Session, key: str, said: bytes, seconds: float = _ANSWER) -> bytes | None:
-    """The answer; asked again for a moment, while a fresh session does not know who serves what."""
+    """The lighthouse's answer; None where it refuses or says nothing.
+
+    Asked again for a moment, because a fresh session does not know yet who serves what.
+    """
     until = time.monotonic() + _PATIENCE
     while True:
-        done, answers = threading.Event(), list[tuple[bytes | None, bytes | None]]()
-
-        def answered(reply: bytes | None, refusal: bytes | None, answers: Any = answers, done: Any = done) -> None:
-            answers.append((reply, refusal))
-            done.set()
-
-        session.ask(key, said, answered, seconds=seconds)
-        if not done.wait(seconds + 1.0):
-            return None
-        if answers[0] != (None, None) or time.monotonic() > until:
-            return answers[0][0]
-        time.sleep(0.05)
+        reply, refusal = session.answer(key, said, seconds=seconds)
+        if reply is not None or refusal is not None or time.monotonic() > until:
+            return reply
+        time.sleep(_AGAIN)
 
 
 def _rate(session: Session, size_of: Callable[[int], tuple[bytes, int]]) -> float:

@@ -26,7 +26,7 @@ class Reports:
         self._thread.start()
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """One more, JSON-able."""
+        """Queue one more event, JSON-able."""
         with self._changed:
             self._lines.append(json.dumps(event).encode("utf-8"))
             self._changed.notify_all()

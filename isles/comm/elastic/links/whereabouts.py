@@ -43,7 +43,7 @@ class Whereabouts:
         return Found(find.seat, there.host, there.port, there.certificate, word)
 
     def forget(self, seat: int, place: int) -> None:
-        """That worker does not listen any more, as far as is known."""
+        """Forget where that worker listens, for it may not any more."""
         self._known.pop((seat, place), None)
 
     def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:

@@ -59,7 +59,7 @@ class Delivery:
 
     @property
     def attempt(self) -> int:
-        """Of the exchange that is made, or waits for its word."""
+        """The number of the exchange that is being made, or waits for its word."""
         return self._part.attempt
 
     @property
@@ -69,7 +69,7 @@ class Delivery:
         return len(self.word.steps) * self.steps / sum(self.word.steps)
 
     def look(self, now: float) -> Phase:
-        """Where it is now. It is told again now and then, for words may be lost."""
+        """The phase that it is in now. What was told is told again now and then, for words may be lost."""
         self.word = self._line.words.of(self.round) or self.word
         if self.word is not None:
             self._part = self._part.heard(self.word)
@@ -100,7 +100,7 @@ class Delivery:
         self._line.say(self._said)
 
     def wait(self) -> None:
-        """Until there is something to look at, a moment at most."""
+        """Wait until there is something new to look at, a moment at most."""
         known = self.word
         self._line.wait(lambda: self._line.is_over or self._line.words.of(self.round) != known, _SOON)
 
@@ -122,14 +122,14 @@ class Deliveries:
         return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
 
     def group(self, word: Word, seconds: float) -> Group:
-        """Among whom an attempt is made, who may be late by so many seconds."""
+        """The group of an attempt, whose members may be late by so many seconds."""
         waits = self._alone.deadlines
         return replace(
             self._alone, ranks=word.seats, view=max(word.view, 0), deadlines=replace(waits, outer=waits.outer + seconds)
         )
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
-        """Its exchange has failed."""
+        """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
         accuse(self.line, delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 

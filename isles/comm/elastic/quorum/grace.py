@@ -43,7 +43,7 @@ class Graces:
         self._began[round] = now
 
     def landed(self, now: float, round: int) -> None:
-        """It is over."""
+        """The exchange of `round` is over: how long it took is known."""
         self._exchange = now - self._began.pop(round, now)
         self._began = {other: at for other, at in self._began.items() if other > round}
         self._ends = {other: at for other, at in self._ends.items() if other > round}

@@ -64,7 +64,7 @@ class SwarmLine:
         return ask(self._session, self._signature, message, seconds, **where)
 
     def wait(self, seconds: float) -> None:
-        """Until this peer has no part in the run any more, or `seconds` have passed."""
+        """Wait until this peer has no further part in the run, or `seconds` have passed."""
         with self._changed:
             self._changed.wait_for(lambda: self.ended is not None, seconds)
 

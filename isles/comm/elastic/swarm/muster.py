@@ -110,7 +110,7 @@ class Muster(Journalled):
         return self._taken()
 
     def back(self, now: float, seat: int) -> list[Order]:
-        """It is there (again)."""
+        """The connection of a worker is there (again)."""
         self._awaited.discard(seat)
         if seat in self.peers and not self.peers[seat].connected:
             self._record("back", seat=seat)
@@ -160,7 +160,7 @@ class Muster(Journalled):
         return len(self.alive()), self.step, self.rules.last
 
     def now(self, now: float, refused: Sequence[tuple[int, str, int]]) -> SwarmNow:
-        """For a person."""
+        """How the swarm stands, for a person. refused: (seat, reason, how often)."""
         rows = []
         for seat, peer in self.peers.items():
             if peer.is_here:

@@ -1,4 +1,4 @@
-"""Whether what a worker is about to send is of use to anyone, looked at block by block while it is in cache."""
+"""Whether a payload is finite, checked block by block while each block is in cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 from typing_extensions import override
 
 
-class Look:
-    """Takes the blocks of one payload; then says what is thought of all of it."""
+class FiniteCheck:
+    """Takes the blocks of one payload one after the other, then says whether all of it was finite."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -19,12 +19,12 @@ class Look:
 
     @property
     def is_usable(self) -> bool:
-        """Whether all entries are finite, and their sums are: an overflow of a sum counts as not finite."""
+        """Whether all entries were finite, and so were the sums of blocks: one that overflows counts as not finite."""
         return not self._sums or bool(torch.stack(self._sums).isfinite().all())
 
 
-class NoLook(Look):
-    """At what is finite for sure, or could harm nobody: in a world of one it is the inner optimizer's business."""
+class NoCheck(FiniteCheck):
+    """Where the payload is finite for sure, or reaches nobody else."""
 
     @override
     def take(self, part: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Messages in pieces, without a network: what has come, what is waited for, and what nobody asked for.
+"""The receiving side of messages in pieces, without a network: what has come, what is waited for, what nobody wants.
 
 A message goes as chunks of `CHUNK` bytes, each with the message's number at its sender, its offset and the length of
 the whole. A chunk is acknowledged once it is in its place, or kept for a receive that is not posted yet; one that comes
