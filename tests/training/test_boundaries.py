@@ -213,7 +213,7 @@ class Unnamed(nn.Module):
             ["pipeline.boundary=subspace:4", "pipeline.subspace_blocks=1"],
             ["pipeline.subspace_blocks = 1", "choose 3 to 4"],
         ),
-        (["pipeline.subspace=row-wise"], ["pipeline.subspace = 'row-wise'", "subspace:16"]),
+        (["pipeline.subspace=row-wise"], ['pipeline.subspace = "row-wise"', "subspace:16"]),
         (["pipeline.boundary=subspace:4", "pipeline.subspace_rate=0.2"], ["pipeline.subspace_rate", "subspace_update"]),
         (
             ["pipeline.boundary=subspace:4", "pipeline.subspace=projected", "pipeline.subspace_update=5"],
