@@ -14,7 +14,7 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, in_run
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.lighthouse import Keeper
+from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.terms import charter_of
 from tests.training.lit import LitRun
 

@@ -28,8 +28,8 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.session import open_session
 from isles.durable import no_room
 from isles.launch.fields import Unfit, integer, table
-from isles.training.elastic.charter import Charter
-from isles.training.elastic.refused import RefusalBook
+from isles.training.elastic.lighthouse.charter import Charter
+from isles.training.elastic.lighthouse.refused import RefusalBook
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
 from isles.training.records.summary import SummaryTable
