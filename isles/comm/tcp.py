@@ -116,6 +116,18 @@ def came_to(connection: socket.socket, port: int) -> bool:
     return False
 
 
+def room_for(descriptors: int) -> None:
+    """Let this process have so many open files and connections, or as many as the system allows it."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < descriptors:
+            limit = descriptors if hard < 0 else min(descriptors, hard)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 def is_far(name: str) -> bool:
     """Whether a connection leads to another machine, by its name."""
     here, there = (end.partition("|")[0] for end in name.split(" "))
