@@ -59,7 +59,8 @@ def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Mach
             ways.append(finished(world, *pair)["links"])
             logs = world.logs()
             said = logs.count(f": {name}"), logs.count("others reach this worker directly")
-            assert said == (2 if name == "direct" else 1, 2), logs  # who dials in vain says so at once
+            assert said[0] == 2 or (name == "relayed" and said[0] == 1), logs  # who dials in vain says so at once
+            assert said[1] == 2, logs
         finally:
             world.end()
         models.append(load_file(str(world.out / "model.safetensors")))
