@@ -44,7 +44,7 @@ def finished(world: Processes, *workers: subprocess.Popen[bytes]) -> dict[str, A
 def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Machine, ...]) -> None:
     """The same bits over the lighthouse as directly; and what it says to have carried for them is what they sent."""
     light, one, two = three
-    settings = ["model.d_model=128", "model.ffn=512", "replicas.sync_every=5", "run.log_every=50"]
+    settings = ["model.d_model=128", "model.ffn=512", "replicas.sync_every=5", "run.log_every=50", "world.lease=20"]
     models, ways = [], []
     for name in ("direct", "relayed"):
         (tmp_path / name).mkdir()
