@@ -32,7 +32,7 @@ from benchmarks._reckoned import MeetingPlaces, Reckoned
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.config.tokens import tokens_a_step
-from isles.training.elastic.churned import ChurnedRun
+from isles.training.elastic.churn.churned import ChurnedRun
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.terms import going_on, lands_together
 

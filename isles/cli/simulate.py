@@ -79,8 +79,8 @@ def simulate(
 def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
     """Do an elastic run again from its record, and say whether the weights are the same."""
     from isles.training.config.reading import read_config
-    from isles.training.elastic.averaging import same_weights
-    from isles.training.elastic.repeating import repeat
+    from isles.training.elastic.churn.repeating import repeat
+    from isles.training.elastic.lighthouse.averaging import same_weights
 
     if run is None or not Path(run).is_dir():
         raise ValueError("--replay: name the directory of a run of isles lighthouse, or of isles simulate --churn")
@@ -104,7 +104,7 @@ def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[
     """The same where workers come and go; all that can be refused is, before the first begins."""
     from isles.cli.several import run_all
     from isles.training.churn import trace_of
-    from isles.training.elastic.churned import ChurnedRun
+    from isles.training.elastic.churn.churned import ChurnedRun
     from isles.training.elastic.terms import going_on
 
     if any(config.pipeline.routing in ("swarm", "ravnest") for config in configs.values()):

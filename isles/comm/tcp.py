@@ -94,6 +94,40 @@ def opened(fd: int) -> Iterator[socket.socket]:
                 yield end
 
 
+def sockets() -> dict[int, list[int]]:
+    """This process's sockets: by the kernel's number of each, its descriptors here. Empty where `seen` sees nothing."""
+    if sys.platform != "linux":
+        return {}
+    found: dict[int, list[int]] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            told = os.fstat(int(name))
+            if stat.S_ISSOCK(told.st_mode):
+                found.setdefault(told.st_ino, []).append(int(name))
+    return found
+
+
+def came_to(connection: socket.socket, port: int) -> bool:
+    """Whether it is a TCP connection that somebody else has made, to `port` of this machine; over by now or not."""
+    with contextlib.suppress(OSError):
+        if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return not listens and connection.getsockname()[1] == port
+    return False
+
+
+def room_for(descriptors: int) -> None:
+    """Let this process have so many open files and connections, or as many as the system allows it."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < descriptors:
+            limit = descriptors if hard < 0 else min(descriptors, hard)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 def is_far(name: str) -> bool:
     """Whether a connection leads to another machine, by its name."""
     here, there = (end.partition("|")[0] for end in name.split(" "))

@@ -13,7 +13,8 @@ from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm.elastic.messages import Refusal
 from isles.training.config.reading import to_toml
-from isles.training.elastic import charter, entering
+from isles.training.elastic import entering
+from isles.training.elastic.lighthouse import charter
 from isles.training.elastic.terms import charter_of, elastic
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.runs import Run

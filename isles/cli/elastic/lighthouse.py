@@ -14,9 +14,9 @@ import typer
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
-    from isles.training.elastic.charter import Charter
-    from isles.training.elastic.keeping import RunKeeper
-    from isles.training.elastic.stand import Stand
+    from isles.training.elastic.lighthouse.charter import Charter
+    from isles.training.elastic.lighthouse.keeping import RunKeeper
+    from isles.training.elastic.lighthouse.stand import Stand
 
 
 def lighthouse(
@@ -45,7 +45,7 @@ def lighthouse(
     from isles.comm.elastic.session import refuse_number, zenoh
     from isles.launch.addresses import refuse_unknown, written
     from isles.launch.room import refuse_too_many
-    from isles.training.elastic.stand import Stand
+    from isles.training.elastic.lighthouse.stand import Stand
 
     end_in_order()
     if not 0 < port < 65536:
@@ -65,7 +65,7 @@ def light_again(run: Path, workers: int | None) -> None:
     """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
     from dataclasses import replace
 
-    from isles.training.elastic.stand import read_stand
+    from isles.training.elastic.lighthouse.stand import read_stand
 
     stand = read_stand(run)
     charter, _ = _drawn_up(str(run), {}, [], None)
@@ -120,7 +120,7 @@ def _kind(charter: Charter) -> type[RunKeeper]:
         from isles.training.clustered.keeping import ClusterKeeper
 
         return ClusterKeeper
-    from isles.training.elastic.lighthouse import Keeper
+    from isles.training.elastic.lighthouse.keeper import Keeper
 
     return Keeper
 
@@ -130,7 +130,7 @@ def _drawn_up(
 ) -> tuple[Charter, Path | None]:
     """What is to be known of the run, and the run directory where it is that of a run that goes on."""
     from isles.training.config.reading import gather
-    from isles.training.elastic.charter import drawn_up
+    from isles.training.elastic.lighthouse.charter import drawn_up
 
     goes_on = config is not None and Path(config).is_dir()
     if goes_on:

@@ -72,9 +72,8 @@ class Lighthouse:
     have. port: that the session listens at. heard(seat, event): called with what a worker reports, parsed from JSON but
     unchecked; its ValueError refuses the report. places: workers in each seat, which all hear its orders.
 
-    finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). relayed: bytes
-    that workers have sent to each other over this lighthouse. corpus: SHA-256 of the text of the first worker; None
-    until it came.
+    finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
+    SHA-256 of the text of the first worker; None until it came.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Lighthouse:
         self.refused = session.refused
         self.finished: set[int] = set()
         self._failed: OSError | None = None
-        self.relayed = 0
         self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
@@ -108,6 +106,7 @@ class Lighthouse:
         self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
         self._closed = threading.Event()
         self._lock = threading.Condition()
+        session.lines(self._line)  # first: nobody has a seat, and sends to others, before its connection is looked at
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
@@ -145,10 +144,16 @@ class Lighthouse:
         for seat in seats:
             self._tell(seat, encode(message))
 
+    @property
+    def relayed(self) -> int:
+        """Bytes that workers have sent to each other over this lighthouse."""
+        return self._relay.relayed()
+
     def close(self) -> None:
-        """End the thread. The session is whoever's who opened it."""
+        """End the thread, and hold no connection of the session's. That one is whoever's who opened it."""
         self._closed.set()
         self._ticker.join(5.0)
+        self._relay.close()
 
     # In the session's thread
 
@@ -282,11 +287,14 @@ class Lighthouse:
             self._present.changed(seat, whole)
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if whole else m.gone(now, seat)))
 
+    def _line(self, here: str, there: str, begins: bool) -> None:
+        """A connection has begun, or was closed by the engine: it is looked at, or held no more."""
+        self._relay.relayed()
+
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for seat in self._present.silent(time.monotonic()):
             self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
-        self.relayed = self._relay.relayed()
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Record(note)])
 

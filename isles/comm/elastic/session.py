@@ -99,17 +99,7 @@ class Session:
         ]
         for thread in self._threads:
             thread.start()
-        self._end_lines_after(lease)
-
-    def _end_lines_after(self, silence: float) -> None:
-        put = self._engine.SampleKind.PUT
-
-        def changed(event: Any) -> None:
-            if event.kind == put:
-                give_up_after(endpoint(_ends(event.link.src)), endpoint(_ends(event.link.dst)), silence)
-
-        listener = self._session.info.declare_link_events_listener
-        self._declared.append(listener(lambda event: self._todo.put((changed, event)), history=True))
+        self.lines(lambda here, there, begins: give_up_after(here, there, lease) if begins else None)
 
     # The verbs
 
@@ -117,15 +107,14 @@ class Session:
         """Have `answer` called with every question to `key`."""
 
         def asked(query: Any) -> None:
-            incoming = IncomingQuery(query)
-            self.taken += len(incoming.payload) + len(incoming.attachment)
             with self._counting:
                 self._queued -= _size(query)
-            answer(incoming)
+            answer(IncomingQuery(query))
 
         def arrived(query: Any) -> None:
             size = _size(query)
             with self._counting:
+                self.taken += sum(0 if part is None else len(part) for part in (query.payload, query.attachment))
                 has_room = self._queued + size <= _QUEUED
                 self._queued += size if has_room else 0
             if has_room:
@@ -156,8 +145,9 @@ class Session:
 
         def replied(reply: Any) -> None:
             good = reply.ok
-            self.taken += 0 if good is None else len(good.payload)
             if good is not None:
+                with self._counting:
+                    self.taken += len(good.payload)
                 settle((good.payload.to_bytes(), None))
                 return
             refusal = reply.err.payload.to_bytes()
@@ -233,6 +223,19 @@ class Session:
         self._declared.append(
             liveliness.declare_subscriber(keys, lambda sample: self._todo.put((seen, sample)), history=True)
         )
+
+    def lines(self, changed: Callable[[str, str, bool], None]) -> None:
+        """Have `changed(here, there, whether it begins)` called for every line to another session, first for those that
+        there are, then at each change: it begins before anything that comes on it is served. here, there: its ends as
+        `endpoint` writes them.
+        """
+        put = self._engine.SampleKind.PUT
+
+        def told(event: Any) -> None:
+            changed(endpoint(_ends(event.link.src)), endpoint(_ends(event.link.dst)), event.kind == put)
+
+        listener = self._session.info.declare_link_events_listener
+        self._declared.append(listener(lambda event: self._todo.put((told, event)), history=True))
 
     def later(self, call: Callable[[], None]) -> None:
         """Have `call` called in the session's thread, behind what has come by now."""

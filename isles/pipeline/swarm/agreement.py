@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
-from isles.comm.errors import DeadlinePassed, Malformed, PeerLost, Refused
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundPassed
 from isles.pipeline.swarm.books import as_words, from_words, words_for
 from isles.pipeline.swarm.post import WORD, Post
 
@@ -56,9 +56,21 @@ class Agreement:
         can know, or somebody who has lost a member has begun the next agreement.
         """
         lost, count = self.post.mail.lost, words_for(len(self.members))
-        if any(isinstance(lost[position], Malformed | Refused) for position in self.lost):
+        if not all(isinstance(lost[position], PeerLost) for position in self.lost):
             return True
-        return any(body[8 : 8 + 8 * count].any() for body in self.post.calls())
+        return any(body[8 : 8 + 8 * count].any() for _, body in self.post.calls())
+
+    @property
+    def past(self) -> dict[int, CommError]:
+        """Members from whom nothing more comes before the next agreement, and why: who has begun it, and whom one of
+        those has lost and does not wait for either.
+        """
+        ranks, past = self.post.mail.group.ranks, dict[int, CommError]()
+        for sender, body in self.post.calls():
+            past[sender] = RoundPassed(ranks[sender])
+            for position in self._lost_by(body.view(torch.int64)[1:].tolist()):
+                past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} says"))
+        return past
 
     def let_go(self, positions: Sequence[int]) -> None:
         """These leave, as all know."""

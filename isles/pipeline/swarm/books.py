@@ -100,6 +100,7 @@ def from_words(words: Sequence[int], count: int) -> set[int]:
     """What `as_words` was given."""
     found = set()
     for place, word in enumerate(words):
+        word &= (1 << 63) - 1  # a stranger's may be below 0, and have no last bit
         while word:
             lowest = word & -word
             found.add(63 * place + lowest.bit_length() - 1)

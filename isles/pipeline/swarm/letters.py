@@ -5,7 +5,9 @@
     run       steps the protocol as its letters come, wherever this peer waits for one of its transfers
 
 An exchange belongs to the turn in which it began (`isles.pipeline.swarm.post`): what is left of one that failed is of
-an earlier turn, and meets nobody. Beside the exchange everything goes on that letters are answered for.
+an earlier turn, and meets nobody. Who has begun the next agreement has sent all that it sends of this turn, so whatever
+has not come from it then ends as lost: nobody waits for who gave the exchange up, for it has refused another's message.
+Beside the exchange everything goes on that letters are answered for.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import CHANNELS, MAX_FRAGMENTS, MAX_PHASES, Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Bell, Line, Steps, Transport, Work, awaited
-from isles.pipeline.swarm.post import OUTER, Post
+from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.post import OUTER
 
 T = TypeVar("T")
 
@@ -47,17 +50,18 @@ class _Message:
 
 
 class LetterTransport:
-    """This worker's end of `post`, over `below`, whose clock and counts it has. See `isles.comm.transport.Transport`.
-    Messages and waits count on the channel of their exchange; on that of the mail only the heads of letters do.
+    """This worker's end of the post of `agreement`, over `below`, whose clock and counts it has. See
+    `isles.comm.transport.Transport`. Messages and waits count on the channel of their exchange; on that of the mail
+    only the heads of letters do.
     """
 
     native = False
 
-    def __init__(self, post: Post, below: Transport) -> None:
-        self.post, self.below = post, below
+    def __init__(self, agreement: Agreement, below: Transport) -> None:
+        self._agreement, self.post, self.below = agreement, agreement.post, below
         self.rank, self.size = below.rank, below.size
         self.traffic: Traffic = below.traffic
-        self._positions = {rank: position for position, rank in enumerate(post.mail.group.ranks)}
+        self._positions = {rank: position for position, rank in enumerate(self.post.mail.group.ranks)}
         self._awaited: dict[_Address, tuple[_Message, Tensor]] = {}
         self._early: dict[_Address, MailLetter] = {}
         self._running: list[LetterTransfer[Any]] = []
@@ -87,6 +91,8 @@ class LetterTransport:
         self._awaited[address] = message, out
         if address in self._early:
             self._arrive(address, self._early.pop(address))
+        else:
+            self._read()  # its sender may be gone by now, and no news will come
         return message
 
     def run(self, protocol: Steps[T], channel: Channel, deadline: float) -> LetterTransfer[T]:
@@ -98,6 +104,16 @@ class LetterTransport:
     def go_on(self) -> None:
         """Read what has come, and step what waited for it."""
         self.post.sort()
+        self._read()
+        for transfer in list(self._running):
+            transfer.go_on()
+        self._running = [transfer for transfer in self._running if not transfer.is_over]
+        if not self._running:  # what is awaited still is of exchanges that failed
+            self._awaited.clear()
+            self._early = {address: letter for address, letter in self._early.items() if address.turn == self.post.turn}
+
+    def _read(self) -> None:
+        """What was sorted, then what will not come."""
         for letter in self.post.outer():
             note, turn = letter.note, self.post.turn
             address = _Address(turn, letter.sender, note.queue, note.step, note.number)
@@ -106,12 +122,6 @@ class LetterTransport:
             elif note.queue < len(CHANNELS) and note.number < MAX_FRAGMENTS * MAX_PHASES:
                 self._early[address] = letter
         self._lose()
-        for transfer in list(self._running):
-            transfer.go_on()
-        self._running = [transfer for transfer in self._running if not transfer.is_over]
-        if not self._running:  # what is awaited still is of exchanges that failed
-            self._awaited.clear()
-            self._early = {address: letter for address, letter in self._early.items() if address.turn == self.post.turn}
 
     def _arrive(self, address: _Address, letter: MailLetter) -> None:
         message, out = self._awaited.pop(address)
@@ -126,9 +136,11 @@ class LetterTransport:
         self.post.mail.refuse(letter.sender, cast(Malformed, message.error))
 
     def _lose(self) -> None:
-        lost, ranks = self.post.mail.lost, self.post.mail.group.ranks
+        lost, ranks = {**self._agreement.past, **self.post.mail.lost}, self.post.mail.group.ranks
         for address in [address for address in self._awaited if address.sender in lost]:
-            self._awaited.pop(address)[0].error = PeerLost(ranks[address.sender], str(lost[address.sender]))
+            why = lost[address.sender]
+            error = why if isinstance(why, PeerLost) else PeerLost(ranks[address.sender], str(why))
+            self._awaited.pop(address)[0].error = error
 
     def bell(self, seconds: float = math.inf) -> Bell:
         return self.below.bell(seconds)

@@ -95,9 +95,9 @@ class Post:
         """Whether somebody has begun the next agreement."""
         return any(letter.note.attempt > self.turn for letter in self._words)
 
-    def calls(self) -> list[Tensor]:
-        """The words with which others have begun the next agreement."""
-        return [letter.body for letter in self._words if letter.note.attempt == self.turn + 1]
+    def calls(self) -> list[tuple[int, Tensor]]:
+        """The words with which others have begun the next agreement, beside whose they are."""
+        return [(letter.sender, letter.body) for letter in self._words if letter.note.attempt == self.turn + 1]
 
     def words(self) -> list[MailLetter]:
         """Those of this turn, in the order in which they came; those of later ones stay."""

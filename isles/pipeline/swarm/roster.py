@@ -36,7 +36,7 @@ class SwarmRoster:
     def serve(self, swarm: Swarm) -> None:
         """The peers are this swarm's from now on."""
         self._swarm, self._post = swarm, swarm.agreement.post
-        self._letters = LetterTransport(self._post, self.founders.transport)
+        self._letters = LetterTransport(swarm.agreement, self.founders.transport)
 
     def group(self, round: int) -> Group:
         return self._among(self._swarm.peers(self._stage))

@@ -1,9 +1,7 @@
 """A run of whole replicas whose workers come and go, on top of `isles.comm.elastic`.
 
-Before the run:
-
 `terms`       which configurations can be such a run, and the lighthouse's rules of one
-`charter`     what a lighthouse knows of its run, read by another process (`drawing_up`), so that it loads no torch
+`figures`     what its summary says; `given`: under which names states and models are given
 
 A worker:
 
@@ -14,13 +12,6 @@ A worker:
 `acts`        what the workers of one seat do together; `island`: those that follow the one with the seat
 `states`      whole states as files, for joiners; `means`: the means of single rounds, for who missed them
 
-The lighthouse:
-
-`lighthouse`  `Keeper`: a run from its start to its end; `keeping`: what it shares with the keepers of swarms
-`kept`        states on its disk; `averaging`: the mean of the models, without torch; `refused`: who refused whom
-`stand`       where it stood, for `isles resume`; `figures`: its summary
-
-On the virtual clock:
-
-`churned`     the same workers under a trace of churn; `repeating`: a recorded run done again (`script`)
+`lighthouse`  the other side: who keeps the run
+`churn`       the same workers on the virtual clock
 """

@@ -14,7 +14,7 @@ from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve, to_toml
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
-from isles.training.elastic.charter import Charter, draw_up
+from isles.training.elastic.lighthouse.charter import Charter, draw_up
 from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 from isles.training.swarmed.terms import among_peers, peer_rules
 

@@ -1,4 +1,4 @@
-"""The lighthouse of a swarm, see `isles.training.elastic.keeping`. It votes on nothing: `isles.comm.elastic.swarm`.
+"""The lighthouse of a swarm, see `isles.training.elastic.lighthouse`. It votes on nothing: `isles.comm.elastic.swarm`.
 
 RUN/states/STEP/stage-N.safetensors   of every stage, twice in run.checkpoint_every steps; a step counts once the
                                       journal says that all of its stages are here
@@ -28,8 +28,8 @@ from isles.launch.fields import integer, table
 from isles.network.planner.closed import parallel_bytes
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL
-from isles.training.elastic.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
-from isles.training.elastic.kept import is_whole
+from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.elastic.lighthouse.kept import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
 from isles.training.swarmed.given import state_of

@@ -127,6 +127,21 @@ def test_back_before_anybody_went_on_without() -> None:
     assert run.workers[1].call == 1 and run.workers[1].load == Load(1, 0)
 
 
+def test_what_a_worker_got_before_it_took_anothers_state_it_does_not_have() -> None:
+    """It tells of it late: after the view that went on without it, and before it begins again."""
+    run, _ = founded(3)
+    run.gone(0.0, 1)
+    run.back(1.0, 1)
+    promise(run, 0, 2)
+    assert run.view is not None and run.view.seats == (0, 2) and run.workers[1].call == 1
+    run.beat(1.0, 1, Beat(2, 0, 0, seen=((2, 1),)))
+    run.beat(2.0, 1, Beat(2, 1, 1, seen=((0, 0),)))
+    promise(run, 0, 2)
+    assert run.view.seats == (0, 1, 2)
+    run.gone(3.0, 2)
+    assert any(lot[:3] == (0, 2, 0) for lot in run.owed())
+
+
 def test_a_newcomer_loads_from_whoever_is_least_busy_and_then_from_another() -> None:
     run, _ = founded(2)
     for donor in (0, 1, 0):

@@ -11,6 +11,7 @@ import isles
 from isles.comm.collectives.mail import MAGIC, MailNote
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
+from isles.pipeline.swarm.books import from_words
 from isles.pipeline.swarm.post import BACKWARD, FORWARD, GIFT, MEAN, SHARD, TAKEN, WELCOME, WORD
 from isles.pipeline.swarm.swarm import Swarm
 from tests.pipeline.swarm.peers import Setting, furthest, swarm_of, text
@@ -119,3 +120,8 @@ def test_who_is_told_of_a_liar_by_the_last_letter_does_not_sleep_over_it(liar: i
     told = [each for each in done if not isinstance(each, str)]
     assert furthest(setting, [each[0] for each in told]) < 1e-12
     assert all(each[-1] < setting.patience / 2 for each in told)
+
+
+def test_a_set_of_peers_that_nobody_writes_is_read_all_the_same() -> None:
+    """A number below 0 has no highest bit: reading it bit by bit took for ever."""
+    assert from_words([-8, 1], 70) == {*range(3, 63), 63}

@@ -21,7 +21,7 @@ from isles.network.planner.churned import churn_costs
 from isles.training.churn import trace_of
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.churned import ChurnedRun
+from isles.training.elastic.churn.churned import ChurnedRun
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.terms import going_on
 

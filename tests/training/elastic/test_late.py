@@ -17,7 +17,7 @@ from isles.comm.elastic.record import RoundLine
 from isles.network.churn import ChurnEvent
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.churned import ChurnedRun
+from isles.training.elastic.churn.churned import ChurnedRun
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.terms import going_on
 from isles.training.running.run import launch

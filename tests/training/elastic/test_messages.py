@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from isles.training.elastic.churned import ChurnedRun
+from isles.training.elastic.churn.churned import ChurnedRun
 from tests.training.elastic.test_churned import churned, small
 from tests.training.elastic.traces import random_trace
 

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from isles.comm.elastic.record import RoundLine, StartLine
 from isles.network.churn import ChurnEvent
+from isles.training.elastic.churn.repeating import repeat
+from isles.training.elastic.churn.script import script
 from isles.training.elastic.figures import recorded
-from isles.training.elastic.repeating import repeat
-from isles.training.elastic.script import script
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_churned import EVERYTHING, churned, small
 from tests.training.elastic.test_runs import EVERY

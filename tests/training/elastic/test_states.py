@@ -25,7 +25,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
 from isles.training.elastic.beginning import Beginning
 from isles.training.elastic.given import STATE
-from isles.training.elastic.kept import KeptStates
+from isles.training.elastic.lighthouse.kept import KeptStates
 from isles.training.elastic.means import Means
 from isles.training.elastic.states import FRESH, States
 from tests.comm.elastic.sessions import router

@@ -15,9 +15,9 @@ from isles.comm.elastic.cells import batches
 from isles.comm.view import View
 from isles.training.config.reading import gather, resolve
 from isles.training.elastic.acts import positions
-from isles.training.elastic.averaging import write_mean
 from isles.training.elastic.entering import Here, _configuration
-from isles.training.elastic.lighthouse import Keeper
+from isles.training.elastic.lighthouse.averaging import write_mean
+from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.terms import charter_of, elastic, in_rounds, last_round, rules
 from isles.training.running.run import launch
 from tests.training.runs import TINY

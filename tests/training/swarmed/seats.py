@@ -14,8 +14,8 @@ from isles.comm.credentials import parse_token
 from isles.comm.elastic.messages import Over
 from isles.training.config.reading import gather, to_toml
 from isles.training.config.sections import Config
-from isles.training.elastic.charter import draw_up
 from isles.training.elastic.entering import Here, admitted
+from isles.training.elastic.lighthouse.charter import draw_up
 from isles.training.elastic.terms import elastic, rules
 from isles.training.swarmed.keeping import SwarmKeeper
 from isles.training.swarmed.peering import SeatedPeer

@@ -75,7 +75,9 @@ class Register:
 
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:
         worker.round = max(worker.round, beat.round)
-        self.account.begun(worker.seat, beat.round, beat.skipped, dict(beat.seen))
+        # what it got before it was to take another's state it will not have any more
+        seen = dict(beat.seen) if beat.ready == worker.call else {}
+        self.account.begun(worker.seat, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
             worker.state = "ready"
         if worker.state in ("in", "leaving"):

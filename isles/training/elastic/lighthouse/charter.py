@@ -57,7 +57,7 @@ def drawn_up(tables: Tables) -> Charter:
     """Of the run that `tables` ask for; what there is to warn of is warned of. ValueError, with the key and the mend,
     where workers cannot come and go in it.
     """
-    module = "isles.training.elastic.drawing_up"
+    module = "isles.training.elastic.lighthouse.drawing_up"
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],

@@ -28,11 +28,11 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
-from isles.training.elastic.averaging import write_mean
+from isles.training.elastic.churn.script import RecordedLife, Script, script
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.given import ANCHORS, MODEL, STATE
 from isles.training.elastic.joining import Ending, Participant
-from isles.training.elastic.script import RecordedLife, Script, script
+from isles.training.elastic.lighthouse.averaging import write_mean
 from isles.training.elastic.terms import in_rounds, lands_together, last_round
 from isles.training.records.rundir import held
 

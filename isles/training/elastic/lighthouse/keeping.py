@@ -26,10 +26,11 @@ from isles.comm.elastic.lighthouse import GRACE, Lighthouse
 from isles.comm.elastic.links.relayed import WAYS
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.session import open_session
+from isles.comm.tcp import room_for
 from isles.durable import no_room
 from isles.launch.fields import Unfit, integer, table
-from isles.training.elastic.charter import Charter
-from isles.training.elastic.refused import RefusalBook
+from isles.training.elastic.lighthouse.charter import Charter
+from isles.training.elastic.lighthouse.refused import RefusalBook
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
 from isles.training.records.summary import SummaryTable
@@ -37,6 +38,7 @@ from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
 from isles.version import __version__
 
 MODEL_FILE = "model.safetensors"
+_DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: for each member, and beside
 LOOK = 1.0
 """Seconds between looks at what is due."""
 MOST = 1 << 40
@@ -92,6 +94,7 @@ class RunKeeper(ABC):
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, is_new = host_credentials(self.out, None)
+            room_for(_DESCRIPTORS * self.charter.world.max_members + _SPARE)
             try:
                 self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.lease)
             except (ValueError, OSError):

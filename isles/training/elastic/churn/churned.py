@@ -27,11 +27,11 @@ from isles.data import Corpus, load_corpus
 from isles.durable import write_text
 from isles.training.churn import ChurnedWorkers
 from isles.training.config.sections import Config
-from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.lighthouse import MODEL_FILE
+from isles.training.elastic.lighthouse.averaging import spread, write_mean
+from isles.training.elastic.lighthouse.keeper import MODEL_FILE
 from isles.training.elastic.terms import lands_together, last_round, rules
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise

@@ -1,4 +1,4 @@
-"""The lighthouse of a run of whole replicas, see `isles.training.elastic.keeping`.
+"""The lighthouse of a run of whole replicas, see `isles.training.elastic.lighthouse.keeping`.
 
 RUN/exchanges.jsonl     what became of the workers' rounds
 RUN/states/             the newest state that a member has sent here, every run.checkpoint_every steps
@@ -27,11 +27,11 @@ from isles.comm.elastic.record import EXCHANGES, as_line, from_line
 from isles.comm.errors import PeerLost
 from isles.durable import no_room, write_text
 from isles.network.planner.closed import parallel_bytes
-from isles.training.elastic.averaging import spread, write_mean
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
-from isles.training.elastic.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
-from isles.training.elastic.kept import KeptStates, is_whole
+from isles.training.elastic.lighthouse.averaging import spread, write_mean
+from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.elastic.lighthouse.kept import KeptStates, is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
 

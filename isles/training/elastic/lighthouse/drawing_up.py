@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from isles.training.config.reading import to_toml
-from isles.training.elastic.charter import REFUSED, as_told
+from isles.training.elastic.lighthouse.charter import REFUSED, as_told
 from isles.training.elastic.terms import elastic, rules
 
 
