@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +16,15 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from isles.comm.elastic.record import EXCHANGES, WHOLE, RoundLine, from_line
+from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.errors import PeerLost
+from isles.comm.gloo.transfers import PostedWork
+from isles.comm.tags import Tag
+from isles.replicas.loop.fragment import Flight
+from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.runs import Run
@@ -67,6 +74,43 @@ def test_in_threads_they_are_those_of_the_virtual_clock(tmp_path: Path, method: 
     world.end()
     world.rest()
     same_as_fixed(tmp_path, config, "virtual")
+
+
+@pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.long), "noloco"])
+def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second worker of island 0 was to receive in round 3 is lost. In pairs the island does that round alone,
+    both workers of it; the other island has all of it, and lands it. One mean for all is exchanged again.
+    """
+    landed = dict[tuple[int, int], dict[str, int]]()  # by seat and round, whose mean it was at each place
+    recv, land = ElasticTransport.recv, OuterSync.land
+
+    def losing(transport: ElasticTransport, peer: int | None, out: Tensor, tag: Tag) -> Any:
+        if (transport.rank, transport._room, tag.round, tag.attempt) == (0, "isles/place/1", 3, 0):
+            work = PostedWork(peer, out, transport.now)
+            work.finished(PeerLost(1))
+            return work
+        return recv(transport, peer, out, tag)
+
+    def landing(optimizer: OuterSync, flight: Flight, fresh: Tensor | None) -> None:
+        transport = optimizer.roster.founders.transport
+        assert isinstance(transport, ElasticTransport)
+        told = landed.setdefault((transport.rank, flight.fragment.rounds), {})
+        told[transport._room] = flight.payload.participants
+        land(optimizer, flight, fresh)
+
+    monkeypatch.setattr(ElasticTransport, "recv", losing)
+    monkeypatch.setattr(OuterSync, "land", landing)
+    world = Run(small(tmp_path, 25, 4, "inner.lr=0.001", *islands_of(method)), tmp_path / "run")
+    for number in range(2):
+        world.join_island(tmp_path / f"island-{number}")
+    world.end()
+    world.rest()
+    both = {"isles": 2, "isles/place/1": 2}
+    alone = dict.fromkeys(both, 1) if method == "noloco" else both
+    assert landed == {
+        (seat, round): alone if (seat, round) == (0, 3) else both for seat in (0, 1) for round in range(1, 6)
+    }
+    assert [line.outcome == WHOLE for line in rounds(world.out)[0]] == [True, True, method == "diloco", True, True]
 
 
 @pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.long), "noloco"])
@@ -134,12 +178,19 @@ def workers_of(pid: int) -> list[int]:
     """The processes of an island, in the order of their places: grandchildren of the command, by way of what it forks
     them from.
     """
-    parents = {int(each.name): int(each.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1]) for each in alive()}
+    parents: dict[int, int] = {}
+    for each in Path("/proc").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if each.name.isdecimal():
+                parents[int(each.name)] = int((each / "stat").read_text().rsplit(")", 1)[1].split()[1])
     return sorted(child for child, parent in parents.items() if parents.get(parent) == pid)
 
 
-def alive() -> list[Path]:
-    return [each for each in Path("/proc").iterdir() if each.name.isdecimal() and each.joinpath("stat").exists()]
+def seat_of(log: Path) -> int:
+    """That of the island whose log it is."""
+    found = re.search(r"in: seat (\d+) of", log.read_text())
+    assert found is not None
+    return int(found[1])
 
 
 @pytest.mark.long
@@ -166,9 +217,10 @@ def test_they_come_and_go(tmp_path: Path, method: str) -> None:
         world.until(lambda: founders[1].poll() is not None)
         assert founders[1].returncode == 1 and "lost a worker" in world.logs()
         assert not workers_of(founders[1].pid)
-        since = newest(0)
-        world.until(lambda: min(newest(0), newest(2)) >= since + 10)
-        assert {line.seats for line in rounds(world.out)[2][-4:] if line.outcome == WHOLE} == {(0, 2)}
+        left = seat_of(tmp_path / "1.log")
+        since = newest(left)
+        world.until(lambda: min(newest(left), newest(2)) >= since + 12)
+        assert {line.seats for line in rounds(world.out)[2][-8:] if line.outcome == WHOLE} == {(left, 2)}
         third.send_signal(signal.SIGINT)
         world.until(lambda: third.poll() is not None)
         assert third.returncode == 0, world.logs()
@@ -198,7 +250,7 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
 
         world.until(lambda: min(map(newest, range(3))) >= 5, 240.0)
         standing = workers_of(joined[2].pid)[place]
-        seat = next(seat for seat in range(3) if f"in: seat {seat} of" in (tmp_path / "3.log").read_text())
+        seat = seat_of(tmp_path / "3.log")
         others = sorted({0, 1, 2} - {seat})
         os.kill(standing, signal.SIGSTOP)
         since = max(map(newest, others))
