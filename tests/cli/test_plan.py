@@ -163,7 +163,11 @@ def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name == "karma-hybrid" else name for name in presets()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in ("karma-hybrid", "noloco-table2") else name
+        for name in presets()
+    ],
 )
 def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(eager_tables, "JOBS", {"1B": eager_tables.JOBS["1B"]})  # their size is tested in tests/network

@@ -21,7 +21,7 @@ from tests.cli.command import Command, eventually, gone
 from tests.experts.small import SMALLTALK, asked, made, write_domains
 from tests.training.runs import lines_of
 
-WORDS = ["smalltalk.experts=3", "smalltalk.steps=80", "smalltalk.dense=[]", "run.checkpoint_every=10"]
+WORDS = ["smalltalk.experts=3", "smalltalk.steps=40", "smalltalk.dense=[]", "run.checkpoint_every=10"]
 LOST = "seed-0/expert-1"
 
 

@@ -23,7 +23,7 @@ STEPS = 6
 LEAST = 0.9  # of the planned peak
 PURE = [(Placement(place, one),) * UNITS for place in PLACES[:3] for one in ACTIVATIONS]
 PLANS = 60
-FIRST = 12  # every choice alone, and three mixed plans; the rest is long
+FIRST = 10  # every choice alone, and a mixed plan; the rest is long
 RATE = 1e30  # bytes a second of lanes that are as quick as `Inline`'s
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -51,7 +52,16 @@ def test_residuals_and_mean_hold_what_was_put_in(name: str, workers: int) -> Non
 BOUNDS = {"topk:40": 0.25, "int4": 0.002, "sign": 0.07, "fp4": 0.004, "powersgd:2": 0.1}
 
 
-@pytest.mark.parametrize(("name", "form"), cover(BOUNDS, ("local", "global"), each=1))
+QUICK = {("topk:40", "local"), ("int4", "global")}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.long)
+        for pair in itertools.product(BOUNDS, ("local", "global"))
+    ],
+)
 def test_feedback_follows_the_law_of_1_over_t(name: str, form: str) -> None:
     """A constant outer gradient: the mean of what the anchor got in T rounds comes to it like 1/T, and without feedback
     it does not come nearer at all.

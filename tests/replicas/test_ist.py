@@ -21,6 +21,7 @@ from isles.models import Decoder, Shape, flops_per_token
 from isles.models.subnet import Axes, Axis, put, reads, take
 from isles.network.theory.ist_theory import homogeneous, stationary_mean
 from isles.replicas.methods.ist.partition import SAMPLERS, partition, sizes
+from tests.covers import cover
 from tests.replicas.workers import LINKS, Net, adamw, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 SHAPE = Shape(d_model=32, layers=2, heads=4, ffn=64, vocab=64, context=16, tie_embeddings=True)
@@ -145,8 +146,7 @@ def test_one_worker_trains_as_without_it(state: str) -> None:
     isles.run_virtual(worker, 1, links=LINKS)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("server", ["central", "partitioned"])
+@pytest.mark.parametrize(("sampler", "server"), cover(SAMPLERS, ("central", "partitioned"), each=1))
 def test_a_rate_of_zero_changes_no_byte(sampler: str, server: str) -> None:
     """Divided, merged, divided again, with workers that do not divide the units: all divided parameters as before."""
 

@@ -115,6 +115,7 @@ def killed(expected: dict[str, Tensor], folder: Path, deaths: dict[int, int], re
     assert furthest(load_file(str(folder / "model.safetensors")), expected) < 1e-12, deaths
 
 
+@pytest.mark.long
 def test_killed_peers_change_nothing(expected: Any, tmp_path: Path) -> None:
     """One of each stage, at messages of their own."""
     killed(expected, tmp_path / "run", {0: 700, 3: 300, 6: 1000}, config())

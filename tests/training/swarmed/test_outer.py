@@ -15,6 +15,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.swarmed.churned import ChurnedSwarm
 from isles.training.swarmed.trainer import SwarmTrainer
+from tests.covers import share
 from tests.gloo import run_gloo
 from tests.pipeline.swarm import killing
 from tests.training.swarmed import oracle
@@ -36,7 +37,7 @@ def run(read: Config, deaths: dict[int, int] | None = None, **virtual: Any) -> l
     return [None if each is None else {**each[0], "messages": each[1]} for each in done]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", share(METHODS, turn=0, of=2))
 def test_peers_are_replicas_of_their_stage(method: str) -> None:
     """Those of one process that is told who counted what; one of them is slow, and counts nothing in some steps."""
     read = config(method, "world.workers=7")

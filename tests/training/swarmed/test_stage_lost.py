@@ -149,9 +149,8 @@ def test_first_and_last_stage_end_the_run(stage: int, words: str) -> None:
         run({2 * stage: 400, 2 * stage + 1: 430})
 
 
-@pytest.mark.parametrize(
-    ("joins", "comer"), [(1.5, True), pytest.param(20.0, False, marks=pytest.mark.long)], ids=["comes", "too late"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("joins", "comer"), [(1.5, True), (20.0, False)], ids=["comes", "too late"])
 def test_who_comes_in_time_takes_the_place(joins: float, comer: bool, tmp_path: Path) -> None:
     """Else one of another stage does, as soon as patience ends."""
     events = [{"at": 0.5, "kill": 2}, {"at": 0.6, "kill": 3}, {"at": joins, "join": 1}]
