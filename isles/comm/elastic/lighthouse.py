@@ -210,7 +210,8 @@ class Lighthouse:
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
-        if self._present.spoke(seat):
+        is_seats_own = not isinstance(message, (Find, Listening, Silent))  # which others of an island say too
+        if is_seats_own and self._present.spoke(seat):
             self._carry_out(self._call(lambda m, now: m.back(now, seat)))
         match message:
             case Find():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isles.comm.collectives.basic import all_done
 from isles.comm.elastic.ballot import NOTHING, Word
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
@@ -22,7 +23,7 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.told import PlaceLine, ends_waits
 from isles.comm.elastic.transport import ElasticTransport
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import router, settled
@@ -32,13 +33,16 @@ SEATS = range(3)
 
 
 class Islands:
-    """leaders: by seat, of which each has a line of its own; second: by seat, the transport of the other worker."""
+    """By seat. leaders: their lines, and firsts their sessions; second: transports of the other workers, and sessions
+    theirs.
+    """
 
     def __init__(self) -> None:
         self.leaders: list[Company] = []
         self.second: list[ElasticTransport] = []
         self.entries: list[Entry] = []
         self.sessions: list[Session] = []
+        self.firsts: list[Session] = []
 
     def waits(self, seat: int, other: int, tag: Tag) -> PostedWork:
         """Its second worker waits for that of another."""
@@ -95,6 +99,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             world.second.append(own[1])
             world.entries.append(entry)
             world.sessions.append(second)
+            world.firsts.append(first)
         for company in world.leaders:
             load = company.load(20.0)
             assert load is not None
@@ -147,6 +152,17 @@ def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
         assert isinstance(wait.error, RoundPassed)
         views = [company.member.views for company in world.leaders[:2]]
         until(lambda: all(known[max(known)].seats == (0, 1) for known in views))
+
+
+def test_who_begins_to_wait_for_one_that_is_gone_is_told(tmp_path: Path) -> None:
+    """Although its second worker is there: the lighthouse's word on it has come before."""
+    with islands(tmp_path) as world:
+        world.firsts[2].close()
+        views = world.leaders[0].member.views
+        until(lambda: views[max(views)].seats == (0, 1))
+        wait = world.waits(0, 2, Tag("outer", 2))
+        with pytest.raises(PeerSilent):
+            world.second[0].run(all_done([wait]), "outer", 30.0).wait()
 
 
 def test_when_a_seat_is_there_as_a_whole() -> None:

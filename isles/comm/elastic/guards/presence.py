@@ -14,6 +14,7 @@ from __future__ import annotations
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
 _QUIET = 1.5  # seconds without a beat, which comes each second
+_MOST = 4096  # seats that are gone and remembered
 _LOOK = 0.5  # seconds from one look to the next that count, at most
 
 
@@ -49,16 +50,19 @@ class Presence:
         self._heard: dict[int, float] = {}  # of those that are there: when they spoke last, or came
         self._mute: set[int] = set()
         self._quiet: dict[int, float] = {}  # when others were told last
-        self._gone: set[int] = set()
+        self._gone: dict[int, None] = {}  # the newest _MOST
 
     def changed(self, seat: int, there: bool) -> None:
         """A connection came or broke."""
         self._mute.discard(seat)
         if there:
             self._heard[seat] = self._now
-            self._gone.discard(seat)
-        elif self._heard.pop(seat, None) is not None:
-            self._gone.add(seat)
+            self._gone.pop(seat, None)
+        elif seat in self._heard:
+            del self._heard[seat]
+            self._gone[seat] = None
+            if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
+                del self._gone[next(iter(self._gone))]
 
     def is_gone(self, seat: int) -> bool:
         """Whether it was there, and its connection broke."""
