@@ -202,7 +202,9 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, by: signal.Signals, how
     )
     try:
         ready = comes_true(lambda: launcher.poll() is not None or len(started(launcher, tmp_path, how)) == 4, 60.0)
-        assert ready and launcher.poll() is None, launcher.stderr.read().decode()  # type: ignore[union-attr]
+        if not ready or launcher.poll() is not None:
+            launcher.kill()  # or its last words would not come to an end
+            pytest.fail(launcher.communicate()[1].decode() or "its workers were not there within 60 s")
         workers = started(launcher, tmp_path, how)
         time.sleep(0.5 if how == "joining" else 0.0)
         launcher.send_signal(by)
