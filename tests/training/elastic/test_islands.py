@@ -113,7 +113,8 @@ def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkey
     assert [line.outcome == WHOLE for line in rounds(world.out)[0]] == [True, True, method == "diloco", True, True]
 
 
-@pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.long), "noloco"])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["diloco", "noloco"])
 def test_nobody_waits_for_an_island_whose_leader_is_lost(tmp_path: Path, method: str) -> None:
     """Its other worker is there, and waits for its leader; so do those at its place in other islands, for their part of
     a round that it will never send. A deadline is 60 s.
