@@ -61,7 +61,7 @@ class Register:
                 self._apply_back(self.workers[seat])
             case {"event": "leave", "seat": seat}:
                 worker = self.workers[seat]
-                worker.state = "leaving" if worker.state == "in" else "left"
+                worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
             case {"event": "call", "seat": seat}:
                 self._call_again(self.workers[seat])
             case {"event": "shut", "seat": seat}:
