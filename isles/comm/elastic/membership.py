@@ -136,8 +136,8 @@ class Membership(Journalled):
         return self._orders(now)
 
     def leave(self, now: float, seat: int) -> list[Order]:
-        """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave, or
-        its connection is taken for broken, they may go at once.
+        """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave they
+        may go at once, and so may one whose connection is taken for broken.
         """
         if seat in self.workers and self.workers[seat].state in ("outside", "ready", "in"):
             self._record("leave", seat=seat)
