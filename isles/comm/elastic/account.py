@@ -71,7 +71,7 @@ class _Life:
 
     def spread(self, living: Collection[int]) -> int:
         """The newest of its rounds whose work so many have that it is safe."""
-        others = [seat for seat in living if seat != self.seat]
+        others = {seat for seat in living if seat != self.seat}
         enough = min(len(others), _WITNESSES)
         rounds = sorted((r for witness, (r, _) in self.witnesses.items() if witness in others), reverse=True)
         seen = rounds[enough - 1] if 0 < enough <= len(rounds) else 0
@@ -104,7 +104,9 @@ class Account:
         newest = max(life.begun, round)
         self._lives[seat] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
         if seen:
-            self._lives = {s: self._passed_on(life, seat, seen, alive=True) for s, life in self._lives.items()}
+            for other, life in self._lives.items():
+                if other in seen or not life.witnesses.keys().isdisjoint(seen):  # few of a large world
+                    self._lives[other] = self._passed_on(life, seat, seen, alive=True)
             self._lost = [self._passed_on(life, seat, seen, alive=False) for life in self._lost]
 
     def _passed_on(self, life: _Life, seat: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
@@ -165,7 +167,7 @@ class Account:
 
     def _settled(self, until: int, living: Collection[int]) -> tuple[list[Lot], dict[int, _Life], list[_Life]]:
         """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost)."""
-        view = self.newest
+        view, living = self.newest, frozenset(living)
         assert view is not None
         owed = left_over(view, until)
         lost: list[_Life] = []

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isles.comm.elastic.chunks.incoming import ANOTHER, Chunk, Inbox, before
 from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Answered, Outgoing, OutgoingMessage, lost_peer
+from isles.comm.elastic.chunks.patience import UnderWay
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.links.guide import Guide, Trusting
@@ -70,7 +71,7 @@ class ElasticTransport(OnHostClock):
         if beside is not None:
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
         self._room = f"isles/place/{place}" if place else "isles"
-        self.rank, self.size, self.resent = seat, size, 0
+        self.rank, self.size, self.resent, self.under_way = seat, size, 0, UnderWay()
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
         self._relay, self._gone, self._back = session, gone, back
         self._guide: Guide = guide or Trusting()

@@ -55,7 +55,7 @@ class Participant:
     groups, called with a round once that and all before are over here, so that nobody waits for this worker's part in
     them. shown: called with each line of metrics.
 
-    leaving: set it, and the worker leaves after the round under way.
+    leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ class Participant:
         places: IslandGroup | None = None,
         over: Callable[[int], None] = lambda round: None,
         shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        leaving: threading.Event | None = None,
     ) -> None:
         self._tells, self._shown = tells, shown
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
-        self.folder, self.leaving, self.notice = folder, threading.Event(), notice
+        self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
         self._spare = 0  # batches read out of turn
         self._agrees = lands_together(config)

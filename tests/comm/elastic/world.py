@@ -12,7 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from isles.comm.elastic.ballot import Part, Word
@@ -560,6 +560,13 @@ class World:
         node.work |= union
         node.landed = [*node.landed, (word.round, word.attempt, word.seats)]
         node.means = {**{r: m for r, m in node.means.items() if r > word.round - 6}, word.round: (word, union)}
+
+    def end_after(self, rounds: int) -> None:
+        """The run's last round is so many after the newest one."""
+        self.final = max(node.member.round for node in self.living() if node.member is not None) + rounds
+        self.rules = replace(self.rules, last=self.final)
+        if self.lighthouse is not None:
+            self.lighthouse.rules = self.rules
 
     # What came of it
 

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from isles.comm.elastic.chunks.incoming import CHUNK, offsets
+from isles.comm.elastic.chunks.patience import Patience, UnderWay
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import CHANNELS, Tag
@@ -22,16 +24,18 @@ HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")
 """What goes beside a chunk: tag, message number, offset, total bytes, sender, introduction."""
 OVER = -1
 """In place of a chunk's offset: its round, and those before, are over at the sender."""
-_SHORTEST, _LONGEST = 2.0, 60.0  # seconds until a chunk without an answer is sent again
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
 Answered = Callable[[bytes | None, bytes | None], None]
 
 
 class Carrier(Protocol):
-    """What brings chunks to a peer: `ElasticTransport`. resent: chunks sent again."""
+    """What brings chunks to a peer: `ElasticTransport`. resent: chunks sent again. under_way: bytes of those that go to
+    anybody.
+    """
 
     rank: int
     resent: int
+    under_way: UnderWay
 
     def introduction(self, peer: int) -> bytes | None:
         """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""
@@ -61,6 +65,14 @@ class OutgoingMessage:
         self.work, self.data, self.tag, self.number = work, data, tag, number
         self.left = len(offsets(len(data)))
 
+    def chunk(self, offset: int) -> np.ndarray:
+        """Its bytes from `offset` on, or none (`OVER`)."""
+        return self.data[max(offset, 0) : offset + CHUNK]
+
+    def size(self, offset: int) -> int:
+        """Bytes of that chunk."""
+        return len(self.chunk(offset))
+
 
 class Outgoing:
     """All messages to `peer`, sent in their order by a thread of this peer's own."""
@@ -73,7 +85,7 @@ class Outgoing:
         self._flying = 0
         self._pause = 0.0  # since nobody takes it; one chunk at a time tries
         self._not_before = 0.0
-        self._seconds = _SHORTEST  # until a chunk counts as lost: twice as long each time, or as answers take
+        self._patience = Patience()
         self._over: str | PeerLost | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True).start()
@@ -113,8 +125,8 @@ class Outgoing:
         while (job := self._next()) is not None:
             self._ship(*job)
 
-    def _next(self) -> tuple[OutgoingMessage, int] | None:
-        """The next chunk, once it may go; None at the end."""
+    def _next(self) -> tuple[OutgoingMessage, int, int] | None:
+        """The next chunk, once it may go, and the load with it; None at the end."""
         with self._changed:
             while self._over is None:
                 wait = None
@@ -124,19 +136,29 @@ class Outgoing:
                         message, offset = self._waiting.popleft()
                         if message in self._messages:
                             self._flying += 1
-                            return message, offset
+                            under_way = self._transport.under_way.add(message.size(offset))
+                            return message, offset, under_way + self._next_bytes()
                         continue
                 self._changed.wait(wait)
             return None
 
-    def _ship(self, message: OutgoingMessage, offset: int) -> None:
-        began, allowed = time.monotonic(), self._seconds
+    def _next_bytes(self) -> int:
+        """Of the chunks that follow at once: a receipt waits behind what the peer sends meanwhile, about as much."""
+        return sum(message.size(offset) for message, offset in islice(self._waiting, max(WINDOW - self._flying, 0)))
+
+    def _ship(self, message: OutgoingMessage, offset: int, load: int) -> None:
+        began, allowed = time.monotonic(), self._patience.seconds(load)
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
             took = time.monotonic() - began
-            if reply is None and refusal is None and took >= allowed:
-                self._seconds = max(self._seconds, min(2 * allowed, _LONGEST))
-            self._answered(message, offset, took, reply is not None, refusal)
+            self._transport.under_way.add(-message.size(offset))
+            with self._changed:
+                self._flying -= 1
+                if reply is not None:
+                    self._patience.took(took, load)
+                elif refusal is None and took >= allowed:
+                    self._patience.passed(load, allowed)
+            self._answered(message, offset, reply is not None, refusal)
 
         self._word = self._word or self._transport.introduction(self._peer)
         if self._word is None:
@@ -144,21 +166,17 @@ class Outgoing:
             return
         tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
         head = HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank, self._word)
-        chunk = message.data[max(offset, 0) : offset + CHUNK].tobytes()
+        chunk = message.chunk(offset).tobytes()
         try:
             self._transport.ship(self._peer, chunk, head, answered, allowed)
         except OSError as error:
             self.end(str(error))
 
-    def _answered(
-        self, message: OutgoingMessage, offset: int, seconds: float, arrived: bool, refusal: bytes | None
-    ) -> None:
+    def _answered(self, message: OutgoingMessage, offset: int, arrived: bool, refusal: bytes | None) -> None:
         """A chunk has its receipt, was refused, or is to be sent again."""
         error = None
         with self._changed:
-            self._flying -= 1
             if arrived:
-                self._seconds = min(max(_SHORTEST, 4 * seconds, 0.9 * self._seconds), _LONGEST)
                 self._pause = self._not_before = 0.0
                 message.left -= 1
             elif refusal == b"over":
