@@ -34,6 +34,13 @@ class Roster(Protocol):
         """Whether others than the founders may take part in later rounds."""
         ...
 
+    @property
+    def answers_alike(self) -> bool:
+        """Whether all workers of an island get the same answers, and land a round together or not at all: each then
+        asks the same things in the same order.
+        """
+        ...
+
     def group(self, round: int) -> Group:
         """The members of `round`, lost ones included: all must draw pairs from the same list. This worker alone where
         it is not a member, or does not know.
@@ -44,12 +51,16 @@ class Roster(Protocol):
         """Whether `seat` is waited for no more."""
         ...
 
+    def lacks(self, seats: Sequence[int]) -> bool:
+        """Whether one of `seats`, the members of a round, is lost: then this worker does it alone."""
+        ...
+
     def miss(self, seat: int, error: CommError) -> None:
         """An exchange with `seat` (-1: with somebody) has ended in `error`."""
         ...
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        """The exchange of `round` among `seats` is whole here: whether its answer may be used."""
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        """The exchange of `round` among `seats` is over, and whole here or not: whether its answer may be used."""
         ...
 
     def opening(self, round: int) -> tuple[Group, int] | None:
@@ -81,6 +92,7 @@ class FixedRoster:
     """`founders` in every round; whose connection breaks is lost for good, and who sent thrice what cannot be."""
 
     grows = False
+    answers_alike = False
 
     def __init__(self, founders: Group) -> None:
         self.founders = founders
@@ -93,6 +105,9 @@ class FixedRoster:
     def lost(self, seat: int) -> bool:
         return seat in self._lost
 
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return not self._lost.isdisjoint(seats)
+
     def miss(self, seat: int, error: CommError) -> None:
         """Who is only late is met again; who sends what cannot be, only so often."""
         if isinstance(error, (Refused, Malformed, Diverged)):
@@ -102,8 +117,8 @@ class FixedRoster:
         if isinstance(error, PeerLost) and seat in self.founders.ranks:
             self._lost.add(seat)
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        return True
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        return whole
 
     def opening(self, round: int) -> tuple[Group, int] | None:
         return self.founders, 0

@@ -9,6 +9,7 @@ takes fewer steps than others leaves no gap. Where all take the same number of s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,12 +30,18 @@ def rows(
     """
     if not (0 <= place < len(fresh) and 0 <= step < fresh[place]):
         raise ValueError(f"place {place} has no step {step} in a round of {list(fresh)} steps")
-    before = start + sum(min(count, step) for count in fresh)
-    taking = sum(count > step for count in fresh)
-    position = sum(count > step for count in fresh[:place])
+    read, positions, taking = _step(tuple(fresh), step)
     number, readers = reader
     rows = np.arange(batch_size, dtype=np.int64)
-    return (before * batch_size + rows * taking + position) * readers + number
+    return ((start + read) * batch_size + rows * taking + int(positions[place])) * readers + number
+
+
+@lru_cache(maxsize=64)
+def _step(fresh: tuple[int, ...], step: int) -> tuple[int, np.ndarray, int]:
+    """(batches of the round before `step`, how many places before each one take that step, how many do in all)."""
+    counts = np.array(fresh, dtype=np.int64)
+    takes = counts > step
+    return int(np.minimum(counts, step).sum()), np.cumsum(takes) - takes, int(takes.sum())
 
 
 def spare_rows(seat: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:

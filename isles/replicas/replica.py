@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.comm.group import Group
+from isles.comm.roster import Roster
 from isles.comm.tags import Channel
 from isles.network.planner.memory import Held
 from isles.replicas.island.sharded import own_rows
@@ -39,6 +40,8 @@ class Holder(Protocol):
     max_norm: float | None
     spans_islands: ClassVar[bool]
     needs_whole: ClassVar[bool]
+
+    roster: Roster
 
     @property
     def survives(self) -> bool: ...
@@ -358,8 +361,10 @@ def refuse_shared(own: Group, across: Group, mend: str) -> None:
 
 
 def refuse_survivors(holder: Holder) -> None:
-    """ValueError for a method that goes on without those it lost, where a replica has several workers."""
-    if holder.survives:
+    """ValueError for a method that goes on without those it lost, where a replica has several workers that do not
+    answer alike.
+    """
+    if holder.survives and not holder.roster.answers_alike:
         raise ValueError('on_peer_failure = "solo": workers of one replica could lose different peers; choose "raise"')
 
 

@@ -16,6 +16,7 @@ class ChangingRoster:
     """See `isles.comm.roster.Roster`. log: (seat, class of the error) of what was missed, in order."""
 
     grows = True
+    answers_alike = False
 
     def __init__(self, world: Group, views: Sequence[View]) -> None:
         self.world, self.views = world, views
@@ -34,13 +35,16 @@ class ChangingRoster:
     def lost(self, seat: int) -> bool:
         return seat in self._lost
 
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return any(self.lost(seat) for seat in seats)
+
     def miss(self, seat: int, error: CommError) -> None:
         self.log.append((seat, type(error).__name__))
         if isinstance(error, PeerLost):
             self._lost.add(seat)
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        return True
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        return whole
 
     def opening(self, round: int) -> tuple[Group, int] | None:
         return self.group(round), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -177,7 +178,12 @@ def test_an_answer_counts_as_had_once_all_of_it_is_there() -> None:
     def worker(world: Mesh) -> Any:
         optimizer, roster = made(world, "noloco", [View(0, 1, EVERYONE)], on_peer_failure="solo")
         accepted = list[int]()
-        roster.accepts = lambda round, seats: accepted.append(round) or True  # type: ignore[method-assign]
+
+        def accepts(round: int, seats: Sequence[int], *, whole: bool) -> bool:
+            accepted.extend([round] * whole)
+            return whole
+
+        roster.accepts = accepts  # type: ignore[method-assign]
         fragment = optimizer.fragments[0]
         for number, lost in enumerate((False, True), start=1):
             flight = Flight(

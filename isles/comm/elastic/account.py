@@ -71,7 +71,7 @@ class _Life:
 
     def spread(self, living: Collection[int]) -> int:
         """The newest of its rounds whose work so many have that it is safe."""
-        others = [seat for seat in living if seat != self.seat]
+        others = {seat for seat in living if seat != self.seat}
         enough = min(len(others), _WITNESSES)
         rounds = sorted((r for witness, (r, _) in self.witnesses.items() if witness in others), reverse=True)
         seen = rounds[enough - 1] if 0 < enough <= len(rounds) else 0
@@ -104,7 +104,9 @@ class Account:
         newest = max(life.begun, round)
         self._lives[seat] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
         if seen:
-            self._lives = {s: self._passed_on(life, seat, seen, alive=True) for s, life in self._lives.items()}
+            for other, life in self._lives.items():
+                if other in seen or not life.witnesses.keys().isdisjoint(seen):  # few of a large world
+                    self._lives[other] = self._passed_on(life, seat, seen, alive=True)
             self._lost = [self._passed_on(life, seat, seen, alive=False) for life in self._lost]
 
     def _passed_on(self, life: _Life, seat: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
@@ -171,7 +173,8 @@ class Account:
         coming: seats that go on from then, too. They have what their donors had when they copied it: were they the only
         ones left, it would be all there is.
         """
-        view = self.newest
+        view, living = self.newest, frozenset(living)
+        going_on = living.union(coming)
         assert view is not None
         owed = left_over(view, until)
         lost: list[_Life] = []
@@ -183,7 +186,7 @@ class Account:
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
             owed += missed
-            minded = tuple(t for t in tenures if (t.until or until) > life.spread({*living, *coming}) + 1)
+            minded = tuple(t for t in tenures if (t.until or until) > life.spread(going_on) + 1)
             skipped = frozenset(round for round in life.skipped if round >= until)
             life = replace(life, tenures=minded, skipped=skipped).without(self._forgone)
             if not gone:

@@ -28,6 +28,11 @@ class Ballots:
         self._view = -1
         self.graces = Graces()
 
+    @property
+    def are_open(self) -> bool:
+        """Whether there is a round on which something was said, and which has not landed."""
+        return bool(self._open)
+
     def done(self, seat: int, done: Done, members: tuple[int, ...]) -> None:
         """A member has an answer. members: of the first attempt of its round."""
         ballot = self._of(done.round, members)

@@ -10,7 +10,6 @@ guards the `Member`, the state machine that all three threads share.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.keys import ASKED, REPORTED, TOLD, signature
+from isles.comm.elastic.keys import ASKED, REPORTED, signature, told_at
 from isles.comm.elastic.line import Words
 from isles.comm.elastic.links.reports import Reports
 from isles.comm.elastic.member import Member, Standing
@@ -28,6 +27,7 @@ from isles.comm.elastic.messages import (
     BeatReply,
     Entry,
     Examine,
+    Failed,
     Leave,
     Load,
     Over,
@@ -39,12 +39,12 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.elastic.told import LONGEST, order
 from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
 _BEAT, _SOON = 1.0, 0.2  # seconds between beats; while this worker waits for its first round
 _PATIENCE = 3.0  # seconds for an answer
-_LONGEST_ANSWER = 4 << 20
 _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 
 
@@ -75,8 +75,10 @@ class Company:
         self._silent: dict[int, float] = {}  # until when
         self.begun_again: Callable[[Word], None] = lambda word: None
         """Called with the word on another attempt, in the session's thread."""
+        self.failed: Callable[[int, int], None] = lambda round, attempt: None
+        """Called with (round, attempt) of which another worker of this island has no answer, likewise."""
         self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
-        session.serve(f"{TOLD}/{entry.seat}", self._told)
+        session.serve(told_at(entry.seat, 0), self._told)
         self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
         self._thread.start()
 
@@ -280,18 +282,14 @@ class Company:
 
     def _told(self, query: IncomingQuery) -> None:
         """Take in an order of the lighthouse. In the session's thread, so nothing here waits."""
-        if not hmac.compare_digest(query.attachment, self._signature):
-            self._session.refused.note(-1, "an order that is not the lighthouse's")
-            query.refuse(b"never")
-            return
-        query.reply()
-        try:
-            message = decode(query.payload, limit=_LONGEST_ANSWER)
-        except ValueError as error:
-            _LOG.warning("the lighthouse: %s", error)
+        message = order(query, self._signature, self._session)
+        if message is None:
             return
         if isinstance(message, Silent):
             self._note_silent(message.seat)
+            return
+        if isinstance(message, Failed):
+            self.failed(message.round, message.attempt)
             return
         ack = self._take_in(message)
         self._give_up()
@@ -333,7 +331,7 @@ class Company:
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
             try:
-                word = decode(reply, limit=_LONGEST_ANSWER) if reply else None
+                word = decode(reply, limit=LONGEST) if reply else None
             except ValueError as error:
                 _LOG.warning("the lighthouse: %s", error)
                 return
@@ -365,7 +363,7 @@ def ask(session: Session, word: bytes, message: Any, seconds: float = _PATIENCE,
     if not reply:
         return None if reply is None else True
     try:
-        return decode(reply, limit=_LONGEST_ANSWER)
+        return decode(reply, limit=LONGEST)
     except ValueError as error:
         _LOG.warning("the lighthouse: %s", error)
         return None

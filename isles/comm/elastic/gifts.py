@@ -41,6 +41,10 @@ class NotOffered(NotGiven):
     """Its giver has nothing of that name, and will have nothing."""
 
 
+class NotAdopted(NotGiven):
+    """A state came with which nobody can begin, and what its taker had before is gone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GiftRequest:
     """A request for the file that `giver` offers under the name `what`.

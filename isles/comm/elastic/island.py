@@ -3,21 +3,23 @@
     leader      has the seat: it talks with the lighthouse, and says what all of them do
     follower    does what it is told, and exchanges its share with the workers at its place in other islands
 
-Whether an exchange was whole is asked of all places, so that an island lands a round as a whole or not at all.
+Who takes part in a round, and who of them is lost, the leader says; whether an exchange was whole is asked of all
+places. So an island lands a round as a whole or not at all, and does it alone as a whole or not at all. Of pairs and
+groups the other islands may land a round that this one has done alone, as it is with single workers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from isles.comm.elastic.line import LighthouseLine
-from isles.comm.elastic.roster import ElasticRoster
-from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Refused
+from isles.comm.elastic.roster import KEPT, ElasticRoster
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerLost, PeerSilent, Refused
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Ruling
@@ -35,6 +37,8 @@ class IslandGroup:
 
     def __init__(self, mesh: Mesh | None = None, waits: float = 0.0) -> None:
         self.mesh, self._group = mesh, None
+        self.failed: Callable[[int, int], None] = lambda round, attempt: None
+        """Called with (round, attempt) of which this worker has no answer: the others are to wait for none either."""
         if mesh is not None:
             group = mesh.world
             patient = replace(group.deadlines, control=group.deadlines.control + 2 * waits)
@@ -69,6 +73,14 @@ class IslandGroup:
         self._group.broadcast(text)
         return cast(dict[str, Any], parse_json(text.numpy().tobytes()))
 
+    def settle(self, answer: bool = False) -> bool:
+        """The leader's answer, for all; all call it together."""
+        if self._group is None:
+            return answer
+        word = torch.tensor([answer], dtype=torch.uint8)
+        self._group.broadcast(word)
+        return bool(word)
+
     def gather(self, *numbers: int) -> list[list[int]]:
         """Everybody's numbers, by place; all call it together."""
         if self._group is None:
@@ -91,6 +103,7 @@ def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, i
     """(digest, whose fault it is that there is none, whether that is late or sent what cannot be) as numbers."""
     refused = isinstance(error, (Refused, Malformed, Diverged))
     blamed = getattr(error, "peer", _NOBODY) if refused or isinstance(error, DeadlinePassed) else _NOBODY
+    blamed = error.rank if isinstance(error, PeerSilent) else blamed
     return (_NONE if digest is None else digest), blamed, int(refused)
 
 
@@ -108,9 +121,34 @@ def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None
 class LeadingRoster(ElasticRoster):
     """The leader's: what the lighthouse says is said to the others."""
 
+    answers_alike = True
+
     def __init__(self, company: LighthouseLine, alone: Group, places: IslandGroup) -> None:
         super().__init__(company, alone)
         self._places = places
+
+    def group(self, round: int) -> Group:
+        is_known = round in self._answers
+        group = super().group(round)
+        if not is_known:
+            self._places.say("group", **_told_of(group))
+        return group
+
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return len(seats) > 1 and self._places.settle(super().lacks(seats))
+
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        if self._places.size == 1 or len(seats) <= 1:
+            return super().accepts(round, seats, whole=whole)
+        if not whole:
+            self._places.failed(round, 0)
+        told = self._places.gather(*_answer_of(0 if whole else None, None))
+        together, failure = _together(told, self.founders.deadlines.outer)
+        if failure is not None:
+            self.miss(getattr(failure, "peer", _NOBODY), failure)
+        elif whole and together is None:
+            self._note(round, tuple(seats), PeerLost.__name__)
+        return self._places.settle(super().accepts(round, seats, whole=together is not None))
 
     def opening(self, round: int) -> tuple[Group, int] | None:
         opening = super().opening(round)
@@ -118,14 +156,14 @@ class LeadingRoster(ElasticRoster):
             self._places.say("closed")
         else:
             group, attempt = opening
-            self._places.say(
-                "open", seats=list(group.ranks), view=group.view, attempt=attempt, seconds=group.deadlines.outer
-            )
+            self._places.say("open", attempt=attempt, **_told_of(group))
         return opening
 
     def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         if self._places.size == 1:
             return super().commit(round, attempt, digest, error)
+        if digest is None:
+            self._places.failed(round, attempt)
         told = self._places.gather(*_answer_of(digest, error))
         together, failure = _together(told, self.founders.deadlines.outer)
         ruling = super().commit(round, attempt, together, error or failure)
@@ -136,39 +174,54 @@ class LeadingRoster(ElasticRoster):
 class FollowingRoster:
     """A follower's, see `isles.comm.roster.Roster`: it knows what it is told."""
 
-    grows = True
+    grows = answers_alike = True
 
     def __init__(self, alone: Group, places: IslandGroup) -> None:
         self.founders, self._places = alone, places
+        self._answers: dict[int, Group] = {}
+        self._missed: CommError | None = None  # of the exchange that is asked about next
 
     def group(self, round: int) -> Group:
-        return self.founders
+        if round not in self._answers:
+            group = self._group(self._hear("group"))
+            self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: group}
+        return self._answers[round]
 
     def lost(self, seat: int) -> bool:
         return False
 
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return len(seats) > 1 and self._places.settle()
+
     def miss(self, seat: int, error: CommError) -> None:
         """The leader tells the lighthouse."""
+        self._missed = self._missed or error
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        return True
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        missed, self._missed = self._missed, None
+        if len(seats) <= 1:
+            return whole
+        if not whole:
+            self._places.failed(round, 0)
+        self._places.gather(*_answer_of(0 if whole else None, missed))
+        return self._places.settle()
 
     def opening(self, round: int) -> tuple[Group, int] | None:
-        said = self._places.hear()
-        if said["act"] == "closed":
-            return None
-        if said["act"] != "open":
-            raise Malformed(-1, f"{said['act']} in place of who takes part")
-        waits: Deadlines = replace(self.founders.deadlines, outer=float(said["seconds"]))
-        seats = tuple(int(seat) for seat in said["seats"])
-        return replace(self.founders, ranks=seats, view=int(said["view"]), deadlines=waits), int(said["attempt"])
+        said = self._hear("open", "closed")
+        return None if said["act"] == "closed" else (self._group(said), int(said["attempt"]))
 
     def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        if digest is None:
+            self._places.failed(round, attempt)
         self._places.gather(*_answer_of(digest, error))
-        said = self._places.hear()
-        if said["act"] != "ruling" or said["ruling"] not in ("land", "again", "wait"):
-            raise Malformed(-1, f"{said['act']} in place of a ruling")
-        return cast(Ruling, said["ruling"])
+        ruling = self._hear("ruling")["ruling"]
+        if ruling not in ("land", "again", "wait"):
+            raise Malformed(-1, "a ruling that there is not")
+        return cast(Ruling, ruling)
+
+    def begin_anew(self) -> None:
+        """See `ElasticRoster.begin_anew`."""
+        self._answers, self._missed = {}, None
 
     def survivors(self, asked: bool) -> Group:
         return self.founders
@@ -178,3 +231,21 @@ class FollowingRoster:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
+
+    def _hear(self, *acts: str) -> dict[str, Any]:
+        """What the leader says, which must be one of `acts`. Malformed."""
+        said = self._places.hear()
+        if said["act"] not in acts:
+            raise Malformed(-1, f"{said['act']} in place of {acts[0]}")
+        return said
+
+    def _group(self, said: Mapping[str, Any]) -> Group:
+        """Of what `_told_of` made."""
+        waits: Deadlines = replace(self.founders.deadlines, outer=float(said["seconds"]))
+        seats = tuple(int(seat) for seat in said["seats"])
+        return replace(self.founders, ranks=seats, view=int(said["view"]), deadlines=waits)
+
+
+def _told_of(group: Group) -> dict[str, Any]:
+    """Who takes part, and how long it is waited for, JSON-able."""
+    return {"seats": list(group.ranks), "view": group.view, "seconds": group.deadlines.outer}

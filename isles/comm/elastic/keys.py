@@ -4,7 +4,7 @@
     ABOUT, ECHO, REACH       anybody with the token: how it stands; how fast the line is; whether an address is reached
     STATUS                   anybody with the token: who serves what, of a swarm
     ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
-    TOLD / seat              to a seat: orders
+    TOLD / seat              to a seat: orders; TOLD / seat / place: the same, to the others of its island
     GIFT / seat              of a seat (of the lighthouse: `LIGHTHOUSE`): files
     LIT                      there while the lighthouse is
 
@@ -52,6 +52,11 @@ class SeatKeys:
         if not (number.isdecimal() and len(number) <= 9):
             return None
         return int(number) if hmac.compare_digest(key.encode(), self.of(int(number)).encode()) else None
+
+
+def told_at(seat: int, place: int) -> str:
+    """Where the worker at `place` in the island of a seat hears orders."""
+    return f"{TOLD}/{seat}/{place}" if place else f"{TOLD}/{seat}"
 
 
 def introduction(key: str, sender: int) -> bytes:

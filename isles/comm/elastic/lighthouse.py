@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from isles.comm.elastic.guards.presence import Presence
+from isles.comm.elastic.guards.presence import Presence, WholeSeats
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import (
@@ -27,9 +27,9 @@ from isles.comm.elastic.keys import (
     PIECE,
     REACH,
     REPORTED,
-    TOLD,
     SeatKeys,
     signature,
+    told_at,
 )
 from isles.comm.elastic.links.relayed import RelayCounter
 from isles.comm.elastic.links.whereabouts import Whereabouts
@@ -70,7 +70,7 @@ class Lighthouse:
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
     have. port: that the session listens at. heard(seat, event): called with what a worker reports, parsed from JSON but
-    unchecked; its ValueError refuses the report.
+    unchecked; its ValueError refuses the report. places: workers in each seat, which all hear its orders.
 
     finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
@@ -87,6 +87,7 @@ class Lighthouse:
         version: str,
         port: int,
         heard: Callable[[int, Any], None],
+        places: int = 1,
     ) -> None:
         self.refused = session.refused
         self.finished: set[int] = set()
@@ -95,7 +96,7 @@ class Lighthouse:
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
-        self._assembly = assembly
+        self._assembly, self._places, self._whole = assembly, places, WholeSeats()
         if journal.entries:
             journal.append({"event": "lit", "at": round(time.time(), 3)})
         for entry in journal.entries:
@@ -209,14 +210,16 @@ class Lighthouse:
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
-        if self._present.spoke(seat):
+        is_seats_own = not isinstance(message, (Find, Listening, Silent))  # which others of an island say too
+        if is_seats_own and self._present.spoke(seat):
             self._carry_out(self._call(lambda m, now: m.back(now, seat)))
         match message:
             case Find():
                 query.reply(encode(self._whereabouts.find(seat, message)))
             case Silent():
                 query.reply()
-                self.tell(self._present.others_of(message.seat), message)
+                gone = self._present.is_gone(message.seat)  # whoever waits for it has begun to when that was told
+                self.tell([seat] if gone else self._present.others_of(message.seat), message)
             case Listening():
                 self._listening(seat, message, query)
             case Finished():
@@ -269,16 +272,21 @@ class Lighthouse:
     def _presence(self, key: str, there: bool) -> None:
         name = key.rpartition("/")[2]
         if name.isdecimal() and len(name) <= 9:
-            seat = int(name)
-            if not there:
-                self._whereabouts.forget(seat, 0)
-            self._present.changed(seat, there)
-            self._carry_out(self._call(lambda m, now: m.back(now, seat) if there else m.gone(now, seat)))
+            self._seen(int(name), 0, there)
 
     def _follower(self, key: str, there: bool) -> None:
         *_, place, _, seat = key.split("/")
-        if not there and all(name.isdecimal() and len(name) <= 9 for name in (place, seat)):
-            self._whereabouts.forget(int(seat), int(place))
+        if all(name.isdecimal() and len(name) <= 9 for name in (place, seat)) and 0 < int(place) < self._places:
+            self._seen(int(seat), int(place), there)
+
+    def _seen(self, seat: int, place: int, there: bool) -> None:
+        """The connection of a worker came or broke: with it that of its seat, perhaps."""
+        if not there:
+            self._whereabouts.forget(seat, place)
+        whole = self._whole.changed(seat, place, there)
+        if whole is not None:
+            self._present.changed(seat, whole)
+            self._carry_out(self._call(lambda m, now: m.back(now, seat) if whole else m.gone(now, seat)))
 
     def _line(self, here: str, there: str, begins: bool) -> None:
         """A connection has begun, or was closed by the engine: it is looked at, or held no more."""
@@ -333,9 +341,10 @@ class Lighthouse:
     def _tell(self, seat: int, said: bytes) -> None:
         word = signature(seat, self._keys.of(seat))
         try:
-            self._session.ask(
-                f"{TOLD}/{seat}", said, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
-            )
+            for place in range(self._places):
+                self._session.ask(
+                    told_at(seat, place), said, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
+                )
         except OSError:
             _LOG.debug("the session is closed")
 

@@ -76,7 +76,7 @@ class Membership(Journalled):
         view, batches = self.view, self.rules.batches
         return self.rules.last if view is None or batches is None else last_round(view, batches)
 
-    def members(self) -> list[int]:
+    def members(self) -> tuple[int, ...]:
         """Seats whose weights count."""
         return self._register.members()
 
@@ -137,12 +137,12 @@ class Membership(Journalled):
 
     def leave(self, now: float, seat: int) -> list[Order]:
         """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave they
-        may go at once.
+        may go at once, and so may one whose connection is taken for broken.
         """
-        if seat in self.workers and self.workers[seat].here and self.workers[seat].state != "leaving":
+        if seat in self.workers and self.workers[seat].state in ("outside", "ready", "in"):
             self._record("leave", seat=seat)
-            leaving = [worker.seat for worker in self.workers.here if worker.state == "leaving"]
-            if set(leaving) == set(self.members()):  # nobody is left for whom another view would be
+            leaving = self.workers.seats("leaving")
+            if leaving == self.members():  # nobody is left for whom another view would be
                 for each in leaving:
                     self._tell(each, Over())
         return self._orders(now)
@@ -215,7 +215,7 @@ class Membership(Journalled):
         if self._awaited:
             return
         self._propose()
-        if self.rules.agrees:
+        if self.ballots.are_open:
             for word in self.ballots.due(now, {seat: self._awaited_from(seat) for seat in self.members()}):
                 self._record("word", word=plain(word))
                 for seat in word.seats:
@@ -223,7 +223,7 @@ class Membership(Journalled):
         self._assign()
 
     def _propose(self) -> None:
-        wanted = tuple(w.seat for w in self.workers.here if w.state in ("in", "ready"))
+        wanted = self.workers.seats("in", "ready")
         view = self.view
         if view is None:
             if len(wanted) >= self.rules.founders:
@@ -232,7 +232,7 @@ class Membership(Journalled):
             return
         if self.proposal is not None and not set(self.proposal.seats) <= set(wanted):
             self.proposal = None  # one of those who were to be in it is not any more
-        newcomers = any(self.workers[seat].state == "ready" for seat in wanted)
+        newcomers = bool(self.workers.seats("ready"))
         since = self._since()
         if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.seats):
             lost = tuple(s for s in view.seats if s not in wanted and self.workers[s].state != "leaving")
@@ -267,8 +267,8 @@ class Membership(Journalled):
 
     def _assign(self) -> None:
         """A donor for everybody who is to begin with another's state."""
-        donors = [w.seat for w in self.workers.here if w.state == "in"]
-        waiting = [w for w in self.workers.here if w.state == "outside"]
+        donors = self.workers.seats("in")
+        waiting = [self.workers[seat] for seat in self.workers.seats("outside")]
         for worker in waiting:
             load = worker.load
             if load is not None and (load.donor in donors or (load.donor < 0 and not donors)):

@@ -147,6 +147,14 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """From one worker of an island to the others: it has no answer of that attempt, so nobody there waits for one."""
+
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Hello:
     """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
     engine's name of the session that asks.
@@ -265,8 +273,8 @@ class Refusal:
 
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Silent | Refusal | Word
-    | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine | Over
-    | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
+    | Failed | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine
+    | Over | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -83,6 +83,9 @@ class Assembly(Protocol):
         ...
 
 
+WorkerState = Literal["outside", "ready", "in", "leaving", "left", "shut"]
+
+
 @dataclass
 class Worker:
     """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state; entered: the
@@ -91,7 +94,7 @@ class Worker:
 
     seat: int
     description: str
-    state: Literal["outside", "ready", "in", "leaving", "left", "shut"] = "outside"
+    state: WorkerState = "outside"
     connected: bool = True
     call: int = 0
     entered: int = 0
@@ -113,21 +116,32 @@ class Worker:
 
 
 class SeatTable(dict[int, Worker]):
-    """All workers that there ever were, by seat: after a day many more than are in the run."""
+    """All workers that there ever were, by seat: after a day many more than are in the run. What it says of those who
+    have a part in the run is as of the last `changed`, for it is asked at every word of everybody.
+    """
 
     _here: list[Worker] | None = None
+    _seats: dict[tuple[WorkerState, ...], tuple[int, ...]] | None = None
 
     @property
     def here(self) -> list[Worker]:
-        """Those that have a part in the run now, as of the last `changed`."""
+        """Those that have a part in the run now."""
         if self._here is None:
             self._here = [worker for worker in self.values() if worker.here]
         return self._here
+
+    def seats(self, *states: WorkerState) -> tuple[int, ...]:
+        """Those of `here` in one of `states`."""
+        if self._seats is None:
+            self._seats = {}
+        if states not in self._seats:
+            self._seats[states] = tuple(worker.seat for worker in self.here if worker.state in states)
+        return self._seats[states]
 
     def waiting(self, seats: Collection[int]) -> list[Worker]:
         """Workers outside `seats` that have still to begin with a state, connected or not."""
         return [one for one in self.values() if one.state in ("outside", "ready") and one.seat not in seats]
 
     def changed(self) -> None:
-        """Forget the cached `here`: somebody came, or may have gone."""
-        self._here = None
+        """Somebody came, or the connection or the state of somebody is another one."""
+        self._here = self._seats = None

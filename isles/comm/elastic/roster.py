@@ -18,7 +18,8 @@ from isles.comm.group import Group
 from isles.comm.roster import Ruling
 from isles.comm.transport import Deadlines
 
-_KEPT = 8  # rounds whose answers are remembered
+KEPT = 8
+"""Rounds whose answers are remembered."""
 _SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
 _LEAST, _FIRST = 3.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
 _SPREADS = 5.0
@@ -33,6 +34,7 @@ class ElasticRoster:
     """
 
     grows = True
+    answers_alike = False
     learns = True
     """Whether a partner is waited for no longer than usual; else as long as the founders' deadline says."""
 
@@ -52,11 +54,14 @@ class ElasticRoster:
             group = replace(
                 self.founders, ranks=standing.seats, view=max(standing.view, 0), deadlines=self._deadlines()
             )
-            self._answers = {**{r: a for r, a in self._answers.items() if r > round - _KEPT}, round: (group, now)}
+            self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: (group, now)}
         return self._answers[round][0]
 
     def lost(self, seat: int) -> bool:
         return self.company.lost(seat) or self.company.is_silent(seat)
+
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return any(self.lost(seat) for seat in seats)
 
     def miss(self, seat: int, error: CommError) -> None:
         """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
@@ -67,7 +72,9 @@ class ElasticRoster:
             accuse(self.company, newest, 0, error)
         self._note(newest, tuple(sorted({self.company.seat, seat} - {-1})), type(error).__name__)
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        if not whole:
+            return False
         if len(seats) > 1 and round in self._answers:
             self._took.append(self.founders.transport.now() - self._answers[round][1])
         accepted = self.company.accepts(round, seats)
@@ -82,7 +89,7 @@ class ElasticRoster:
     def _note(self, round: int, seats: tuple[int, ...], outcome: str) -> None:
         """Of the messages of a round the first that failed counts."""
         if self._outcomes.get(round, (seats, WHOLE))[1] == WHOLE:
-            kept = {r: o for r, o in self._outcomes.items() if r > round - _KEPT}
+            kept = {r: o for r, o in self._outcomes.items() if r > round - KEPT}
             self._outcomes = {**kept, round: (seats, outcome)}
 
     def opening(self, round: int) -> tuple[Group, int] | None:

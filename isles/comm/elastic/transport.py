@@ -35,6 +35,7 @@ from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import CHANNELS, Channel, Tag
+from isles.comm.transport import Transport
 
 _SEATS = 1 << 20
 _MAIL, _SEAT = "mail", "seat"
@@ -46,7 +47,7 @@ class ElasticTransport(OnHostClock):
     session: to the lighthouse. seat: this worker's, its rank. size: number of workers of the world that it begins in.
     gone, back: called with a seat, in a session's thread, when its last connection breaks and when it has one again.
     doubt: called with a seat that is waited for in vain. place: this worker's in its island; it reaches the workers at
-    the same place of other islands.
+    the same place of other islands. beside: the transport inside the island; both count together, by one clock.
 
     resent: chunks sent again. carried: bytes of the chunks that went out, by "direct" and "relayed".
     """
@@ -64,8 +65,11 @@ class ElasticTransport(OnHostClock):
         doubt: Callable[[int], None] = lambda seat: None,
         guide: Guide | None = None,
         place: int = 0,
+        beside: Transport | None = None,
     ) -> None:
         super().__init__(Doubts(doubt))
+        if beside is not None:
+            self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
         self._room = f"isles/place/{place}" if place else "isles"
         self.rank, self.size, self.resent, self.under_way = seat, size, 0, UnderWay()
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))

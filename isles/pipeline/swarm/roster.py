@@ -27,6 +27,7 @@ class SwarmRoster:
     """
 
     grows = True
+    answers_alike = False
 
     def __init__(self, alone: Group) -> None:
         self.founders = alone
@@ -43,13 +44,16 @@ class SwarmRoster:
     def lost(self, seat: int) -> bool:
         return self._post.mail.group.ranks.index(seat) in self._post.mail.lost
 
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return any(self.lost(seat) for seat in seats)
+
     def miss(self, seat: int, error: CommError) -> None:
         """Who is only late is met again, at the end of the step at the latest. Who sent what cannot be is not."""
         if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
             self._post.mail.refuse(self._post.mail.group.ranks.index(seat), error)
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        return True
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        return whole
 
     def opening(self, round: int) -> tuple[Group, int] | None:
         """Among those whom all have agreed on, with whom this worker alone has lost: all exchange among the same ones.

@@ -162,7 +162,8 @@ class Courier:
         came = [self._came(one) for one in exchanges]  # wait for each
         most = max(exchanges, key=lambda one: len(one.seats))
         apart = any(one.seats not in ((), most.seats) for one in exchanges)  # one was lost between the two
-        usable = all(came) and not (apart and self.roster.grows) and self.roster.accepts(most.round, most.seats)
+        whole = all(came) and not (apart and self.roster.grows)
+        usable = self.roster.accepts(most.round, most.seats, whole=whole)
         for one in exchanges:
             one.failed = one.failed or (all(came) and not usable)
         return usable
@@ -258,5 +259,5 @@ class Courier:
     def _present(self, round: int) -> Group:
         """The members of this worker's exchange of `round`, or this worker alone where one of them is lost."""
         group, members = self.roster.group(round), self.members(round)
-        alone = any(self.roster.lost(group.ranks[position]) for position in members)
+        alone = self.roster.lacks([group.ranks[position] for position in members])
         return group.among((group.rank,) if alone else members)

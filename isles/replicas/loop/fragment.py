@@ -54,6 +54,7 @@ class Exchange:
             return
         usable = self.transfer.wait()
         if self.seats:
+            usable = frozenset(usable)
             self.broken = tuple(seat for position, seat in enumerate(self.seats) if position not in usable)
             self.whole = not self.broken or (self.spares and bool(usable))
             self.participants = len(usable) if self.whole else len(self.seats)

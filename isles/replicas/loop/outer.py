@@ -252,7 +252,7 @@ class OuterSync(OuterForetold):
         resting = self._resting(fragment)
         fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
         sweep = Sweep(fragment, self.parts, self.agrees)
-        if not self.courier.is_only_one and not sweep.check().is_usable:
+        if not self.courier.is_only_one and not (sweep.check().is_usable and self.replica.is_sound()):
             self._heal()
             self._skipped(fragment, [self.group.transport.rank])
             return

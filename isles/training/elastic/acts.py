@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from isles.comm.elastic.cells import Batch
-from isles.comm.elastic.gifts import Gifts, NotGiven
+from isles.comm.elastic.gifts import Gifts, NotAdopted, NotGiven
 from isles.comm.elastic.guards.refusals import RefusalRow, Refusals, together, told_rows
 from isles.comm.elastic.island import FollowingRoster, IslandGroup, LeadingRoster
 from isles.comm.elastic.links.relayed import WAYS
@@ -40,11 +41,13 @@ from isles.training.elastic.states import WARM_UP, States
 from isles.training.elastic.terms import lands_together, sync_every
 from isles.training.evaluation import validation_loss
 from isles.training.records.saved import load_weights
+from isles.training.records.summary import by_channel
 from isles.training.trainer import Trainer
 
 _TRIES = 5
+_MEANS = ("bytes_sent", "bytes_received", "compute_seconds", "blocked_seconds")  # of what a worker has counted
 _TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "forget", "conclude", "carried"}
-_TOGETHER |= {"refused"}
+_TOGETHER |= {"refused", "over"}
 
 
 class Acts:
@@ -52,6 +55,7 @@ class Acts:
 
     alone: the group of this seat by itself, on the transport between seats. places: the workers of its island. folder:
     for files on their way. report: called with the trainer's events. last: the run's last round, as far as it is known.
+    over: called with a round once that and all before are over here, where exchanges are of pairs or groups.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class Acts:
         *,
         report: Callable[[Any], None],
         last: Callable[[], int],
+        over: Callable[[int], None] = lambda round: None,
     ) -> None:
+        self._over = over
         self._config, self._alone, self._corpus, self.folder = config, alone, corpus, folder
         world = Mesh(world=alone, layout=grid_of(1), report=report)
         if places.mesh is not None:
@@ -94,19 +100,37 @@ class Acts:
     def take(
         self, donor: int, seconds: float, after: int = -1, wait: float | None = None
     ) -> tuple[int, dict[int, int]]:
-        """See `States.fetch`; all of an island take states of one round. NotGiven for all where one has none."""
+        """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
+        All of an island take states of one round. NotGiven for all where one has none: all are as before, but for
+        NotAdopted.
+        """
+        apart = "the workers of this island got states of different rounds"
         for _ in range(_TRIES):
-            round, left_out, why = -1, dict[int, int](), NotGiven("")
-            try:
-                round, left_out = self.states.fetch(donor, seconds, after=after, wait=wait)
-            except NotGiven as reason:
-                why = reason
-            rounds = [told[0] for told in self._places.gather(round)]
-            if min(rounds) < 0:
-                raise why if str(why) else NotGiven(f"worker {rounds.index(min(rounds))} of this island got none")
-            if min(rounds) == max(rounds):
-                return round, left_out
-        raise NotGiven("the workers of this island got states of different rounds")
+            if self._same(partial(self.states.fetch, donor, seconds, after=after, wait=wait)) is not None:
+                break
+        else:
+            raise NotGiven(apart)
+        try:
+            round = self._same(self.states.adopt)
+        except NotGiven as why:
+            raise NotAdopted(str(why)) from why
+        if round is None:
+            raise NotAdopted(apart)
+        return round, self.states.left_out
+
+    def _same(self, call: Callable[[], int]) -> int | None:
+        """What `call` comes to at all of the island, 0 or more; None where that differs. NotGiven for all where it is
+        that at one.
+        """
+        number, why = -1, NotGiven("")
+        try:
+            number = call()
+        except NotGiven as reason:
+            why = reason
+        numbers = [told[0] for told in self._places.gather(number)]
+        if min(numbers) < 0:
+            raise why if str(why) else NotGiven(f"worker {numbers.index(min(numbers))} of this island got none")
+        return number if min(numbers) == max(numbers) else None
 
     def begin_anew(self) -> None:
         """Go back to the weights as drawn, the same everywhere, for nobody has a state of the run."""
@@ -133,9 +157,14 @@ class Acts:
     def enter(self, round: int, steps: int, began_at: int | None) -> None:
         """Begin with `round`, after so many inner steps. began_at: of inner steps, where this is without moments."""
         self._began_at = began_at
+        self._roster.begin_anew()
         self.means.begins(round)
         enter(self.optimizer, round, steps)
         self.schedule_at(steps)
+
+    def over(self, round: int) -> None:
+        """Rounds up to `round` are over here: nobody is to wait for this worker's part in them."""
+        self._over(round)
 
     def forget(self) -> None:
         """What this worker has is nobody's any more: nobody begins with it."""
@@ -189,10 +218,16 @@ class Acts:
             self.means.copied(round)
 
     def conclude(self) -> dict[str, Any]:
-        """See `Trainer.conclude`."""
+        """See `Trainer.conclude`; of an island all tokens, and the means of what its workers counted."""
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # there is no round that it was sent ahead for
-        return self.trainer.conclude(self.folder)
+        own = self.trainer.conclude(self.folder)
+        if self._places.size == 1:
+            return own
+        counted = json.dumps({key: own[key] for key in ("tokens", "channels", *_MEANS)}).encode("ascii")
+        told = [parse_json(one) for one in self._places.gather_text(counted)]
+        own |= {key: sum(one[key] for one in told) / len(told) for key in _MEANS}
+        return own | {"tokens": sum(one["tokens"] for one in told), "channels": by_channel(told)}
 
     def carried(self) -> dict[str, int]:
         """Bytes that all of an island have sent to others, by the way that they went."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from isles.comm.elastic.gifts import NotGiven, NotOffered
+from isles.comm.elastic.gifts import NotAdopted, NotGiven, NotOffered
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Load
@@ -58,8 +58,7 @@ class Beginning:
             return None
         round = self._first(ahead=0 if self._agrees else _AHEAD)
         if round is not None and not self._agrees:
-            self._freshen(load, round)
-            round = self._first()
+            round = self._first() if self._freshens(load, round) else None
         if round is None or not self._catches_up(load, round):
             return None
         round = max(self._company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
@@ -102,18 +101,23 @@ class Beginning:
             round = company.first(_WAIT, ahead)
         return round
 
-    def _freshen(self, load: Load, round: int) -> None:
+    def _freshens(self, load: Load, round: int) -> bool:
         """The others went on while this worker waited for its first round: an old state would draw them back, so it
         takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
-        for this worker, and perhaps the donor does, who gives nothing meanwhile.
+        for this worker, and perhaps the donor does, who gives nothing meanwhile. False where it has no state any more.
         """
         if load.donor < 0 or round - self._has <= FRESH:
-            return
+            return True
         slow, wait = SLOW + 2 * load.seconds, 3 * load.seconds + _MOMENT
         try:
             self._has, _ = self._act("take", donor=load.donor, seconds=slow, after=round - 2, wait=wait)
+        except NotAdopted as why:
+            self._notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
+            stray(self._company)
+            return False
         except NotGiven as why:
             self._notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+        return True
 
     def _catches_up(self, load: Load, round: int) -> bool:
         """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""

@@ -24,9 +24,9 @@ from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
+from isles.comm.elastic.told import ends_waits, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
-from isles.comm.tags import Tag
 from isles.data import load_corpus
 from isles.errors import printable
 from isles.launch.addresses import parse_address, written
@@ -143,11 +143,11 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             back=lambda seat: company.connection(seat, broken=False),
             doubt=company.doubt,
             guide=links,
+            beside=None if places.mesh is None else places.mesh.transport,
         )
         stack.callback(transport.close)
-        company.left_behind = lambda seat: transport.give_up(seat, "a view without it is on its way")
-        company.fell_silent = transport.fell_silent
-        company.begun_again = lambda word: transport.again(Tag("outer", word.round, attempt=word.attempt))
+        ends_waits(company, transport)
+        places.failed = tells_failures(session, entry, 0, places.size)
         links.start(transport)
 
         def lost(giver: str) -> bool:

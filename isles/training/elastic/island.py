@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.island import FollowingRoster, IslandGroup
 from isles.comm.elastic.keys import signature
 from isles.comm.elastic.messages import Entry
+from isles.comm.elastic.told import PlaceLine, ends_waits, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
@@ -23,6 +25,7 @@ from isles.data import load_corpus
 from isles.training.elastic.acts import Acts, follow_leader
 from isles.training.elastic.entering import Here, admitted, listening, seated, train
 from isles.training.elastic.given import giver_of
+from isles.training.elastic.joining import Participant
 from isles.training.running.starting import deadlines
 
 _FAR = 1 << 40  # rounds: the leader knows the last one
@@ -30,12 +33,27 @@ _FAR = 1 << 40  # rounds: the leader knows the last one
 
 def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
     """What each process of an island does; the leader's result says how it ended."""
+    if world.rank == 0:
+        with leading(world, address, token, here) as worker:
+            return train(worker, address, _tell)
+    follow(world, address, token, here)
+    return ""
+
+
+@contextmanager
+def leading(world: Mesh, address: str, token: Token, here: Here) -> Iterator[Participant]:
+    """The leader of an island, in its seat until the block ends. Errors as `in_run`."""
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)
-        if places.place == 0:
-            with seated(entrance, places, tell=_tell) as worker:
-                return train(worker, address, _tell)
+        yield stack.enter_context(seated(entrance, places, tell=_tell))
+
+
+def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
+    """Be another worker of an island, until its leader says that this is the end. Errors as `in_run`."""
+    with ExitStack() as stack:
+        entrance = admitted(stack, address, token, here, tell=_tell)
+        places = IslandGroup(world, entrance.config.world.outer_deadline)
         config, session = entrance.config, entrance.session
         torch.set_num_threads(config.world.threads)
         corpus = load_corpus(config.data)
@@ -45,8 +63,19 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
         entry = Entry(int(said["seat"]), str(said["key"]))
         asking = partial(ask, session, signature(entry.seat, entry.key))
         links = listening(stack, entrance, entry, asking, places.place, tell=partial(_tell_of, places.place))
-        transport = ElasticTransport(session, entry.seat, config.replicas_in_all, guide=links, place=places.place)
+        line = PlaceLine(session, entry, places.place)
+        transport = ElasticTransport(
+            session,
+            entry.seat,
+            config.replicas_in_all,
+            doubt=line.doubt,
+            guide=links,
+            place=places.place,
+            beside=world.transport,
+        )
         stack.callback(transport.close)
+        ends_waits(line, transport)
+        places.failed = tells_failures(session, entry, places.place, places.size)
         links.start(transport)
         gifts = Giver(session, giver_of(entry.seat, places.place), _tell)
         stack.callback(gifts.close)
@@ -61,11 +90,11 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
             entrance.folder,
             report=lambda event: None,
             last=lambda: _FAR,
+            over=lambda round: transport.over("outer", round),
         )
         acts.refusals = session.refused
         stack.callback(acts.close)
         follow_leader(acts, places)
-    return ""
 
 
 def _tell(line: str) -> None:

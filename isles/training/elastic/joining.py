@@ -55,7 +55,7 @@ class Participant:
     groups, called with a round once that and all before are over here, so that nobody waits for this worker's part in
     them. shown: called with each line of metrics.
 
-    leaving: set it, and the worker leaves after the round under way.
+    leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ class Participant:
         places: IslandGroup | None = None,
         over: Callable[[int], None] = lambda round: None,
         shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        leaving: threading.Event | None = None,
     ) -> None:
-        self._tells, self._over, self._shown = tells, over, shown
+        self._tells, self._shown = tells, shown
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
-        self.folder, self.leaving, self.notice = folder, threading.Event(), notice
+        self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
         self._spare = 0  # batches read out of turn
         self._agrees = lands_together(config)
@@ -98,6 +99,7 @@ class Participant:
             folder,
             report=self._report,
             last=lambda: self._last,
+            over=over,
         )
         self._acts.paced = company.pace
         self._beginning = Beginning(
@@ -175,7 +177,6 @@ class Participant:
         return round > self._last
 
     def _enter(self, round: int, steps: int) -> None:
-        self.roster.begin_anew()
         self._pass(round - 1)
         self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
         self._do("enter", round=round, steps=steps, began_at=steps if self._acts.states.lacks_moments else None)
@@ -244,7 +245,7 @@ class Participant:
 
     def _pass(self, round: int) -> None:
         if not self._agrees:
-            self._over(round)
+            self._do("over", round=round)
 
     def _skipped(self, round: int) -> int:
         """How many rounds are over. More than one where this worker was late: what it had was delivered into a later

@@ -44,14 +44,15 @@ class States:
     folder: for files on their way. kind: what this worker asks for (`world.join_state`). last: the last round of the
     run. place: this worker's in its island, which takes states of that place.
 
-    taken, of: bytes of the newest state that was taken, and its round. lacks_moments: whether that came without the
-    inner optimizer's state. are_drawn: whether this worker's own state is still as drawn.
+    taken, of, left_out: bytes of the newest state that was taken, its round, and whom its donor knew by then to be left
+    out. lacks_moments: whether that came without the inner optimizer's state. are_drawn: whether this worker's own
+    state is still as drawn.
     """
 
     def __init__(
         self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: Callable[[], int], place: int = 0
     ) -> None:
-        self._place = place
+        self._place, self._fetched, self.left_out = place, folder / "taken.safetensors", dict[int, int]()
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
@@ -102,31 +103,36 @@ class States:
             if id(parameter) in trained
         }
 
-    def fetch(
-        self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None
-    ) -> tuple[int, dict[int, int]]:
-        """Take on the state of `donor` (-1: the one that the lighthouse keeps).
+    def fetch(self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None) -> int:
+        """Fetch the state of `donor` (-1: the one that the lighthouse keeps) for `adopt`; nothing changes here yet.
 
-        seconds, wait, after: as in `GiftRequest`. Returns the round that it is of, and whom the donor knew by then to
-        be left out. NotGiven where none came, or none that fits.
+        seconds, wait, after: as in `GiftRequest`. Returns the round that it is said to be of, 0 where nothing is said.
+        NotGiven where none came.
         """
         giver, what = giver_of(donor, self._place), self._joins_with
         if donor < 0:
             giver, what = LIGHTHOUSE, kept_as(self._place)
-        path = self._folder / "taken.safetensors"
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
+        most = _STATE_COPIES * weights + _SPARE
+        asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after)
         try:
-            most = _STATE_COPIES * weights + _SPARE
-            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after)
-            facts = self._gifts.take(asked, path)
-            self.taken = path.stat().st_size
-            self.of = self._adopt(path)
-            return self.of, left_out_of(facts.get("left_out"))
+            facts = self._gifts.take(asked, self._fetched)
+        except NotGiven:
+            self._fetched.unlink(missing_ok=True)
+            raise
+        round, self.left_out = facts.get("round", 0), left_out_of(facts.get("left_out"))
+        return round if isinstance(round, int) and round >= 0 else 0
+
+    def adopt(self) -> int:
+        """Take on the state that was fetched; the round that it is of. NotGiven where it is not one of this run."""
+        try:
+            self.taken = self._fetched.stat().st_size
+            self.of = self._adopt(self._fetched)
+            return self.of
         finally:
-            path.unlink(missing_ok=True)
+            self._fetched.unlink(missing_ok=True)
 
     def _adopt(self, path: Path) -> int:
-        """Take on the state in the file; the round that it is of. NotGiven where it is not one of this run."""
         optimizer, self.are_drawn = self._optimizer, False
         try:
             tensors = load_file(str(path))

@@ -136,10 +136,15 @@ def _check_world(config: Config, *, simulated: bool) -> None:
             "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
             "--nodes"
         )
-    if world.inner > 1 and (simulated or is_quorum(config) or not lands_together(config)):
+    if world.inner > 1 and simulated:
         raise ValueError(
-            f"world.inner = {world.inner}: islands come and go with methods of one mean for all, such as "
-            'diloco, with on_late = "wait", and not on the virtual clock: take it out'
+            f"world.inner = {world.inner}: islands do not come and go on the virtual clock: take it out, or use isles "
+            "lighthouse"
+        )
+    if world.inner > 1 and is_quorum(config):
+        raise ValueError(
+            f'world.inner = {world.inner}: islands come and go with replicas.on_late = "wait": choose that, or take '
+            "world.inner out"
         )
     refuse_silence(world, "workers")
     if world.is_simulated and not simulated:

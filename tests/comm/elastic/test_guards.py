@@ -66,6 +66,21 @@ def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
     assert present.others_of(2) == []
 
 
+def test_who_was_there_and_is_gone_is_remembered_until_it_is_back() -> None:
+    present = Presence()
+    present.changed(2, False)
+    assert not present.is_gone(2)  # nobody has seen it
+    for there in (True, False):
+        present.changed(2, there)
+    assert present.is_gone(2) and not present.is_gone(1)
+    present.changed(2, True)
+    assert not present.is_gone(2)
+    for seat in range(10, 6000):
+        present.changed(seat, True)
+        present.changed(seat, False)
+    assert present.is_gone(5999) and not present.is_gone(10) and len(present._gone) <= 4096
+
+
 def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
     asked = list[int]()
     doubts = Doubts(asked.append)

@@ -116,6 +116,21 @@ def test_a_leaver_votes_and_goes_on_until_the_view_begins() -> None:
     assert isinstance(replies(run.beat(0.0, 1, Beat(4)))[0], Refusal)
 
 
+def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> None:
+    """It would else come back and train on."""
+    run, _ = founded(3)
+    run.gone(0.0, 1)
+    orders = run.leave(0.0, 1)
+    assert entries(orders) == [{"event": "leave", "seat": 1}] and run.workers[1].state == "left"
+    run.back(0.0, 1)
+    promise(run, 0, 2)
+    assert run.view is not None and run.view.seats == (0, 2)
+    (refusal,) = replies(run.beat(0.0, 1, Beat(2, 0, 0)))
+    assert refusal == Refusal("seat 1 is not of this run any more: join again")
+    again = Membership(run.rules, [{"event": "join", "seat": 0, "description": ""}])
+    assert entries(again.leave(0.0, 0)) == [{"event": "leave", "seat": 0}]
+
+
 def test_back_before_anybody_went_on_without() -> None:
     run, _ = founded(2)
     run.gone(0.0, 1)

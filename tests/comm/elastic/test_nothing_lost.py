@@ -44,7 +44,7 @@ def churned(*, agrees: bool, founders: int, most: int, events: int, seed: int) -
             elif kind == "cut":
                 world.cut(victim, draw.uniform(0.5, 9.0))
     world.run(world.now + 30.0)
-    world.final = max(node.member.round for node in world.living() if node.member is not None) + 6
+    world.end_after(6)
     world.run(world.now + 60.0)
     return world
 

@@ -12,10 +12,10 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-from isles.comm.elastic.ballot import Part, Word
+from isles.comm.elastic.ballot import NOTHING, Part, Word
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.member import Member
 from isles.comm.elastic.membership import Membership
@@ -485,9 +485,19 @@ class World:
                     if seat not in here:
                         accusation = Accusation(exchange.round, attempt, seat, "late")
                         self.ask(node, lambda m, a=accusation: m.accuse(self.now, node.seat, a), lambda message: None)
+                self._say_failed(node, Done(exchange.round, attempt, NOTHING))
                 self._late(node, exchange, attempt)
 
         self.after(PATIENCE, lambda: self.unless_frozen(node, late))
+
+    def _say_failed(self, node: Node, done: Done) -> None:
+        """An attempt failed here: the others are to try again, or to go on without this worker."""
+
+        def answer(message: object | None) -> None:
+            if isinstance(message, Word):
+                self.word(node, message)
+
+        self.ask(node, lambda m: m.done(self.now, node.seat, done), answer)
 
     def exchanging(self, node: Node) -> None:
         """Go on with the exchange if what it waits for is there."""
@@ -560,6 +570,13 @@ class World:
         node.work |= union
         node.landed = [*node.landed, (word.round, word.attempt, word.seats)]
         node.means = {**{r: m for r, m in node.means.items() if r > word.round - 6}, word.round: (word, union)}
+
+    def end_after(self, rounds: int) -> None:
+        """The run's last round is so many after the newest one."""
+        self.final = max(node.member.round for node in self.living() if node.member is not None) + rounds
+        self.rules = replace(self.rules, last=self.final)
+        if self.lighthouse is not None:
+            self.lighthouse.rules = self.rules
 
     # What came of it
 

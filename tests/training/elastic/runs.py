@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from typing_extensions import override
 from isles.comm.credentials import parse_token
 from isles.comm.elastic.messages import Over
 from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.mesh import arrange
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, in_run
+from isles.training.elastic.island import follow, leading
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.terms import charter_of
+from tests.comm.elastic.sessions import workers
 from tests.training.lit import LitRun
 
 
@@ -45,6 +50,27 @@ class Run(LitRun):
                 return worker.run()
 
         return self.start(work)
+
+    def join_island(self, folder: Path) -> list[int]:
+        """Start the workers of an island, whose network inside is one of its own; their numbers, the leader's first."""
+        size, met = self.config.world.inner, ExitStack()
+        inside = met.enter_context(workers(folder, size))
+        left = [*range(size)]
+
+        def work(transport: ElasticTransport, number: int) -> Any:
+            where = arrange(transport), self.address, parse_token(self.token), Here()
+            try:
+                if transport.rank > 0:
+                    return follow(*where)
+                with leading(*where) as worker:
+                    self.workers[number] = worker
+                    return worker.run()
+            finally:
+                left.pop()
+                if not left:
+                    met.close()
+
+        return [self.start(partial(work, transport)) for transport in inside]
 
     def vanish(self, number: int) -> None:
         """Its connection breaks, as when its process is killed; then it ends."""

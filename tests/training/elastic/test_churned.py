@@ -133,6 +133,14 @@ def test_a_run_ends_whose_last_workers_came_too_late(tmp_path: Path) -> None:
     assert set(run.results) == {2}
 
 
+def test_who_is_to_leave_while_it_waits_for_its_first_round_does_none(tmp_path: Path) -> None:
+    trace = [ChurnEvent(45.0, "join", 1), ChurnEvent(46.0, "leave", 3)]
+    run = churned(small(tmp_path, 3, 20), trace, tmp_path)
+    _, lines = recorded(run.out)
+    assert {line.seat for line in lines if isinstance(line, RoundLine)} == {0, 1, 2} == set(run.results)
+    assert run.meeting.membership is not None and run.meeting.membership.view.seats == (0, 1, 2)
+
+
 @pytest.mark.long
 def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> None:
     """A round takes 300 s. After the first step its donor's pace is known."""

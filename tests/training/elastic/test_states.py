@@ -89,7 +89,7 @@ def handed_over(tmp_path: Path, kind: JoinState) -> tuple[OuterSync, OuterSync, 
                 )
                 rounds.start()
                 try:
-                    assert taking.fetch(3, 20.0) == (2, {5: 1})
+                    assert (taking.fetch(3, 20.0), taking.adopt(), taking.left_out) == (2, 2, {5: 1})
                 finally:
                     stop.set()
                     rounds.join()

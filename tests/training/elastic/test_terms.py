@@ -53,7 +53,7 @@ def test_a_file_with_all_defaults_will_do() -> None:
         (["replicas.method=postlocal-sgd"], "every_step_until"),
         (["replicas.method=custom", "replicas.mixing=groups"], "replicas.mixing = 'groups'"),
         (["replicas.method=streaming-noloco"], "replicas."),
-        (["world.workers=4", "world.inner=2"], "world.inner"),
+        (["replicas.method=diloco", "replicas.on_late=quorum", "world.workers=4", "world.inner=2"], "world.inner = 2"),
         (["world.backend=virtual"], "world.backend"),
         (["run.steps=21"], "replicas.sync_every = 5"),
         (["run.loggers=['tensorboard']"], "run.loggers"),

@@ -14,7 +14,31 @@ from __future__ import annotations
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
 _QUIET = 1.5  # seconds without a beat, which comes each second
+_MOST = 4096  # seats that are gone and remembered
 _LOOK = 0.5  # seconds from one look to the next that count, at most
+
+
+class WholeSeats:
+    """Which seats are there as a whole: an island is several workers, and is gone once one of them is."""
+
+    def __init__(self) -> None:
+        self._missing: dict[int, set[int]] = {}  # by seat whose first worker is there: places whose connection broke
+
+    def changed(self, seat: int, place: int, there: bool) -> bool | None:
+        """The connection of the worker at `place` came or broke: whether the seat is there now; None where that is as
+        before. Who has not come yet is on its way.
+        """
+        if place == 0:
+            self._missing.pop(seat, None)
+            if there:
+                self._missing[seat] = set()
+            return there
+        missing = self._missing.get(seat)
+        if missing is None:
+            return None
+        was_whole = not missing
+        (missing.discard if there else missing.add)(place)
+        return None if was_whole == (not missing) else not missing
 
 
 class Presence:
@@ -26,14 +50,23 @@ class Presence:
         self._heard: dict[int, float] = {}  # of those that are there: when they spoke last, or came
         self._mute: set[int] = set()
         self._quiet: dict[int, float] = {}  # when others were told last
+        self._gone: dict[int, None] = {}  # the newest _MOST
 
     def changed(self, seat: int, there: bool) -> None:
         """A connection came or broke."""
         self._mute.discard(seat)
         if there:
             self._heard[seat] = self._now
-        else:
-            self._heard.pop(seat, None)
+            self._gone.pop(seat, None)
+        elif seat in self._heard:
+            del self._heard[seat]
+            self._gone[seat] = None
+            if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
+                del self._gone[next(iter(self._gone))]
+
+    def is_gone(self, seat: int) -> bool:
+        """Whether it was there, and its connection broke."""
+        return seat in self._gone
 
     def joined(self, seat: int) -> None:
         """A seat was given to somebody, who is to come."""

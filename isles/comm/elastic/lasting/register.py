@@ -35,14 +35,17 @@ class Register:
         """The newest."""
         return self.account.newest
 
-    def members(self) -> list[int]:
+    def members(self) -> tuple[int, ...]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
-        return [worker.seat for worker in self.workers.here if worker.state in ("in", "leaving")]
+        return self.workers.seats("in", "leaving")
 
     def voters(self, round: int) -> tuple[int, ...]:
         """Who exchanges in the first attempt of `round`."""
         view = self.account.view_of(round)
-        return () if view is None else tuple(seat for seat in view.seats if seat not in self.ballots.left_out(view))
+        if view is None:
+            return ()
+        left_out = self.ballots.left_out(view)
+        return tuple(seat for seat in view.seats if seat not in left_out)
 
     def apply(self, entry: dict[str, Any]) -> None:
         """ValueError for an event that this version does not know."""
@@ -51,13 +54,14 @@ class Register:
                 self.workers[seat] = Worker(seat, description)
             case {"event": "beat", "seat": seat, "beat": beat}:
                 self._apply_beat(self.workers[seat], from_plain(beat))
+                return
             case {"event": "gone", "seat": seat}:
                 self._apply_gone(self.workers[seat])
             case {"event": "back", "seat": seat}:
                 self._apply_back(self.workers[seat])
             case {"event": "leave", "seat": seat}:
                 worker = self.workers[seat]
-                worker.state = "leaving" if worker.state == "in" else "left"
+                worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
             case {"event": "call", "seat": seat}:
                 self._call_again(self.workers[seat])
             case {"event": "shut", "seat": seat}:
@@ -80,6 +84,7 @@ class Register:
         self.account.begun(worker.seat, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
             worker.state = "ready"
+            self.workers.changed()
         if worker.state in ("in", "leaving"):
             self.newest_round = max(self.newest_round, beat.round)
         at = max(worker.round, worker.entered - 1)  # a newcomer is not behind before its first round
@@ -135,3 +140,4 @@ class Register:
         self.account.forgo(worker.seat)
         worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()
+        self.workers.changed()

@@ -92,8 +92,9 @@ class ChurnedRun:
             own = folder / str(transport.rank)
             own.mkdir()
             gifts = VirtualGifts(transport, company, self._gifts)
-            worker = Participant(self.config, company, transport, gifts, corpus, own, self._notice)
-            worker.leaving = company.leaving
+            worker = Participant(
+                self.config, company, transport, gifts, corpus, own, self._notice, leaving=company.leaving
+            )
             self._made(worker)
             try:
                 worker.run()

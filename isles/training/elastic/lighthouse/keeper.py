@@ -89,7 +89,7 @@ class Keeper(RunKeeper):
 
     @override
     def members(self) -> list[int]:
-        return self.lighthouse.look(lambda now: self.membership.members())
+        return self.lighthouse.look(lambda now: list(self.membership.members()))
 
     def _all_gone(self) -> bool:
         return not any(worker.connected for worker in self.membership.workers.values())

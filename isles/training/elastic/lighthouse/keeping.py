@@ -117,6 +117,7 @@ class RunKeeper(ABC):
                 version=__version__,
                 port=int(self.address.rpartition(":")[2]),
                 heard=self._heard,
+                places=self.charter.world.inner,
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)

@@ -1,0 +1,176 @@
+"""What the workers of an island hear of the lighthouse: three islands of two, over real sessions on loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from isles.comm.collectives.basic import all_done
+from isles.comm.elastic.ballot import NOTHING, Word
+from isles.comm.elastic.calls import RoundsAssembly
+from isles.comm.elastic.company import Company
+from isles.comm.elastic.guards.presence import WholeSeats
+from isles.comm.elastic.journal import Journal
+from isles.comm.elastic.keys import HELLO, SeatKeys, signature, told_at
+from isles.comm.elastic.lighthouse import Lighthouse
+from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, decode, encode
+from isles.comm.elastic.orders import Rules
+from isles.comm.elastic.session import Session, open_session
+from isles.comm.elastic.told import PlaceLine, ends_waits
+from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
+from isles.comm.gloo.transfers import PostedWork
+from isles.comm.tags import Tag
+from tests.comm.elastic.sessions import router, settled
+
+pytest.importorskip("zenoh")
+SEATS = range(3)
+
+
+class Islands:
+    """By seat. leaders: their lines, and firsts their sessions; second: transports of the other workers, and sessions
+    theirs.
+    """
+
+    def __init__(self) -> None:
+        self.leaders: list[Company] = []
+        self.second: list[ElasticTransport] = []
+        self.entries: list[Entry] = []
+        self.sessions: list[Session] = []
+        self.firsts: list[Session] = []
+
+    def waits(self, seat: int, other: int, tag: Tag) -> PostedWork:
+        """Its second worker waits for that of another."""
+        return self.second[seat].recv(other, torch.zeros(8, dtype=torch.uint8), tag)
+
+
+def until(over: Callable[[], object], seconds: float = 20.0) -> None:
+    ends = time.monotonic() + seconds
+    while not over():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+@contextmanager
+def islands(folder: Path) -> Iterator[Islands]:
+    """In round 1 of a run of one mean for all."""
+    world = Islands()
+    with router(folder) as (mine, address, session), ExitStack() as stack:
+
+        def opened() -> Session:
+            found = open_session("client", mine, connect=address)
+            stack.callback(found.close)
+            return found
+
+        journal = Journal(folder)
+        stack.callback(journal.close)
+        rounds = RoundsAssembly(Rules(founders=3, sync_every=5, agrees=True), journal.entries)
+        lighthouse = Lighthouse(
+            session,
+            rounds,
+            journal,
+            SeatKeys(folder),
+            config="",
+            version="1.0",
+            port=1,
+            heard=lambda seat, event: None,
+            places=2,
+        )
+        stack.callback(lighthouse.close)
+        for seat in SEATS:
+            first, second = opened(), opened()
+            until(lambda first=first: first.answer(HELLO, b"", seconds=1.0) != (None, None))
+            hello = encode(Hello("1.0", "abc", first.name()))
+            entry = decode(first.answer(HELLO, hello, seconds=5.0)[0] or b"")
+            assert isinstance(entry, Entry) and entry.seat == seat
+            company, line = Company(first, entry), PlaceLine(second, entry, 1)
+            stack.callback(company.close)
+            own = ElasticTransport(first, seat, 3), ElasticTransport(second, seat, 3, doubt=line.doubt, place=1)
+            for transport in own:
+                stack.callback(transport.close)
+            ends_waits(company, own[0])
+            ends_waits(line, own[1])
+            world.leaders.append(company)
+            world.second.append(own[1])
+            world.entries.append(entry)
+            world.sessions.append(second)
+            world.firsts.append(first)
+        for company in world.leaders:
+            load = company.load(20.0)
+            assert load is not None
+            company.loaded(load, 0, {})
+        for company in world.leaders:
+            assert company.first(20.0) == 1 and company.begin(1) is not None
+        until(lambda: all(len(transport._ways) == 2 for transport in world.second))
+        yield world
+
+
+def test_a_second_worker_does_not_wait_for_who_is_left_out(tmp_path: Path) -> None:
+    """At once, where its deadline is a minute: seat 2 is late for both others, and left out of the next attempt."""
+    with islands(tmp_path) as world:
+        waits = [world.waits(seat, 2, Tag("outer", 1)) for seat in (0, 1)]
+        other = world.waits(0, 1, Tag("outer", 1, attempt=1))
+        time.sleep(0.3)
+        assert not any(work.done() for work in waits)
+        for company in world.leaders[:2]:
+            company.ask(Accusation(1, 0, 2, "late"))
+        settled(*waits, seconds=5.0)
+        assert [type(work.error) for work in waits] == [RoundPassed] * 2
+        assert not other.done()  # the next attempt has begun
+
+
+def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
+    """Neither somebody with the token, nor another member; nor does the order of its own seat help another one's."""
+    with islands(tmp_path) as world:
+        wait = world.waits(0, 2, Tag("outer", 1))
+        word, forged = encode(Word(1, "again", 1, (0, 1))), world.sessions[1]
+        own = world.entries[1]
+        for attachment in (None, b"", signature(own.seat, own.key), signature(0, own.key)):
+            answer = forged.answer(told_at(0, 1), word, attachment=attachment, seconds=5.0)
+            assert answer == (None, b"never")
+        assert not wait.done()
+        assert world.sessions[0].refused[-1, "an order that is not the lighthouse's"] == 4
+
+
+def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
+    """The others, their second workers too, go on without it although its first worker is there."""
+    with islands(tmp_path) as world:
+        wait, ends = world.waits(0, 1, Tag("outer", 1)), world.waits(1, 2, Tag("outer", 1))
+        world.sessions[2].close()
+        settled(ends, seconds=5.0)
+        assert isinstance(ends.error, PeerLost) and not wait.done()
+        world.leaders[1].ask(Done(1, 0, NOTHING))
+        until(lambda: world.leaders[0].words.of(1) is not None, 5.0)
+        word = world.leaders[0].words.of(1)
+        assert word is not None and (word.verdict, word.attempt, word.seats) == ("again", 1, (0, 1))
+        settled(wait, seconds=5.0)
+        assert isinstance(wait.error, RoundPassed)
+        views = [company.member.views for company in world.leaders[:2]]
+        until(lambda: all(known[max(known)].seats == (0, 1) for known in views))
+
+
+def test_who_begins_to_wait_for_one_that_is_gone_is_told(tmp_path: Path) -> None:
+    """Although its second worker is there: the lighthouse's word on it has come before."""
+    with islands(tmp_path) as world:
+        world.firsts[2].close()
+        views = world.leaders[0].member.views
+        until(lambda: views[max(views)].seats == (0, 1))
+        wait = world.waits(0, 2, Tag("outer", 2))
+        with pytest.raises(PeerSilent):
+            world.second[0].run(all_done([wait]), "outer", 30.0).wait()
+
+
+def test_when_a_seat_is_there_as_a_whole() -> None:
+    seats = WholeSeats()
+    assert seats.changed(4, 1, True) is None and seats.changed(4, 1, False) is None  # nobody leads it
+    assert seats.changed(4, 0, True) is True
+    assert [seats.changed(4, 1, True), seats.changed(4, 2, True)] == [None, None]
+    assert [seats.changed(4, 1, False), seats.changed(4, 2, False)] == [False, None]
+    assert [seats.changed(4, 2, True), seats.changed(4, 1, True)] == [None, True]
+    assert seats.changed(4, 0, False) is False and seats.changed(4, 1, False) is None
+    assert seats.changed(5, 1, False) is None and not seats._missing
