@@ -59,7 +59,7 @@ class Company:
         self.seat = entry.seat
         self.member = Member(entry.seat)
         self.ended: Over | Examine | None = None
-        self._session, self._signature = session, signature(entry.seat, entry.key)
+        self._session, self._entry = session, entry
         self._changed = threading.Condition(threading.RLock())
         self._load: Load | None = None
         self.words = Words()
@@ -233,7 +233,7 @@ class Company:
 
     def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
         """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
-        return ask(self._session, self._signature, message, seconds, key)
+        return ask(self._session, self._entry, message, seconds, key)
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
@@ -282,7 +282,7 @@ class Company:
 
     def _told(self, query: IncomingQuery) -> None:
         """Take in an order of the lighthouse. In the session's thread, so nothing here waits."""
-        message = order(query, self._signature, self._session)
+        message = order(query, self._entry, 0, self._session)
         if message is None:
             return
         if isinstance(message, Silent):
@@ -340,22 +340,18 @@ class Company:
                     self.words.hear(word)
                     self._changed.notify_all()
 
+        said = encode(message)
+        word = signature(self._entry.seat, self._entry.key, ASKED, said)
         try:
-            self._session.ask(
-                ASKED,
-                encode(message),
-                answered,
-                attachment=self._signature,
-                seconds=_PATIENCE,
-                urgent=True,
-            )
+            self._session.ask(ASKED, said, answered, attachment=word, seconds=_PATIENCE, urgent=True)
         except OSError:
             _LOG.debug("the session is closed")
 
 
-def ask(session: Session, word: bytes, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
-    """What the lighthouse answers to `message` of the seat whose `signature` is `word`; see `Company.ask`."""
+def ask(session: Session, entry: Entry, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
+    """What the lighthouse answers to `message` of the seat of `entry`; see `Company.ask`."""
     said = message if isinstance(message, bytes) else encode(message)
+    word = signature(entry.seat, entry.key, key, said)
     try:
         reply, _ = session.answer(key, said, attachment=word, seconds=seconds, urgent=True)
     except OSError:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from isles.comm.elastic.keys import GIFT
+from isles.comm.elastic.keys import gift_at
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.parsing import parse_json
 
@@ -126,7 +126,7 @@ class Giver:
     _waiting: list[tuple[str, int, IncomingQuery]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
-        self.session.serve(f"{GIFT}/{self.name}", self._asked)
+        self.session.serve(gift_at(self.name), self._asked)
 
     def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         """Give the file at `path` to whoever asks for `what` from now on; it is this giver's, which removes it once
@@ -260,7 +260,7 @@ def take(
 
     NotGiven where it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
     """
-    taking = _Taking(session, f"{GIFT}/{asked.giver}", asked.what, asked.after, lost)
+    taking = _Taking(session, gift_at(asked.giver), asked.what, asked.after, lost)
     facts = taking.open(asked.patience)
     size, number = facts["size"], facts["number"]
     if size > asked.most:

@@ -5,12 +5,15 @@
     STATUS                   anybody with the token: who serves what, of a swarm
     ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
     TOLD / seat              to a seat: orders; TOLD / seat / place: the same, to the others of its island
-    GIFT / seat              of a seat (of the lighthouse: `LIGHTHOUSE`): files
+    GIFT / seat / giver      of a worker: files; of the lighthouse: GIFT / `LIGHTHOUSE`
     LIT                      there while the lighthouse is
 
-Everybody in the session knows the token, so what is said in a seat's name bears that seat's key, which only the
-lighthouse and that worker know. What one worker sends to another bears an introduction, which the lighthouse gives to
-the sender, and which the receiver can make from its own key: nobody else can send in that seat's name.
+Everybody in the session knows the token, and may listen in where another seat is addressed. So no key is ever said but
+to whom it is given: what is said in a seat's name, or to it, bears a proof (HMAC-SHA256) over the address and the word,
+by a key that only the lighthouse and that worker know. What one worker sends to another bears a seal over all of it, by
+an introduction, which the lighthouse gives to the sender, and which the receiver can make from its own key. What was
+overheard can be said again, and nothing else. At the lighthouse's own addresses nobody else can listen, nor answer in
+its place: its router lets others serve `SERVED_BY_SEATS` alone.
 """
 
 from __future__ import annotations
@@ -26,11 +29,15 @@ CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, ASKED, REPORTED, TOLD, GIFT = (
     f"isles/{name}"
     for name in ("config", "hello", "about", "echo", "reach", "status", "asked", "reported", "told", "gift")
 )
+SERVED_BY_SEATS = (f"{TOLD}/**", f"{GIFT}/seat/**", "isles/mail/*", "isles/place/*/mail/*")
+PRESENT_AS_SEATS = ("isles/seat/*", "isles/place/*/seat/*")
 PIECE = 1 << 20  # bytes that ECHO sends at most
 LIGHTHOUSE = "lighthouse"
 LIT = "isles/lit"
 _FILE = "seats"
-_MOST = 64  # characters of a seat and its key
+PROOF = 16
+"""Bytes of a proof, and of a seal."""
+_MOST = 64  # bytes of a signature that are looked at
 
 
 class SeatKeys:
@@ -46,12 +53,13 @@ class SeatKeys:
         """32 hex digits."""
         return hmac.new(self._secret, b"isles seat %d" % seat, hashlib.sha256).hexdigest()[:32]
 
-    def seat(self, word: bytes) -> int | None:
-        """Whose word `signature` is; None for a forged one."""
-        number, _, key = word[:_MOST].decode("ascii", "replace").partition(":")
-        if not (number.isdecimal() and len(number) <= 9):
+    def seat(self, word: bytes, where: str, said: bytes) -> int | None:
+        """Whose `signature` of `said` at `where` it is; None for a forged one."""
+        number = word[:_MOST].partition(b":")[0]
+        if not (number.isdigit() and len(number) <= 9):
             return None
-        return int(number) if hmac.compare_digest(key.encode(), self.of(int(number)).encode()) else None
+        seat = int(number)
+        return seat if hmac.compare_digest(word, signature(seat, self.of(seat), where, said)) else None
 
 
 def told_at(seat: int, place: int) -> str:
@@ -59,11 +67,24 @@ def told_at(seat: int, place: int) -> str:
     return f"{TOLD}/{seat}/{place}" if place else f"{TOLD}/{seat}"
 
 
+def gift_at(giver: str) -> str:
+    """Where the worker of that name, or the `LIGHTHOUSE`, gives files."""
+    return f"{GIFT}/{giver}" if giver == LIGHTHOUSE else f"{GIFT}/seat/{giver}"
+
+
 def introduction(key: str, sender: int) -> bytes:
-    """16 bytes: what `sender` must show to the seat of `key`."""
+    """16 bytes: by which `sender` seals what it sends to the seat of `key`."""
     return hmac.new(key.encode("ascii"), b"isles mail from %d" % sender, hashlib.sha256).digest()[:16]
 
 
-def signature(seat: int, key: str) -> bytes:
-    """What goes beside a word of `seat`, and beside one to it."""
-    return f"{seat}:{key}".encode("ascii")
+def signature(seat: int, key: str, where: str, said: bytes) -> bytes:
+    """What goes beside what `seat` says at the address `where`, and beside what is said to it."""
+    proof = hmac.digest(key.encode("ascii"), where.encode("ascii") + b"\0" + said, "sha256")
+    return b"%d:" % seat + proof[:PROOF]
+
+
+def sealed(word: bytes, head: bytes, chunk: bytes) -> bytes:
+    """The seal of a piece of a message and of what goes beside it, by the introduction `word`: `PROOF` bytes."""
+    seal = hmac.new(word, head, "sha256")
+    seal.update(chunk)
+    return seal.digest()[:PROOF]

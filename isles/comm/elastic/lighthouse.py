@@ -201,12 +201,13 @@ class Lighthouse:
         self._listening(-1, said, query)
 
     def _asked(self, query: IncomingQuery) -> None:
-        seat = self._keys.seat(query.attachment)
+        said = query.payload
+        seat = self._keys.seat(query.attachment, ASKED, said)
         if seat is None:
             self._refuse(query, -1, "a word without the key of its seat")
             return
         try:
-            message = decode(query.payload)
+            message = decode(said)
         except ValueError as error:
             self._refuse(query, seat, str(error))
             return
@@ -254,8 +255,8 @@ class Lighthouse:
             self._refuse(query, seat, str(error))
 
     def _reported(self, query: IncomingQuery) -> None:
-        seat = self._keys.seat(query.attachment)
         payload = query.payload
+        seat = self._keys.seat(query.attachment, REPORTED, payload)
         if seat is None or len(payload) > _LONGEST_REPORT:
             self._refuse(query, -1 if seat is None else seat, "a report that cannot be")
             return
@@ -339,12 +340,11 @@ class Lighthouse:
             query.reply(answer)
 
     def _tell(self, seat: int, said: bytes) -> None:
-        word = signature(seat, self._keys.of(seat))
+        key = self._keys.of(seat)
         try:
-            for place in range(self._places):
-                self._session.ask(
-                    told_at(seat, place), said, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
-                )
+            for where in (told_at(seat, place) for place in range(self._places)):
+                word = signature(seat, key, where, said)
+                self._session.ask(where, said, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True)
         except OSError:
             _LOG.debug("the session is closed")
 

@@ -26,13 +26,14 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from isles.comm.credentials import Credentials, write_private
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.keys import PRESENT_AS_SEATS, SERVED_BY_SEATS
 from isles.comm.tcp import endpoint, give_up_after
 
 _LOG = logging.getLogger(__name__)
@@ -371,4 +372,29 @@ def _settings(
             "dictionary_file": str(users),
         },
         "adminspace/enabled": False,
+        **({"access_control": _rights()} if mode == "router" else {}),
+    }
+
+
+def _rights() -> dict[str, Any]:
+    """What whoever is let in may do at a router: all but serve, or be seen, where the lighthouse is."""
+    looks = ["declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"]
+    speaks = ["put", "delete", "query", "reply", *looks]
+    serves, is_seen = "declare_queryable", "liveliness_token"
+
+    def may(name: str, messages: list[str], flow: str, keys: Sequence[str]) -> dict[str, Any]:
+        return {"id": name, "permission": "allow", "messages": messages, "flows": [flow], "key_exprs": [*keys]}
+
+    rules = [
+        may("speaks", speaks, "ingress", ["**"]),
+        may("serves", [serves], "ingress", SERVED_BY_SEATS),
+        may("is seen", [is_seen], "ingress", PRESENT_AS_SEATS),
+        may("hears", [*speaks, serves, is_seen], "egress", ["**"]),
+    ]
+    return {
+        "enabled": True,
+        "default_permission": "deny",
+        "rules": rules,
+        "subjects": [{"id": "whoever is let in"}],
+        "policies": [{"rules": [each["id"] for each in rules], "subjects": ["whoever is let in"]}],
     }

@@ -49,35 +49,37 @@ def tells_failures(session: Session, entry: Entry, place: int, places: int) -> C
     """What tells the others of an island of `places` workers, called with (round, attempt), that the one at `place` has
     no answer of that attempt: so none of them waits for somebody who waits itself for one that was lost.
     """
-    word = signature(entry.seat, entry.key)
 
     def tell(round: int, attempt: int) -> None:
         for other in range(places):
             if other != place:
-                _say(session, told_at(entry.seat, other), Failed(round, attempt), word)
+                _say(session, entry, told_at(entry.seat, other), Failed(round, attempt))
 
     return tell
 
 
-def _say(session: Session, key: str, message: Any, word: bytes) -> None:
+def _say(session: Session, entry: Entry, where: str, message: Any) -> None:
     """Without waiting for an answer."""
+    said = encode(message)
+    word = signature(entry.seat, entry.key, where, said)
     try:
-        session.ask(key, encode(message), lambda reply, refusal: None, attachment=word, seconds=_PATIENCE, urgent=True)
+        session.ask(where, said, lambda reply, refusal: None, attachment=word, seconds=_PATIENCE, urgent=True)
     except OSError:
         _LOG.debug("the session is closed")
 
 
-def order(query: IncomingQuery, word: bytes, session: Session) -> Any:
-    """The lighthouse's order to the seat whose `signature` is `word`; None, and counted, where somebody else says it,
-    or where it is none.
+def order(query: IncomingQuery, entry: Entry, place: int, session: Session) -> Any:
+    """The lighthouse's order to the worker at `place` of the seat of `entry`; None, and counted, where somebody else
+    says it, or where it is none.
     """
-    if not hmac.compare_digest(query.attachment, word):
+    said = query.payload
+    if not hmac.compare_digest(query.attachment, signature(entry.seat, entry.key, told_at(entry.seat, place), said)):
         session.refused.note(-1, "an order that is not the lighthouse's")
         query.refuse(b"never")
         return None
     query.reply()
     try:
-        return decode(query.payload, limit=LONGEST)
+        return decode(said, limit=LONGEST)
     except ValueError as error:
         _LOG.warning("the lighthouse: %s", error)
         return None
@@ -91,15 +93,15 @@ class PlaceLine:
         self.fell_silent: Callable[[int], None] = lambda seat: None
         self.begun_again: Callable[[Word], None] = lambda word: None
         self.failed: Callable[[int, int], None] = lambda round, attempt: None
-        self._session, self._signature = session, signature(entry.seat, entry.key)
+        self._session, self._entry, self._place = session, entry, place
         session.serve(told_at(entry.seat, place), self._told)
 
     def doubt(self, seat: int) -> None:
         """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
-        _say(self._session, ASKED, Silent(seat), self._signature)
+        _say(self._session, self._entry, ASKED, Silent(seat))
 
     def _told(self, query: IncomingQuery) -> None:
-        match order(query, self._signature, self._session):
+        match order(query, self._entry, self._place, self._session):
             case Proposal(lost=lost):
                 for seat in lost:
                     self.left_behind(seat)

@@ -28,6 +28,7 @@ from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Answered, Outgoing, O
 from isles.comm.elastic.chunks.patience import UnderWay
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.keys import PROOF, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.comm.elastic.links.relayed import WAYS
 from isles.comm.elastic.session import IncomingQuery, Session
@@ -190,10 +191,14 @@ class ElasticTransport(OnHostClock):
 
     def _take(self, asked: IncomingQuery) -> None:
         """A chunk has come."""
+        attached, data = asked.attachment, asked.payload
+        head, seal = attached[: HEAD.size], attached[HEAD.size :]
         try:
-            *fields, number, offset, total, sender, word = HEAD.unpack(asked.attachment)
+            *fields, number, offset, total, sender = HEAD.unpack(head)
             chunk = Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
         except (struct.error, IndexError):
+            seal = b""
+        if len(seal) != PROOF:
             self.refused.note(-1, "no message of this library")
             asked.refuse(b"never")
             return
@@ -201,7 +206,7 @@ class ElasticTransport(OnHostClock):
             self.refused.note(-1, "a message of nobody who is there")
             asked.refuse(b"later")  # its sign of life may be on its way
             return
-        if not hmac.compare_digest(word, self._guide.expected(sender)):
+        if not hmac.compare_digest(seal, sealed(self._guide.expected(sender), head, data)):
             self.refused.note(-1, "a message in another's name")
             asked.refuse(b"never")
             return
@@ -209,7 +214,7 @@ class ElasticTransport(OnHostClock):
             asked.reply()
             self.passed(sender, chunk.tag)
             return
-        verdict = self._inbox.take(sender, chunk, asked.payload)
+        verdict = self._inbox.take(sender, chunk, data)
         if verdict == "kept":
             asked.reply()
         else:
@@ -220,7 +225,7 @@ class ElasticTransport(OnHostClock):
         return next((way for way in self._ways.get(peer, ()) if way is not self._relay), self._relay)
 
     def introduction(self, peer: int) -> bytes | None:
-        """What a message to `peer` bears."""
+        """By which a message to `peer` is sealed."""
         return self._guide.introduction(peer)
 
     def ship(self, peer: int, chunk: bytes, head: bytes, answered: Answered, seconds: float) -> None:

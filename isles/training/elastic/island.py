@@ -14,7 +14,6 @@ from isles.comm.credentials import Token
 from isles.comm.elastic.company import ask
 from isles.comm.elastic.gifts import Giver
 from isles.comm.elastic.island import FollowingRoster, IslandGroup
-from isles.comm.elastic.keys import signature
 from isles.comm.elastic.messages import Entry
 from isles.comm.elastic.told import PlaceLine, ends_waits, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
@@ -61,7 +60,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         if said["act"] != "seat":
             raise Malformed(0, "the leader of this island has no seat")
         entry = Entry(int(said["seat"]), str(said["key"]))
-        asking = partial(ask, session, signature(entry.seat, entry.key))
+        asking = partial(ask, session, entry)
         links = listening(stack, entrance, entry, asking, places.place, tell=partial(_tell_of, places.place))
         line = PlaceLine(session, entry, places.place)
         transport = ElasticTransport(

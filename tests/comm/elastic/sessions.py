@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Workers(list[ElasticTransport]):
     """By seat, and the router that they meet at."""
 
     router: Session
+    guest: Callable[[], AbstractContextManager[Session]]
+    """Opens the session of another one that has the token."""
 
 
 @contextmanager
@@ -54,6 +56,7 @@ def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.
         ends = [opened("client", mine, connect=address) for _ in range(count)]
         transports = Workers(ElasticTransport(end, seat, count) for seat, end in enumerate(ends))
         transports.router = session
+        transports.guest = lambda: closing(open_session("client", mine, connect=address))
         for transport in transports:
             stack.callback(transport.close)
         for seat, transport in enumerate(transports[: -1 if direct else 0]):

@@ -71,7 +71,10 @@ def test_what_never_comes_is_said_at_once(tmp_path: Path) -> None:
 
 def test_a_seat_s_word_bears_its_key(tmp_path: Path) -> None:
     keys = SeatKeys(tmp_path)
-    assert keys.seat(signature(7, keys.of(7))) == 7
+    assert keys.seat(signature(7, keys.of(7), "here", b"so"), "here", b"so") == 7
     assert SeatKeys(tmp_path).of(7) == keys.of(7)  # a lighthouse that is started again knows it
-    for forged in (signature(8, keys.of(7)), b"7", b"7:", b"", b"-1:" + keys.of(1).encode(), b"\xff" * 200):
-        assert keys.seat(forged) is None
+    right = signature(7, keys.of(7), "here", b"so")
+    assert keys.seat(right, "there", b"so") is keys.seat(right, "here", b"else") is None
+    as_another = signature(8, keys.of(7), "here", b"so")
+    for forged in (as_another, b"7", b"7:", b"", b"0" + right, b"-1:" + right[2:], right + b"x", b"\xff" * 200):
+        assert keys.seat(forged, "here", b"so") is None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def lit(folder: Path) -> Iterator[tuple[Lighthouse, Session]]:
             journal.close()
 
 
-def ask(session: Session, key: str, said: bytes, word: bytes | None = None) -> Answer:
+def ask(session: Session, key: str, said: bytes, word: bytes | Callable[[str, bytes], bytes] | None = None) -> Answer:
     """The answer; asked again while nobody takes it yet."""
+    attachment = word(key, said) if callable(word) else word
     for _ in range(50):
         done, answers = threading.Event(), list[Answer]()
 
@@ -55,7 +57,7 @@ def ask(session: Session, key: str, said: bytes, word: bytes | None = None) -> A
             answers.append((reply, refusal))
             done.set()
 
-        session.ask(key, said, answered, attachment=word, seconds=5.0)
+        session.ask(key, said, answered, attachment=attachment, seconds=5.0)
         assert done.wait(10.0)
         if answers[0] != (None, None):
             return answers[0]
@@ -76,16 +78,24 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert isinstance(other, Refusal) and "install" in other.reason
         assert isinstance(text, Refusal) and "data.path" in text.reason
         second = hello("1.0", "abc")
-        word = signature(entry.seat, entry.key)
+        word = partial(signature, entry.seat, entry.key)
         assert isinstance(decode(ask(guest, ASKED, encode(Beat()), word)[0] or b""), BeatReply)
         never = (None, b"never")
-        forged = [None, b"", signature(1, entry.key), signature(99, "0" * 32), b"\xff" * 100]
+        as_another = partial(signature, 1, entry.key)
+        forged = [
+            None,
+            b"",
+            as_another,
+            partial(signature, 99, "0" * 32),
+            b"\xff" * 100,
+            word(REPORTED, encode(Beat())),
+        ]
         assert all(ask(guest, ASKED, encode(Beat()), wrong) == never for wrong in forged)
         junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"beat"}', encode(Word(1, "land", 0, (0,)))]
         assert all(ask(guest, ASKED, wrong, word) == never for wrong in junk)
         assert ask(guest, HELLO, b"{}") == never
         assert ask(guest, REPORTED, b'{"fine": 0}', word) == (b"", None)
-        assert ask(guest, REPORTED, b"x", signature(1, entry.key)) == never
+        assert ask(guest, REPORTED, b"x", as_another) == never
         assert ask(guest, REPORTED, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
         assert lighthouse.refused[0, "not fine"] == 1
         assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 5

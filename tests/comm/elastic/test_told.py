@@ -16,9 +16,9 @@ from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.guards.presence import WholeSeats
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import HELLO, SeatKeys, signature, told_at
+from isles.comm.elastic.keys import ASKED, HELLO, SeatKeys, signature, told_at
 from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, decode, encode
+from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, Silent, decode, encode
 from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.told import PlaceLine, ends_waits
@@ -43,6 +43,7 @@ class Islands:
         self.entries: list[Entry] = []
         self.sessions: list[Session] = []
         self.firsts: list[Session] = []
+        self.lighthouse: Lighthouse
 
     def waits(self, seat: int, other: int, tag: Tag) -> PostedWork:
         """Its second worker waits for that of another."""
@@ -82,6 +83,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             places=2,
         )
         stack.callback(lighthouse.close)
+        world.lighthouse = lighthouse
         for seat in SEATS:
             first, second = opened(), opened()
             until(lambda first=first: first.answer(HELLO, b"", seconds=1.0) != (None, None))
@@ -130,11 +132,28 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
         wait = world.waits(0, 2, Tag("outer", 1))
         word, forged = encode(Word(1, "again", 1, (0, 1))), world.sessions[1]
         own = world.entries[1]
-        for attachment in (None, b"", signature(own.seat, own.key), signature(0, own.key)):
-            answer = forged.answer(told_at(0, 1), word, attachment=attachment, seconds=5.0)
+        where = told_at(0, 1)
+        for attachment in (None, b"", signature(own.seat, own.key, where, word), signature(0, own.key, where, word)):
+            answer = forged.answer(where, word, attachment=attachment, seconds=5.0)
             assert answer == (None, b"never")
         assert not wait.done()
         assert world.sessions[0].refused[-1, "an order that is not the lighthouse's"] == 4
+
+
+def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
+    """A member may listen in where another one is told its orders: it hears neither its key nor a proof for others."""
+    with islands(tmp_path) as world:
+        entry, where, heard = world.entries[0], told_at(0, 1), list[tuple[bytes, bytes]]()
+        world.sessions[1].serve(where, lambda query: heard.append((query.payload, query.attachment)))
+        until(lambda: world.lighthouse.tell([0], Silent(9)) or heard, 5.0)
+        word, proof = heard[0]
+        assert decode(word) == Silent(9) and proof == signature(0, entry.key, where, word)
+        assert entry.key.encode() not in proof
+        wait = world.waits(0, 2, Tag("outer", 1))
+        for said, there in ((Silent(2), where), (Silent(9), told_at(0, 0))):
+            assert world.sessions[2].answer(there, encode(said), attachment=proof, seconds=5.0) == (None, b"never")
+        assert world.sessions[2].answer(ASKED, word, attachment=proof, seconds=5.0) == (None, b"never")
+        assert not wait.done()
 
 
 def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:

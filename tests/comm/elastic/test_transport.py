@@ -164,6 +164,25 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
         assert set(two.refused) == {(0, "more than is kept of what nobody asked for")}
 
 
+def test_a_seal_that_was_overheard_fits_no_other_piece(tmp_path: Path) -> None:
+    """A member may listen in where another one gets its mail."""
+    with workers(tmp_path, 2) as pair, pair.guest() as thief:
+        (one, two), heard, out = pair, list[tuple[bytes, bytes]](), torch.zeros(8, dtype=torch.uint8)
+        thief.serve("isles/mail/1", lambda query: heard.append((query.payload, query.attachment)))
+        work = two.recv(0, out, Tag("outer", 1))
+        for round in range(2, 100):  # until it is known that the thief is there
+            settled(one.send(1, random_bytes(8, round), Tag("outer", round)))
+            if heard:
+                break
+        data, beside = heard[0]
+        of_another_round = beside[:8] + bytes([beside[8] ^ 1]) + beside[9:]
+        for piece, head in ((bytes(8), beside), (data, of_another_round), (data, beside[:-1])):
+            assert thief.answer("isles/mail/1", piece, attachment=head, seconds=5.0) == (None, b"never")
+        assert two.refused[-1, "a message in another's name"] == 3 and not work.done()
+        settled(work, one.send(1, data := random_bytes(8, 1), Tag("outer", 1)))
+        assert torch.equal(out, data)
+
+
 def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:
     with workers(tmp_path, 2) as (one, two):
         out = torch.zeros(5, dtype=torch.uint8)

@@ -8,13 +8,15 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
-from isles.comm.elastic.keys import ASKED, GIFT, HELLO, TOLD, signature
+from isles.comm.elastic.keys import ASKED, HELLO, TOLD, gift_at, sealed, signature
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
 from isles.comm.elastic.session import Session, open_session, zenoh
 from isles.comm.tags import CHANNELS, Tag
@@ -23,7 +25,8 @@ from tests.strangers.callers import call, read, say
 
 Answer = tuple[bytes | None, bytes | None]
 NEVER: Answer = (None, b"never")
-HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")
+HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")
+Sign = Callable[[str, bytes], bytes]  # of an address and what is said there
 _UNASKED = Tag("outer", 1 << 50)
 
 
@@ -38,7 +41,7 @@ class Attacker:
         self.session = open_session("client", self.mine, connect=address)
         self.entry: Any = self.hello()
         assert isinstance(self.entry, Entry)
-        self.word = signature(self.entry.seat, self.entry.key)
+        self.word: Sign = partial(signature, self.entry.seat, self.entry.key)
         self.session.present(f"isles/seat/{self.entry.seat}")
         found = decode(self.ask(ASKED, encode(Find(victim)), self.word)[0] or b"")
         assert isinstance(found, Found)
@@ -50,7 +53,7 @@ class Attacker:
         said = encode(Hello(self.version, self.corpus, self.session.name()))
         return decode(self.ask(HELLO, said)[0] or b"")
 
-    def ask(self, key: str, said: bytes, word: bytes | None = None) -> Answer:
+    def ask(self, key: str, said: bytes, word: bytes | Sign | None = None) -> Answer:
         """The answer, asked again while nobody takes it."""
         for _ in range(100):
             (answer,) = self.flood(key, [said], word)
@@ -59,7 +62,9 @@ class Attacker:
             time.sleep(0.05)
         return None, None
 
-    def flood(self, key: str, said: list[bytes], word: bytes | None = None, seconds: float = 5.0) -> list[Answer]:
+    def flood(
+        self, key: str, said: list[bytes], word: bytes | Sign | None = None, seconds: float = 5.0
+    ) -> list[Answer]:
         """All at once; the answers, in the order in which they came."""
         answers, over = list[Answer](), threading.Semaphore(0)
 
@@ -68,12 +73,24 @@ class Attacker:
             over.release()
 
         for one in said:
-            self.session.ask(key, one, answered, attachment=word, seconds=seconds)
+            attachment = word(key, one) if callable(word) else word
+            self.session.ask(key, one, answered, attachment=attachment, seconds=seconds)
         for _ in said:
             assert over.acquire(timeout=seconds + 10.0)
         return answers
 
-    def told(self, message: Any, word: bytes | None) -> Answer:
+    @contextmanager
+    def overhearing(self, *keys: str) -> Iterator[list[tuple[bytes, bytes]]]:
+        """(word, proof) of what is said at those addresses meanwhile, as far as anybody says it to a member."""
+        heard, ear = list[tuple[bytes, bytes]](), open_session("client", self.mine, connect=self.address)
+        try:
+            for key in keys:
+                ear.serve(key, lambda query: heard.append((query.payload, query.attachment)))
+            yield heard
+        finally:
+            ear.close()
+
+    def told(self, message: Any, word: bytes | Sign | None) -> Answer:
         """An order to the victim."""
         return self.ask(f"{TOLD}/{self.victim}", encode(message), word)
 
@@ -103,19 +120,19 @@ class Attacker:
     ) -> bytes:
         """What goes beside a chunk."""
         self._numbers += 1
-        return HEAD.pack(
+        head = HEAD.pack(
             CHANNELS.index(tag.channel),
             *tag[1:],
             self._numbers if number is None else number,
             offset,
             len(data) if total is None else total,
             self.entry.seat if sender is None else sender,
-            self.introduction if word is None else word,
         )
+        return head + (sealed(self.introduction, head, data) if word is None else word)
 
     def gift(self, said: Any) -> Answer:
         """A request for a file of the victim's."""
-        return self.ask(f"{GIFT}/{self.victim}", said if isinstance(said, bytes) else json.dumps(said).encode())
+        return self.ask(gift_at(str(self.victim)), said if isinstance(said, bytes) else json.dumps(said).encode())
 
     def close(self) -> None:
         """Be gone."""

@@ -6,13 +6,14 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import pytest
 
 from isles.comm import credentials
 from isles.comm.elastic.chunks.incoming import CHUNK
-from isles.comm.elastic.keys import ASKED, HELLO, REPORTED, signature
+from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
 from isles.comm.elastic.lighthouse import JOINS
 from isles.comm.elastic.messages import (
     Accusation,
@@ -21,6 +22,7 @@ from isles.comm.elastic.messages import (
     BeatReply,
     Done,
     Entry,
+    Find,
     Hello,
     Later,
     Leave,
@@ -160,19 +162,27 @@ def no_seat(one: Attacker) -> None:
 
 @case("lighthouse", "a word without the key of its seat")
 def a_seat_that_nobody_has(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat()), signature(1 << 20, one.entry.key)) == NEVER
+    assert one.ask(ASKED, encode(Beat()), partial(signature, 1 << 20, one.entry.key)) == NEVER
 
 
 @case("lighthouse", "a word without the key of its seat")
 def the_seat_of_another(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Leave()), signature(one.victim, one.entry.key)) == NEVER
+    assert one.ask(ASKED, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
 
 
 @case("victim", "an order that is not the lighthouse's")
 def orders_in_the_name_of_the_lighthouse(one: Attacker) -> None:
-    for word in (None, b"", one.word, signature(one.victim, one.entry.key)):
+    for word in (None, b"", one.word, partial(signature, one.victim, one.entry.key)):
         for order in (Over("go home"), Proposal(9, 8, 1, (one.entry.seat,), (one.victim,)), Word(1, "land", 0, (9,))):
             assert one.told(order, word) == NEVER
+
+
+@case("engine")
+def answers_in_place_of_the_lighthouse(one: Attacker) -> None:
+    """Whatever it offers to serve there, nobody asks it: the victim, which beats each second, least of all."""
+    with one.overhearing(ASKED, REPORTED, HELLO, CONFIG, gift_at(LIGHTHOUSE), "isles/*", "isles/gift/*", "**") as heard:
+        time.sleep(2.0)
+        assert one.ask(ASKED, encode(Find(one.victim)), one.word)[0] and not heard
 
 
 @case("victim", "a message in another's name")

@@ -14,14 +14,15 @@ import numpy as np
 
 from isles.comm.elastic.chunks.incoming import CHUNK, offsets
 from isles.comm.elastic.chunks.patience import Patience, UnderWay
+from isles.comm.elastic.keys import sealed
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import CHANNELS, Tag
 
 WINDOW = 4
 """Chunks that are under way to one peer at a time."""
-HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q16s")
-"""What goes beside a chunk: tag, message number, offset, total bytes, sender, introduction."""
+HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")
+"""What goes beside a chunk: tag, message number, offset, total bytes, sender; then the seal of all."""
 OVER = -1
 """In place of a chunk's offset: its round, and those before, are over at the sender."""
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
@@ -38,7 +39,7 @@ class Carrier(Protocol):
     under_way: UnderWay
 
     def introduction(self, peer: int) -> bytes | None:
-        """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""
+        """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
         ...
 
     def ship(self, peer: int, chunk: bytes, head: bytes, answered: Answered, seconds: float) -> None:
@@ -165,8 +166,9 @@ class Outgoing:
             answered(None, b"later")
             return
         tag = (CHANNELS.index(message.tag.channel), *message.tag[1:])
-        head = HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank, self._word)
+        head = HEAD.pack(*tag, message.number, offset, len(message.data), self._transport.rank)
         chunk = message.chunk(offset).tobytes()
+        head += sealed(self._word, head, chunk)
         try:
             self._transport.ship(self._peer, chunk, head, answered, allowed)
         except OSError as error:

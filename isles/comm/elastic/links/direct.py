@@ -129,12 +129,12 @@ class DirectLinks:
     # What the transport asks (`Guide`)
 
     def introduction(self, peer: int) -> bytes | None:
-        """What a message to `peer` bears; None while the lighthouse does not say. Waits for its answer."""
+        """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""
         found = self._found.get(peer) or self._find(peer)
         return None if found is None else bytes.fromhex(found.introduction)
 
     def expected(self, sender: int) -> bytes:
-        """What a message of `sender` must bear."""
+        """By which a message of `sender` must be sealed."""
         return introduction(self._entry.key, sender)
 
     def met(self, seat: int, *, there: bool, direct: bool) -> None:

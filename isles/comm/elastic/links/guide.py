@@ -9,11 +9,11 @@ class Guide(Protocol):
     """What a transport asks about its peers: `DirectLinks`."""
 
     def introduction(self, peer: int) -> bytes | None:
-        """What a message to `peer` bears (16 bytes); None while that is not known. May wait."""
+        """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
         ...
 
     def expected(self, sender: int) -> bytes:
-        """What a message of `sender` must bear."""
+        """By which a message of `sender` must be sealed."""
         ...
 
     def met(self, seat: int, *, there: bool, direct: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from isles.comm.elastic.company import ask
-from isles.comm.elastic.keys import REPORTED, signature
+from isles.comm.elastic.keys import REPORTED
 from isles.comm.elastic.links.reports import Reports
 from isles.comm.elastic.messages import Entry, Find, Over, Refusal
 from isles.comm.elastic.session import Session
@@ -30,7 +30,7 @@ class SwarmLine:
         self.seat = entry.seat
         self.ended: Over | Apart | Refusal | None = None
         self.kept, self.is_away = 0, False
-        self._session, self._signature = session, signature(entry.seat, entry.key)
+        self._session, self._entry = session, entry
         self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
         self._changed = threading.Condition()
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
@@ -61,7 +61,7 @@ class SwarmLine:
     def ask(self, message: Any, seconds: float = _PATIENCE, key: str | None = None) -> Any:
         """As `isles.comm.elastic.company.Company.ask`."""
         where = {} if key is None else {"key": key}
-        return ask(self._session, self._signature, message, seconds, **where)
+        return ask(self._session, self._entry, message, seconds, **where)
 
     def wait(self, seconds: float) -> None:
         """Wait until this peer has no further part in the run, or `seconds` have passed."""
