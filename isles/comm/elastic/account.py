@@ -148,7 +148,7 @@ class Account:
         """`view` takes over at its round, with the `start` and the debts that `next` gave for the same `living`."""
         before = () if self.newest is None else self.newest.seats
         if self.newest is not None:
-            _, self._lives, self._lost = self._settled(view.since, living)
+            _, self._lives, self._lost = self._settled(view.since, living, view.seats)
             self._forgone = set()
         for place, seat in enumerate(view.seats):
             life = self._lives.get(seat, _Life(seat))
@@ -165,9 +165,16 @@ class Account:
         """What would be owed if the run ended before round `until`."""
         return self._settled(until, living)[0] if self.newest is not None else []
 
-    def _settled(self, until: int, living: Collection[int]) -> tuple[list[Lot], dict[int, _Life], list[_Life]]:
-        """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost)."""
+    def _settled(
+        self, until: int, living: Collection[int], coming: Collection[int] = ()
+    ) -> tuple[list[Lot], dict[int, _Life], list[_Life]]:
+        """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
+
+        coming: seats that go on from then, too. They have what their donors had when they copied it: were they the only
+        ones left, it would be all there is.
+        """
         view, living = self.newest, frozenset(living)
+        going_on = living.union(coming)
         assert view is not None
         owed = left_over(view, until)
         lost: list[_Life] = []
@@ -179,7 +186,7 @@ class Account:
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
             owed += missed
-            minded = tuple(t for t in tenures if (t.until or until) > life.spread(living) + 1)
+            minded = tuple(t for t in tenures if (t.until or until) > life.spread(going_on) + 1)
             skipped = frozenset(round for round in life.skipped if round >= until)
             life = replace(life, tenures=minded, skipped=skipped).without(self._forgone)
             if not gone:

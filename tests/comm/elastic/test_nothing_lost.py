@@ -131,3 +131,28 @@ def test_an_account_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("isles.comm.elastic.lasting.register.Account", mutant)
     with pytest.raises(AssertionError):
         check(churned(agrees=agrees, founders=3, most=8, events=60, seed=1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_where_those_alone_are_left_who_wait_for_their_first_round(seed: int) -> None:
+    """Pairs. They go on from their copies, which are older than what the others had of each other when they died."""
+    world = World(founders=3, agrees=False, seed=seed)
+    world.run(12.0)
+    for _ in range(5):
+        world.join()
+        world.run(world.now + (8.0 if len(world.nodes) < 8 else 1.5))
+    trained = [node for node in world.living() if node.training]
+    (waiting,) = [node for node in world.living() if not node.training]
+    assert waiting.member is not None and waiting.member.ready == 0
+    had = waiting.work
+    for node in trained:
+        world.kill(node)
+    world.run(world.now + 20.0)
+    assert waiting.training and waiting.work & had == had and waiting.member.call == 0
+    world.final = waiting.member.round + 4
+    world.run(world.now + 40.0)
+    lighthouse = world.lighthouse
+    assert lighthouse is not None and lighthouse.view is not None and lighthouse.view.seats == (waiting.seat,)
+    end = lighthouse.view.start + fresh_before(lighthouse.view, world.final + 1)
+    held = {position for position, _ in world.held() if position < _SPARE}
+    assert held | set(owed_positions(world)) == set(range(end))

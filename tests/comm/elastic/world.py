@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from isles.comm.elastic.ballot import Part, Word
+from isles.comm.elastic.ballot import NOTHING, Part, Word
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.member import Member
 from isles.comm.elastic.membership import Membership
@@ -485,9 +485,19 @@ class World:
                     if seat not in here:
                         accusation = Accusation(exchange.round, attempt, seat, "late")
                         self.ask(node, lambda m, a=accusation: m.accuse(self.now, node.seat, a), lambda message: None)
+                self._say_failed(node, Done(exchange.round, attempt, NOTHING))
                 self._late(node, exchange, attempt)
 
         self.after(PATIENCE, lambda: self.unless_frozen(node, late))
+
+    def _say_failed(self, node: Node, done: Done) -> None:
+        """An attempt failed here: the others are to try again, or to go on without this worker."""
+
+        def answer(message: object | None) -> None:
+            if isinstance(message, Word):
+                self.word(node, message)
+
+        self.ask(node, lambda m: m.done(self.now, node.seat, done), answer)
 
     def exchanging(self, node: Node) -> None:
         """Go on with the exchange if what it waits for is there."""

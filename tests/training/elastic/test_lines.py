@@ -64,12 +64,13 @@ def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Mach
         finally:
             world.end()
         models.append(load_file(str(world.out / "model.safetensors")))
-    assert all(models[0][key].equal(models[1][key]) for key in models[0])
     direct, relayed = ways
     print(ways)
     assert direct["relayed"] == 0 and relayed["direct"] == 0
     assert direct["direct"] == relayed["relayed"]
     assert 1.0 <= relayed["relayed_here"] / relayed["relayed"] <= 1.02
+    # last: on a busy machine a worker may have to read a cell out of turn, which makes other bits and no other bytes
+    assert all(models[0][key].equal(models[1][key]) for key in models[0])
 
 
 @pytest.mark.long
