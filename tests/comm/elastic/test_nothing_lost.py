@@ -19,10 +19,13 @@ def churned(*, agrees: bool, founders: int, most: int, events: int, seed: int) -
     world = World(founders=founders, agrees=agrees, seed=seed)
     draw = random.Random(seed)
     world.run(12.0)
+    counted: Collection[int] = ()
     for _ in range(events):
         world.run(world.now + draw.uniform(0.3, 1.6))
         awake = [node for node in world.living() if node.member is not None and not node.frozen and not node.cut]
-        settled = [node for node in awake if node.training and not node.leaving]
+        if world.lighthouse is not None:
+            counted = world.lighthouse.members()  # others train on for a moment with what nobody else has
+        settled = [node for node in awake if node.training and not node.leaving and node.seat in counted]
         kind = draw.choices(["join", "kill", "leave", "pause", "cut", "outage"], [8, 5, 2, 2, 2, 1])[0]
         if kind == "join" and len(world.living()) >= most:
             kind = "kill"

@@ -176,7 +176,8 @@ def test_a_seal_that_was_overheard_fits_no_other_piece(tmp_path: Path) -> None:
                 break
         data, beside = heard[0]
         of_another_round = beside[:8] + bytes([beside[8] ^ 1]) + beside[9:]
-        for piece, head in ((bytes(8), beside), (data, of_another_round), (data, beside[:-1])):
+        another_seal = beside[:-1] + bytes([beside[-1] ^ 1])
+        for piece, head in ((bytes(8), beside), (data, of_another_round), (data, another_seal)):
             assert thief.answer("isles/mail/1", piece, attachment=head, seconds=5.0) == (None, b"never")
         assert two.refused[-1, "a message in another's name"] == 3 and not work.done()
         settled(work, one.send(1, data := random_bytes(8, 1), Tag("outer", 1)))
