@@ -193,15 +193,12 @@ class ElasticTransport(OnHostClock):
         """A chunk has come."""
         attached, data = asked.attachment, asked.payload
         head, seal = attached[: HEAD.size], attached[HEAD.size :]
-        try:
-            *fields, number, offset, total, sender = HEAD.unpack(head)
-            chunk = Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
-        except (struct.error, IndexError):
-            seal = b""
-        if len(seal) != PROOF:
+        told = _told(head) if len(seal) == PROOF else None
+        if told is None:
             self.refused.note(-1, "no message of this library")
             asked.refuse(b"never")
             return
+        sender, chunk = told
         if not 0 <= sender < _SEATS or sender in self._lost:
             self.refused.note(-1, "a message of nobody who is there")
             asked.refuse(b"later")  # its sign of life may be on its way
@@ -257,3 +254,12 @@ class ElasticTransport(OnHostClock):
                 self.give_up(seat, "its connection is gone")
                 self._gone(seat)
         self._guide.met(seat, there=bool(ways), direct=self.way(seat) is not self._relay)
+
+
+def _told(head: bytes) -> tuple[int, Chunk] | None:
+    """(sender, which piece) of a `HEAD`; None where it is none."""
+    try:
+        *fields, number, offset, total, sender = HEAD.unpack(head)
+        return sender, Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
+    except (struct.error, IndexError):
+        return None
