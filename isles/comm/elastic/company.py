@@ -39,7 +39,7 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.elastic.told import LONGEST, order
+from isles.comm.elastic.told import LONGEST, Orders
 from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Company:
         self.failed: Callable[[int, int], None] = lambda round, attempt: None
         """Called with (round, attempt) of which another worker of this island has no answer, likewise."""
         self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
+        self._orders = Orders(session, entry, 0)
         session.serve(told_at(entry.seat, 0), self._told)
         self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
         self._thread.start()
@@ -282,7 +283,7 @@ class Company:
 
     def _told(self, query: IncomingQuery) -> None:
         """Take in an order of the lighthouse. In the session's thread, so nothing here waits."""
-        message = order(query, self._entry, 0, self._session)
+        message = self._orders.take(query)
         if message is None:
             return
         if isinstance(message, Silent):

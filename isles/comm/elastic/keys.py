@@ -12,8 +12,9 @@ Everybody in the session knows the token, and may listen in where another seat i
 to whom it is given: what is said in a seat's name, or to it, bears a proof (HMAC-SHA256) over the address and the word,
 by a key that only the lighthouse and that worker know. What one worker sends to another bears a seal over all of it, by
 an introduction, which the lighthouse gives to the sender, and which the receiver can make from its own key. What was
-overheard can be said again, and nothing else. At the lighthouse's own addresses nobody else can listen, nor answer in
-its place: its router lets others serve `SERVED_BY_SEATS` alone.
+overheard can be said again, and nothing else: so the lighthouse's orders are numbered, and an old one is none. At the
+lighthouse's own addresses nobody else can listen, nor answer in its place: its router lets others serve
+`SERVED_BY_SEATS` alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import struct
 from pathlib import Path
 
 from isles.comm.credentials import write_private
@@ -38,6 +40,7 @@ _FILE = "seats"
 PROOF = 16
 """Bytes of a proof, and of a seal."""
 _MOST = 64  # bytes of a signature that are looked at
+_NUMBER = struct.Struct("<q")
 
 
 class SeatKeys:
@@ -65,6 +68,18 @@ class SeatKeys:
 def told_at(seat: int, place: int) -> str:
     """Where the worker at `place` in the island of a seat hears orders."""
     return f"{TOLD}/{seat}/{place}" if place else f"{TOLD}/{seat}"
+
+
+def numbered(number: int, said: bytes) -> bytes:
+    """An order as it is said; each of the lighthouse's has a higher number than those before."""
+    return _NUMBER.pack(number) + said
+
+
+def number_of(order: bytes) -> tuple[int, bytes]:
+    """What `numbered` was given. ValueError where it is too short."""
+    if len(order) < _NUMBER.size:
+        raise ValueError("an order without a number")
+    return _NUMBER.unpack_from(order)[0], order[_NUMBER.size :]
 
 
 def gift_at(giver: str) -> str:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 from isles.comm.elastic.guards.presence import Presence, WholeSeats
@@ -28,6 +29,7 @@ from isles.comm.elastic.keys import (
     REACH,
     REPORTED,
     SeatKeys,
+    numbered,
     signature,
     told_at,
 )
@@ -59,6 +61,7 @@ JOINS = 30  # seats that one address takes at once, and as many again each minut
 _TICK = 0.25
 _TOLD = 5.0  # seconds that a word to a seat is tried for
 _LONGEST_REPORT = 1 << 20
+_ORDERS = 1 << 40  # more than a lighthouse gives before it is lit again
 T = TypeVar("T")
 
 
@@ -102,6 +105,8 @@ class Lighthouse:
         for entry in journal.entries:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))
+        lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
+        self._orders, self._telling = count(lit * _ORDERS), threading.Lock()
         self._whereabouts = Whereabouts(keys, session.seen)
         self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
         self._closed = threading.Event()
@@ -341,12 +346,16 @@ class Lighthouse:
 
     def _tell(self, seat: int, said: bytes) -> None:
         key = self._keys.of(seat)
-        try:
-            for where in (told_at(seat, place) for place in range(self._places)):
-                word = signature(seat, key, where, said)
-                self._session.ask(where, said, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True)
-        except OSError:
-            _LOG.debug("the session is closed")
+        with self._telling:  # orders leave in the order of their numbers
+            order = numbered(next(self._orders), said)
+            try:
+                for where in (told_at(seat, place) for place in range(self._places)):
+                    word = signature(seat, key, where, order)
+                    self._session.ask(
+                        where, order, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
+                    )
+            except OSError:
+                _LOG.debug("the session is closed")
 
     def _refuse(self, query: IncomingQuery, seat: int, why: str) -> None:
         self.refused.note(seat, why)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.keys import ASKED, signature, told_at
+from isles.comm.elastic.keys import ASKED, number_of, numbered, signature, told_at
 from isles.comm.elastic.messages import Entry, Failed, Proposal, Silent, decode, encode
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.elastic.transport import ElasticTransport
@@ -53,14 +53,13 @@ def tells_failures(session: Session, entry: Entry, place: int, places: int) -> C
     def tell(round: int, attempt: int) -> None:
         for other in range(places):
             if other != place:
-                _say(session, entry, told_at(entry.seat, other), Failed(round, attempt))
+                _say(session, entry, told_at(entry.seat, other), numbered(0, encode(Failed(round, attempt))))
 
     return tell
 
 
-def _say(session: Session, entry: Entry, where: str, message: Any) -> None:
+def _say(session: Session, entry: Entry, where: str, said: bytes) -> None:
     """Without waiting for an answer."""
-    said = encode(message)
     word = signature(entry.seat, entry.key, where, said)
     try:
         session.ask(where, said, lambda reply, refusal: None, attachment=word, seconds=_PATIENCE, urgent=True)
@@ -68,21 +67,37 @@ def _say(session: Session, entry: Entry, where: str, message: Any) -> None:
         _LOG.debug("the session is closed")
 
 
-def order(query: IncomingQuery, entry: Entry, place: int, session: Session) -> Any:
-    """The lighthouse's order to the worker at `place` of the seat of `entry`; None, and counted, where somebody else
-    says it, or where it is none.
-    """
-    said = query.payload
-    if not hmac.compare_digest(query.attachment, signature(entry.seat, entry.key, told_at(entry.seat, place), said)):
-        session.refused.note(-1, "an order that is not the lighthouse's")
+class Orders:
+    """What is ordered of the worker at `place` of the seat of `entry`. Called in the session's thread alone."""
+
+    def __init__(self, session: Session, entry: Entry, place: int) -> None:
+        self._session, self._entry, self._where = session, entry, told_at(entry.seat, place)
+        self._newest = -1
+
+    def take(self, query: IncomingQuery) -> Any:
+        """The lighthouse's order, or the word of another worker of this island; None, and counted, where somebody else
+        says it, or says again what was overheard, or where it is none.
+        """
+        said, entry = query.payload, self._entry
+        if not hmac.compare_digest(query.attachment, signature(entry.seat, entry.key, self._where, said)):
+            return self._refuse(query, "an order that is not the lighthouse's")
+        try:
+            number, word = number_of(said)
+            message = decode(word, limit=LONGEST)
+        except ValueError as error:
+            query.reply()
+            _LOG.warning("the lighthouse: %s", error)
+            return None
+        if not isinstance(message, Failed):  # which ends nothing that is not over, however often it is said
+            if number <= self._newest:
+                return self._refuse(query, "an order that was said before")
+            self._newest = number
+        query.reply()
+        return message
+
+    def _refuse(self, query: IncomingQuery, why: str) -> None:
+        self._session.refused.note(-1, why)
         query.refuse(b"never")
-        return None
-    query.reply()
-    try:
-        return decode(said, limit=LONGEST)
-    except ValueError as error:
-        _LOG.warning("the lighthouse: %s", error)
-        return None
 
 
 class PlaceLine:
@@ -93,15 +108,15 @@ class PlaceLine:
         self.fell_silent: Callable[[int], None] = lambda seat: None
         self.begun_again: Callable[[Word], None] = lambda word: None
         self.failed: Callable[[int, int], None] = lambda round, attempt: None
-        self._session, self._entry, self._place = session, entry, place
+        self._session, self._entry, self._orders = session, entry, Orders(session, entry, place)
         session.serve(told_at(entry.seat, place), self._told)
 
     def doubt(self, seat: int) -> None:
         """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
-        _say(self._session, self._entry, ASKED, Silent(seat))
+        _say(self._session, self._entry, ASKED, encode(Silent(seat)))
 
     def _told(self, query: IncomingQuery) -> None:
-        match order(query, self._entry, self._place, self._session):
+        match self._orders.take(query):
             case Proposal(lost=lost):
                 for seat in lost:
                     self.left_behind(seat)

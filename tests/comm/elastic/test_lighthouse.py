@@ -14,9 +14,9 @@ import pytest
 
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, SeatKeys, signature
+from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, REPORTED, SeatKeys, number_of, signature, told_at
 from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.messages import Beat, BeatReply, Entry, Hello, Refusal, Word, decode, encode
+from isles.comm.elastic.messages import Beat, BeatReply, Entry, Hello, Refusal, Silent, Word, decode, encode
 from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
 from tests.comm.elastic.sessions import router
@@ -31,9 +31,9 @@ def heard(seat: int, event: Any) -> None:
 
 
 @contextmanager
-def lit(folder: Path) -> Iterator[tuple[Lighthouse, Session]]:
-    """A lighthouse, and a session of somebody with the token."""
-    with router(folder) as (mine, address, session):
+def lit(folder: Path, life: int = 0) -> Iterator[tuple[Lighthouse, Session]]:
+    """A lighthouse, and a session of somebody with the token. life: how often it was lit before."""
+    with router(folder / str(life)) as (mine, address, session):
         journal = Journal(folder)
         rounds = RoundsAssembly(Rules(founders=2, sync_every=5), journal.entries)
         keys = SeatKeys(folder)
@@ -110,6 +110,24 @@ def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
     journal.close()
     assert [one["event"] for one in journal.entries][:1] == ["join"]
     assert SeatKeys(tmp_path).of(entry.seat) == entry.key
+
+
+def test_orders_are_numbered_on_by_a_lighthouse_that_is_lit_again(tmp_path: Path) -> None:
+    """Else its workers would take them for old ones."""
+    heard, seat = list[tuple[int, int]](), 0
+    for life in range(3):
+        with lit(tmp_path, life) as (lighthouse, guest):
+            if life == 0:
+                seat = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name())))[0] or b"").seat
+            guest.serve(told_at(seat, 0), lambda query, life=life: heard.append((life, number_of(query.payload)[0])))
+            for _ in range(100):
+                lighthouse.tell([seat], Silent(5))
+                threading.Event().wait(0.02)
+                if heard and heard[-1][0] == life:
+                    break
+    assert sorted({life for life, _ in heard}) == [0, 1, 2]
+    numbers = [number for _, number in heard]
+    assert numbers == sorted(set(numbers))
 
 
 def test_a_full_disk_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.guards.presence import WholeSeats
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import ASKED, HELLO, SeatKeys, signature, told_at
+from isles.comm.elastic.keys import ASKED, HELLO, SeatKeys, number_of, signature, told_at
 from isles.comm.elastic.lighthouse import Lighthouse
 from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, Silent, decode, encode
 from isles.comm.elastic.orders import Rules
@@ -147,13 +147,37 @@ def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
         world.sessions[1].serve(where, lambda query: heard.append((query.payload, query.attachment)))
         until(lambda: world.lighthouse.tell([0], Silent(9)) or heard, 5.0)
         word, proof = heard[0]
-        assert decode(word) == Silent(9) and proof == signature(0, entry.key, where, word)
+        assert decode(number_of(word)[1]) == Silent(9) and proof == signature(0, entry.key, where, word)
         assert entry.key.encode() not in proof
         wait = world.waits(0, 2, Tag("outer", 1))
         for said, there in ((Silent(2), where), (Silent(9), told_at(0, 0))):
             assert world.sessions[2].answer(there, encode(said), attachment=proof, seconds=5.0) == (None, b"never")
         assert world.sessions[2].answer(ASKED, word, attachment=proof, seconds=5.0) == (None, b"never")
         assert not wait.done()
+
+
+def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
+    """Else whoever has the token could keep two members apart for ever with one word on one of them."""
+    with islands(tmp_path) as world:
+        firsts, heard = [company._session for company in world.leaders], dict[str, tuple[bytes, bytes]]()
+        for place in (0, 1):
+            where = told_at(0, place)
+            world.sessions[1].serve(
+                where, lambda query, where=where: heard.update({where: (query.payload, query.attachment)})
+            )
+        until(lambda: world.lighthouse.tell([0], Silent(2)) or len(heard) == 2, 5.0)
+        until(lambda: world.leaders[0].is_silent(2), 5.0)
+        time.sleep(0.3)
+        until(lambda: not world.leaders[0].is_silent(2), 10.0)
+        wait = world.waits(0, 2, Tag("outer", 1))
+        for where, (order, proof) in heard.items():
+            assert world.sessions[2].answer(where, order, attachment=proof, seconds=5.0) == (None, b"never")
+        assert not wait.done() and not world.leaders[0].is_silent(2)
+        for session in (firsts[0], world.sessions[0]):
+            assert session.refused[-1, "an order that was said before"] == 1
+        world.lighthouse.tell([0], Silent(2))  # said again by the lighthouse it counts
+        settled(wait, seconds=5.0)
+        until(lambda: world.leaders[0].is_silent(2), 5.0)
 
 
 def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
