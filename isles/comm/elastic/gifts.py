@@ -4,7 +4,8 @@
                 once it is, and `is_wanted` tells the giver.
     taker       asks for its length, then for its pieces, `WINDOW` at a time; checks length and checksum
 
-The giver goes on training meanwhile: pieces are read from the disk as they are asked for.
+The giver goes on training meanwhile: pieces are read from the disk as they are asked for. What a seat gives bears no
+seal: whoever has the token may answer in its place.
 """
 
 from __future__ import annotations
